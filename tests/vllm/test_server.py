@@ -406,7 +406,6 @@ def ask_responses(server: LocalServer, text: str, **fields: Any) -> httpx.Respon
     return httpx.post(f"{server.url}/v1/responses", json=body, timeout=120)
 
 
-@pytest.mark.xfail(strict=False, reason="nothing is fetched for the job that is away")
 def test_names_of_tenuto_s_own_copies_are_answered(server: LocalServer) -> None:
     """Requests named as Tenuto's own loads and stores load from host memory, while it fetches a job's KV."""
     names = ["tenuto-prefetch-0", "tenuto-prefetch-1", "tenuto-store-0", f"tenuto-{'0' * 32}"]

@@ -198,7 +198,7 @@ class Metrics:
 
     def __init__(self, vllm_config: Any, engine_index: int) -> None:
         self._next_s = 0.0
-        self._last_state: tuple[int, int, int, int, float | None] | None = None
+        self._last_state: tuple[Any, ...] | None = None
         self._file = _get_file(engine_index)
         self._has_failed = False
         """Whether the metrics' file could not be written when it was last tried."""
@@ -263,7 +263,15 @@ class Metrics:
         self._next_s = now_s + REFRESH_S
         # An idle engine calls this often, and usually nothing has changed.
         num_events, num_blocks = self.stats.num_events, driver.get_num_leased_blocks()
-        state = (id(driver), len(driver.leases), num_blocks, num_events, driver.get_next_deadline_s())
+        num_copies = 0 if self._tier is None else self._tier.num_events
+        state = (
+            id(driver),
+            len(driver.leases),
+            num_blocks,
+            num_events,
+            num_copies,
+            driver.get_next_deadline_s(),
+        )
         if state != self._last_state or self._has_failed:
             self._last_state = state
             self._refresh_now(driver, now_s)

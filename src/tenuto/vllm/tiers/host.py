@@ -60,6 +60,7 @@ class HostTier:
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0
+        self._num_copies = 0
         self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path, a digest of the files
         self._is_mixed = False  # the GPU may have KV of before a reset
         self._open_disks()
@@ -73,6 +74,12 @@ class HostTier:
     def host(self) -> HostManagerHooks:
         """The manager of host memory."""
         return self._port.host
+
+    @property
+    def num_events(self) -> int:
+        """Grows with all that an otherwise idle engine does here: copies and fetches, also those not made."""
+        fetches = 0 if self.prefetch is None else self.prefetch.num_begun + self.prefetch.num_skipped
+        return self._num_copies + fetches
 
     # The scheduler calls these.
 
@@ -272,6 +279,7 @@ class HostTier:
         return 0
 
     def _observe(self, is_load: bool, num_bytes: int, seconds: float) -> None:
+        self._num_copies += 1
         (self.loads if is_load else self.stores).observe(num_bytes, seconds)
 
     def _begin_step(self) -> None:
