@@ -30,7 +30,7 @@ class NoPauses(Tenuto):
 
 
 class _WholeJobs(RemainingWork):
-    def get_rank(self, job: Job, num_new_tokens: float) -> float:
+    def get_rank(self, job: Job, num_new_tokens: float, *, is_last: bool) -> float:
         return self._trust(self._look(job, num_new_tokens).work)
 
 

@@ -31,6 +31,9 @@ RELEASE: Literal["0.32", "0.33"] = "0.33"
 """Of vLLM, whose scheduler is simulated."""
 MIN_CONTEXTS = 3
 """A cache that does not hold so many of the longest contexts is not what anybody serves agents on."""
+SMALLEST_CACHE = 0.1
+"""The least share of the room for KV that a scenario has. A run is short: what a large cache shows over days, a
+small one shows in its 2,000 turns. And GPUs are shared, with other models, adapters and drafts."""
 LONGEST_SHARE = 0.25
 """No context is longer than this share of the cache, or than the model allows."""
 
@@ -109,7 +112,9 @@ class Scenario:
         )
         host = f"{setup.host_gb:.0f} GB host" if setup.host_gb else "no host memory"
         return (
-            f"{setup.gpu}" + (f" × {setup.tp}" if setup.tp > 1 else "") + f", {setup.model}, {host}, "
+            f"{setup.gpu}"
+            + (f" × {setup.tp}" if setup.tp > 1 else "")
+            + f", {setup.model}, {setup.kv_tokens:,} tokens of cache, {host}, "
             f"{self.arrival}, hints {self.hints}, load {self.load:.2f}; {kinds}"
         )
 
@@ -144,12 +149,15 @@ def draw_scenario(seed: int, number: int) -> Scenario:
     while True:
         setup = _draw_machine(rng)
         cache = get_cache_tokens(setup)
+        share = _log_uniform(rng, SMALLEST_CACHE, 1.0)
         kinds = _draw_kinds(rng)
         arrival = rng.choice(("poisson", "poisson", f"gamma:{rng.uniform(2, 5):.1f}", "ramp"))
         hints = rng.choice(("none", "last", "tool"))
         load = rng.uniform(0.6, 1.5)
         if cache is None:
             continue
+        cache = round(share * cache)
+        setup = replace(setup, kv_tokens=cache)
         max_model_len = build(setup).config.kv.max_model_len
         max_context = min(max_model_len - 1, int(cache * LONGEST_SHARE))
         longest = max(each.shared_tokens + each.first.mean + each.output.mean for each in kinds)

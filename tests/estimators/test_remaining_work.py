@@ -39,7 +39,9 @@ def test_work_left_is_that_of_the_turns_to_come() -> None:
     work = make_work()
     assert work.get_work_left(make_job("new", "k")) == pytest.approx(400, rel=0.01)
     # The prompt of the next turn is known: 90 new tokens and 10 to generate are the mean.
-    assert work.get_rank(make_job("new", "k"), 90.0) == pytest.approx(400, rel=0.01)
+    assert work.get_rank(make_job("new", "k"), 90.0, is_last=False) == pytest.approx(400, rel=0.01)
+    # Of a last turn, nothing comes after it.
+    assert work.get_rank(make_job("new", "k"), 90.0, is_last=True) == pytest.approx(100, rel=0.01)
     observe(work, "new", 100.0)
     assert work.get_work_left(make_job("new", "k")) == pytest.approx(300, rel=0.01)
 
@@ -103,7 +105,7 @@ def test_the_turn_that_waits_tells_of_those_to_come() -> None:
     for n in range(500):
         factor = math.exp(rng.gauss(0, 1))
         add_job(work, f"job{n}", [100 * factor * math.exp(rng.gauss(0, 0.2)) for _ in range(4)])
-    small, large = (work.get_rank(make_job("new", "k"), size) for size in (45.0, 450.0))
+    small, large = (work.get_rank(make_job("new", "k"), size, is_last=False) for size in (45.0, 450.0))
     # Several times as much, not 405 tokens more.
     assert large > 4 * small
 
@@ -118,7 +120,7 @@ def test_a_short_turn_after_which_the_job_pauses_goes_early() -> None:
                 observe(work, f"job{n}", 300.0, stops=stops)
                 work.come_back(f"job{n}", 60.0)
             work.end_job(f"job{n}")
-        ranks.append(work.get_rank(make_job("new"), 270.0))
+        ranks.append(work.get_rank(make_job("new"), 270.0, is_last=False))
     chat, agent = ranks
     assert chat <= 305 and agent > 1500
 
@@ -130,13 +132,13 @@ def test_an_agent_whose_tools_cannot_be_seen_is_no_chat() -> None:
             observe(work, f"agent{n}", 300.0, stops=True)
             work.come_back(f"agent{n}", 1.0)
         work.end_job(f"agent{n}")
-    assert work.get_rank(make_job("new", "k"), 270.0) > 1500
+    assert work.get_rank(make_job("new", "k"), 270.0, is_last=False) > 1500
 
 
 def test_before_any_job_there_is_an_answer() -> None:
     work = RemainingWork()
     assert work.get_work_left(make_job("new", "k")) > 0
-    assert work.get_rank(make_job("new", "k"), 70.0) > 0
+    assert work.get_rank(make_job("new", "k"), 70.0, is_last=False) > 0
     observe(work, "new", 100.0)
     assert (
         math.isfinite(work.get_work_left(make_job("new", "k")))

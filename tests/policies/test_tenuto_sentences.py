@@ -65,6 +65,25 @@ def test_1_the_job_with_the_least_work_left_goes_first_and_jobs_move_up_as_they_
     assert first is not None and first.startswith("long")
 
 
+def test_1_a_turn_that_its_client_calls_the_last_has_only_itself_left() -> None:
+    def get_first(*, is_last: bool | None) -> str | None:
+        server = Server()
+        for n in range(60):
+            server.serve(f"old{n}", 0.0, 40)
+            server.serve(f"old{n}", 1.0, 50, tool=None)
+            server.serve(f"wide{n}", 0.0, 60)
+            for turn in range(1, 20):
+                server.serve(f"wide{n}", turn, 60 + 40 * turn, tool=TOOL if turn < 19 else None)
+        server.arrive("old", 1000.0, 40)
+        server.arrive("wide", 1000.0, 44, is_last=is_last)
+        return server.engine.start_first(1000.0)
+
+    first = get_first(is_last=None)
+    assert first is not None and first.startswith("old")
+    first = get_first(is_last=True)
+    assert first is not None and first.startswith("wide")
+
+
 def make_busy() -> Server:
     """A server of 40 blocks on which a turn runs. Were it idle, any turn would start."""
     server = Server(num_blocks=40)

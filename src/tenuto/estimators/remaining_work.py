@@ -349,13 +349,15 @@ class RemainingWork:
         """Expected work of a job's remaining turns, at least one, as far as it can be trusted."""
         return self._trust(self._look(job, None).work)
 
-    def get_rank(self, job: Job, num_new_tokens: float) -> float:
+    def get_rank(self, job: Job, num_new_tokens: float, *, is_last: bool) -> float:
         """The least work per job that is expected to be complete, either by the next turn or by all to come.
 
         This is Gittins' index with two places to stop. A turn that is known to be small, and likely to be its
-        job's last, goes early whatever else is known of its job.
+        job's last, goes early whatever else is known of its job. `is_last`: the client says that it is.
         """
         left = self._look(job, num_new_tokens)
+        if is_last:
+            return left.this
         return min(left.this / left.stops, self._trust(left.work))
 
     def get_trust(self) -> float:

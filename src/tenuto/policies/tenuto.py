@@ -94,7 +94,8 @@ class Tenuto(Policy, Learns, Reports):
         new_tokens = max(1, turn.num_prompt_tokens - known)
         if self._goes_first(turn.job, new_tokens):
             return turn.arrival_s - AHEAD_S
-        return self._get_place_of(turn.job, self._work.get_rank(turn.job, float(new_tokens)))
+        work = self._work.get_rank(turn.job, float(new_tokens), is_last=bool(turn.is_last))
+        return self._get_place_of(turn.job, work)
 
     def _goes_first(self, job: Job, new_tokens: int) -> bool:
         """Whether this is a plain request that stock vLLM would compute in one step."""
