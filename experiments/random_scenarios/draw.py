@@ -32,8 +32,8 @@ RELEASE: Literal["0.32", "0.33"] = "0.33"
 MIN_CONTEXTS = 3
 """A cache that does not hold so many of the longest contexts is not what anybody serves agents on."""
 SMALLEST_CACHE = 0.1
-"""The least share of the room for KV that a scenario has. A run is short: what a large cache shows over days, a
-small one shows in its 2,000 turns. And GPUs are shared, with other models, adapters and drafts."""
+"""The least share of the room for KV that a scenario has. A run is short: what a large cache shows over
+days, a small one shows in its 2,000 turns. And GPUs are shared, with other models, adapters and drafts."""
 LONGEST_SHARE = 0.25
 """No context is longer than this share of the cache, or than the model allows."""
 
