@@ -252,7 +252,7 @@ def _format_traffic(found: Found) -> str:
         bounds = found.get_ratios(OURS, MEAN, found.scenarios, of=UNLIMITED)
         groups["memory is tight"] = [each for each, ratio in bounds.items() if ratio < TIGHT]
     lines = [
-        "### On which traffic, over stock vLLM as it ships\n",
+        "### By kind of traffic, over stock vLLM as it ships\n",
         "| scenarios | number | mean job time | range | P95 TTFT | plain P95 TTFT |",
         "|---|---|---|---|---|---|",
     ]
@@ -273,7 +273,7 @@ def _format_traffic(found: Found) -> str:
 
 def _format_rivals(found: Found) -> str:
     lines = [
-        "### Over each rival, at the one setting that is best for it over all scenarios\n",
+        "### Over each rival, at its best setting\n",
         "| rival | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
     ]
     policies = list(dict.fromkeys(each.policy for each in found.rivals))
@@ -293,7 +293,7 @@ def _format_rivals(found: Found) -> str:
 
 def _format_bounds(found: Found) -> str:
     lines = [
-        "### What is left: over a policy that knows the future, and over memory for all\n",
+        "### Over bounds: a policy that knows the future, and unlimited memory\n",
         "| bound | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
     ]
     for name, setting in (("`clairvoyant @512`", CLAIRVOYANT), ("`tenuto` with unlimited memory", UNLIMITED)):
@@ -332,7 +332,7 @@ def get_worst(found: Found, number: int = 5) -> list[Id]:
 
 
 def _format_worst(found: Found) -> str:
-    lines = ["### The worst five against the best rival, and what in them makes it so\n"]
+    lines = ["### The worst five against the best rival, and why\n", LEGEND]
     for scenario in get_worst(found):
         best = found.get_best(scenario)
         own, base = found.by_setting[OURS][scenario][0], found.by_setting[best][scenario][0]
@@ -349,8 +349,14 @@ def _format_worst(found: Found) -> str:
             words = ", ".join(
                 f"{each.step}: {value:.3f}" for each, value in sorted(changes.items(), key=by_value)
             )
-            lines.append(f"  `tenuto` with one thing changed, over itself: {words}.")
+            lines.append(f"  `tenuto` with one thing changed: {words}.")
     return "\n".join(lines)
+
+
+LEGEND = """\
+`load` is a multiple of what stock can do. `a + b + c a turn → d` are tokens: of the shared prompt, of the first prompt, added in each turn, of an answer. The last
+line of each entry has the ratio of `tenuto` with one thing changed to `tenuto` as it is: 512 and 2048 are step sizes.
+"""  # noqa: E501
 
 
 def by_value(item: tuple[Setting, float]) -> float:

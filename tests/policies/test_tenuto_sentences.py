@@ -1,4 +1,4 @@
-"""The five sentences at the top of `tenuto.policies.tenuto`, each on a toy engine."""
+"""The five rules at the top of `tenuto.policies.tenuto`, each on a toy engine."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """tenuto: the default policy.
 
-1. The job with the least work left goes first, and jobs move up as they grow old.
-2. A job keeps its KV on the GPU through its tool call, until a turn needs the memory that would go before the
-   job even if what the job loses counted as that turn's own work.
-3. While turns wait for memory, KV that will lie idle for longer than it is worth goes first, to any turn.
-4. Jobs whose kind rarely comes back keep nothing; while most new jobs do not, those that did go first.
+1. The job with the least work left goes first, and jobs move up as they age.
+2. A job keeps its KV on the GPU through its tool call, until a turn before it in the order needs the memory.
+   The turn must be before it even if what the job loses counted as the turn's own work.
+3. While turns wait for memory, KV that will stay idle for longer than it is worth yields first, to any turn.
+4. Jobs whose kind rarely comes back keep nothing. While most new jobs do not come back, those that did go
+   first.
 5. Plain requests that fit into one step go before all jobs, while they take less than half of the engine.
 """
 
@@ -40,16 +41,16 @@ memory has no price, after twice the longer one."""
 FIRST = -1e12
 """The value of a lease that is not worth its memory. It is reclaimed before all others, for any turn."""
 AHEAD_S = 1e9
-"""By so many seconds one class of jobs goes before another: more than any job's work takes."""
+"""Seconds by which one class of jobs goes before another: more than any job's work takes."""
 MAX_LOOK_UPS = 64
 """While more turns wait, first turns are not looked up in the cache: each costs as much as its start."""
 
 
 @dataclass
 class Tenuto(Policy, Learns, Reports):
-    """The five sentences at the top of this file. Step times, lengths and tool times are learned.
+    """The five rules at the top of this file. Step times, lengths and tool times are learned.
 
-    How large a step is belongs to the engine (`--step-tokens`); how long a turn may wait, to the driver.
+    The engine decides the step size (`--step-tokens`); the driver bounds how long a turn may wait.
     """
 
     needs: ClassVar[Needs] = Needs(
@@ -59,11 +60,11 @@ class Tenuto(Policy, Learns, Reports):
     )
 
     stretch: float = setting(
-        500.0, "seconds by which a job is put back for each second of work it still needs", minimum=0
+        500.0, "seconds of delay in the order for each second of work that the job still needs", minimum=0
     )
-    max_idle_s: float = setting(600.0, "seconds after which the KV of a silent job is given up", minimum=0)
+    max_idle_s: float = setting(600.0, "seconds after which the KV of an idle job is released", minimum=0)
     patience: float = setting(
-        4.0, "wait for a load this many times as long as computing would take", minimum=0
+        4.0, "longest load, as a multiple of the time to compute the same tokens", minimum=0
     )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
@@ -77,7 +78,7 @@ class Tenuto(Policy, Learns, Reports):
     # The order.
 
     def wants_hits(self, turn: Turn) -> bool:
-        """Of first turns only: the policy knows what later ones go on behind. Not if it goes first anyway."""
+        """Only for first turns that do not go first anyway: of later turns the policy knows the prefix."""
         return turn.job.num_turns == 1 and not self._goes_first(turn.job, turn.num_prompt_tokens)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
@@ -102,12 +103,12 @@ class Tenuto(Policy, Learns, Reports):
         return new_tokens <= self._step_tokens and self._standing.is_plain(job)
 
     def _get_place_of(self, job: Job, work: float) -> float:
-        """The place of a job with so much work left, in prefill tokens: the smallest goes first."""
+        """The place of a job with this work left, in prefill tokens: the smallest goes first."""
         work_s = self._steps.get_token_s() * work
         return job.arrival_s + self.stretch * work_s - AHEAD_S * self._standing.get_lead(job)
 
     def _get_context(self, turn: Turn) -> int:
-        """Tokens of its job's latest turn, if this turn goes on behind them."""
+        """Tokens of its job's latest turn, if this turn continues them; else 0."""
         return 0 if turn.is_parted else self._contexts.get(turn.job.job_id, 0)
 
     # Memory.
@@ -117,7 +118,7 @@ class Tenuto(Policy, Learns, Reports):
         return self._keep(turn, 0.0, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """Decide again while the tool still runs. KV that is idle for `max_idle_s` is given up."""
+        """Decide again while the tool still runs. KV that was idle for `max_idle_s` is released."""
         idle_s = view.now_s - lease.granted_s
         if lease.next_turn_waiting:
             return Keep(view.now_s + self.max_idle_s, value=lease.value)
@@ -138,21 +139,21 @@ class Tenuto(Policy, Learns, Reports):
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        """Host memory gives up what was not used for longest, and what ended jobs used at once.
+        """Host memory evicts the least recently used KV, and that of ended jobs at once.
 
-        While strangers crowd the engine, what they used goes before all else.
+        While one-shot jobs crowd the engine, their KV goes before all else.
         """
         return (self._standing.is_spared(turn.job),)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """What is not worth its memory goes first, oldest first; then the last in the order."""
+        """KV that is not worth its memory goes first, oldest first; then the last job in the order."""
         return (lease.value, lease.granted_s)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether the turn goes before the lease's job even if what that loses were the turn's work.
+        """Whether the turn goes before the lease's job, even if the job's loss counted as the turn's work.
 
-        Both jobs are done sooner, in sum, if it waits otherwise; and jobs whose places are close would take
-        the memory from each other in turns.
+        If not, both jobs are done sooner, in sum, if the turn waits. Without this, jobs whose places are
+        close would take the memory from each other in turns.
         """
         if lease.value > FIRST and self._standing.is_spared(lease.turn.job):
             return False
@@ -173,12 +174,12 @@ class Tenuto(Policy, Learns, Reports):
         return min(self.max_idle_s, self._get_restore_s(view) * num_running_blocks / gain)
 
     def _get_restore_s(self, view: EngineView) -> float:
-        """Seconds in which a block that was given up is computed or loaded again, whichever is faster."""
+        """Seconds to compute or load an evicted block again, whichever is faster."""
         compute_s = self._steps.get_token_s() * view.block_size
         return min([compute_s, *(tier.s_per_block for tier in view.tiers)])
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Load the KV, unless a slow disk or a long queue makes that take much longer than computing."""
+        """Load the KV, unless a slow disk or a long queue makes this much slower than computing."""
         compute_s = self._steps.get_token_s() * offer.num_tokens
         return compute_s == 0 or offer.load_s <= self.patience * compute_s
 
@@ -200,12 +201,12 @@ class Tenuto(Policy, Learns, Reports):
             self._tools.observe(tool.name, tool_s)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Learn the work of a turn, and of what kind its job is."""
+        """Learn the work of a turn, and the kind of its job."""
         if turn.is_aborted:
             return
         work = get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
         self._standing.observe(turn, work)
-        # Of a first turn, what other jobs had computed is not its work.
+        # What other jobs had computed of a first turn's prompt is not this turn's work.
         new_tokens = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
         self._contexts[turn.job.job_id] = turn.num_prompt_tokens + turn.num_output_tokens
         work = get_work(new_tokens, 0, turn.num_output_tokens)
@@ -226,7 +227,7 @@ class Tenuto(Policy, Learns, Reports):
         return {"tools": self._tools.get_state(), "jobs": self._work.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned."""
+        """Load what an earlier run learned."""
         tools = ToolSamples()
         tools.set_state(state["tools"])
         self._work.set_state(state["jobs"])
