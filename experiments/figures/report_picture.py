@@ -27,7 +27,7 @@ def write_selection(path: Path) -> None:
         for line in RECORDS.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             policy = record["policy"].partition("/")[0]
-            # One size of steps for each policy: what it has by default.
+            # One step size for each policy: what it has by default.
             is_default = record["step"] in (None, "adaptive")
             if policy in POLICIES and is_default and "no host tier" in record["row"]:
                 # What is kept of a configuration is its digest, which the report cannot show.

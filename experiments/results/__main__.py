@@ -9,8 +9,8 @@ Runs go to experiments/out/TABLE.jsonl, which begins with the kept records where
 repeated if the code that decides in it has changed since (see `experiments.decision_code`), and only then.
 The table goes to stdout as Markdown. It says which code made it, and is refused if that were several.
 --no-runs shows what there is, older or not. --write puts the table into docs/lab.md, and the runs into
-experiments/records/TABLE.jsonl, one line per row, policy, size of steps and seed. In most tables every policy
-races at several sizes of steps: see `race`.
+experiments/records/TABLE.jsonl, one line per row, policy, step size and seed. In most tables every policy
+races at several step sizes: see `race`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
         "--seeds", default="42,1,2", help="with commas; the first is run for all (%(default)s)"
     )
     parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
-    parser.add_argument("--steps", help="only these sizes of steps, of default, adaptive and numbers")
+    parser.add_argument("--steps", help="only these step sizes, of default, adaptive and numbers")
     parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
     parser.add_argument("--workers", type=int, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
@@ -121,7 +121,7 @@ def _read_step(text: str) -> Step:
 
 
 def to_plain(runs: Runs) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Records by row and policy, for the tables in which everybody has the default size of steps."""
+    """Records by row and policy, for the tables in which everybody has the default step size."""
     return {
         (row, setting.policy): [dict(by_seed[seed]) for seed in sorted(by_seed)]
         for (row, setting), by_seed in runs.items()

@@ -3,7 +3,7 @@
     python -m experiments.results.held_out [--seeds 7,11] [--tables ab8,bfcl] [--every 4 | --rows TEXT]
 
 Who competes is what the kept records say: the best rival, and at most two more within 2 % of it, each at its
-best size of steps. Every fourth row of each table runs. Nothing is kept; the table is Markdown.
+best step size. Every fourth row of each table runs. Nothing is kept; the table is Markdown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 3
 
 
 def find_rivals(row: str, runs: Runs) -> list[Setting]:
-    """The best other policies of a row, each at its best size of steps."""
+    """The best other policies of a row, each at its best step size."""
     settings = get_settings(runs, row)
     verdict = judge(row, settings)
     if verdict is None:

@@ -25,8 +25,8 @@ RIDDLES: Mapping[tuple[str, float], str] = {
 GEN4 = (
     "**What is not understood.** On the A100-40, whose link is PCIe Gen4, the published LMCache took 1.5 to "
     "2.1 times the simulated time, and lost to stock at two of three loads ([fidelity]"
-    "(fidelity.md#what-lmcache-costs)). The rows of A100 and L40S with a host tier may flatter the tier in "
-    "the same way, for every policy that uses it, `tenuto` included."
+    "(fidelity.md#what-lmcache-costs)). The rows of A100 and L40S with a host tier may be too good for the "
+    "tier in the same way, for every policy that uses it, `tenuto` included."
 )
 
 
@@ -42,7 +42,7 @@ def format_published(loads: Mapping[str, Sequence[float]]) -> str:
         lines.append([f"{gpu}, {jps}/s", *cells, RIDDLES.get((gpu, jps), "")])
     about = (
         "As published, on the same machines: mean job time in seconds, with vLLM 0.10.2, synchronous "
-        "scheduling, the default size of steps, and each system as its authors ran it. These systems are "
+        "scheduling, the default step size, and each system as its authors ran it. These systems are "
         "simulated in [fidelity](fidelity.md#times), beside the same figures. The policies of the table "
         "above are their rules in today's engine."
     )

@@ -1,6 +1,6 @@
 """Which runs a row still needs. Runs that cannot change a verdict any more are left out.
 
-1. The first seed: every policy at the default size of steps; then at 1,024, if it took at most `FAR` times as
+1. The first seed: every policy at the default step size; then at 1,024, if it took at most `FAR` times as
    long as ours; then at the other sizes, if at either of the two it took at most `NEAR` times as long.
    A policy that is within `SAME` of stock in mean, P95 and P95 TTFT at both sizes is stock in this row, and
    runs no further. Stock and the clairvoyant policy run at all sizes.
@@ -63,7 +63,7 @@ def _choose_first(policies: Sequence[str], steps: Sequence[Step], seed: int, fou
 
 
 def _is_stock(policy: str, steps: Sequence[Step], seed: int, found: Found) -> bool:
-    """Whether a policy did as stock did at the first two sizes of steps."""
+    """Whether a policy did as stock did at the first two step sizes."""
     if policy in (STOCK, BOUND):
         return False
     for step in steps[:2]:

@@ -1,4 +1,4 @@
-"""The tables of a race as Markdown: everybody at its best size of steps, details, one size for all rows."""
+"""The tables of a race as Markdown: everybody at its best step size, details, one size for all rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
     by_row = {row: get_settings(runs, row) for row in verdicts}
     seeds = sorted({seed for settings in by_row.values() for each in settings.values() for seed in each})
     about = (
-        f"{table.about} Seeds: {', '.join(map(str, seeds))}; settings that are behind ran the first "
+        f"{table.about} Seeds: {', '.join(map(str, seeds))}; settings that are far behind ran the first "
         "only. A range in brackets is that of the seeds."
     )
     missing = [row for row in titles if row not in verdicts]
@@ -49,14 +49,14 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
         [
             f"### {table.title}",
             about,
-            "Mean job time in seconds, each policy at its best size of steps in hindsight (behind the @; "
-            "none: the default). Bold: the best, and what is within 2 % of it. A policy that ran fewer seeds "
+            "Mean job time in seconds, each policy at its best step size in hindsight (after the @; "
+            "none: the default). Bold: the best, and all within 2 % of it. A policy that ran fewer seeds "
             f"than `tenuto` is shown by its ratio to `tenuto` on those that both ran. {MARKS}",
             format_best(verdicts, by_row),
-            "`tenuto` with adaptive steps over the best of the others; then what the jobs feel: `tenuto`'s "
+            "`tenuto` with adaptive steps over the best of the others; then other figures: `tenuto`'s "
             "figure / the best other's.",
             format_details(verdicts, by_row),
-            "One size of steps for all rows of this table: mean job time over that of the row's best.",
+            "One step size for all rows of this table: mean job time over that of the row's best.",
             format_one_setting(by_row),
             *([table.notes] if table.notes else []),
         ]

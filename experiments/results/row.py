@@ -64,5 +64,5 @@ class Table:
 
     @property
     def is_race(self) -> bool:
-        """Whether every rival stands at its best size of steps."""
+        """Whether every rival has its best step size."""
         return len(self.steps) > 1

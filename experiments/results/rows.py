@@ -29,7 +29,7 @@ LAYERED = (
 )
 """With the host tier, where the row has one, also for those whose authors left it out: POLICY/OFFLOAD."""
 RACE = (*LAYERED[:-1], BOUND, "tenuto")
-"""The competitors of the tables where everybody stands at its best size of steps, and the bound."""
+"""The competitors of the tables where every policy has its best step size, and the bound."""
 FEW = (
     *("stock", "stock-tuned", "continuum/async", "sglang-lpm/async", "thunderagent/async", "concur/async"),
     "tenuto",
@@ -48,7 +48,7 @@ PARTS = (
 
 TABLES = {
     "mixed": Table(
-        "Traffic that no agent benchmark was made for, on an H100 unless said",
+        "Traffic outside the agent benchmarks, on an H100 unless said otherwise",
         "`--workload` has a generator of each (see [workloads](workloads.md)); bursts are `swe-bench` with "
         "`--arrival gamma:4`.",
         RACE,
@@ -65,7 +65,7 @@ TABLES = {
     ),
     "swe-bench": Table(
         "swe-bench, 90 s of arrivals",
-        "From an engine that is hardly busy to about three times what it can do.",
+        "The loads go from a hardly busy engine to about three times what it can do.",
         RACE,
         lambda: make_agents("swe-bench", SWE_LOADS),
         STEPS,
@@ -98,15 +98,15 @@ TABLES = {
     ),
     "hybrid": Table(
         "Models with windows or states: swe-bench, 120 s of arrivals, no host tier",
-        "Each at vLLM's default retention interval (0), at one between, and caching everything (dense, "
-        "None); `stock` at its best interval is the best of its three. Step times are a roofline's.",
+        "Each at vLLM's default retention interval (0), at an intermediate one, and caching everything "
+        "(dense, None); `stock` at its best interval is the best of its three. Step times are a roofline's.",
         ("stock", "continuum", "tenuto"),
         make_hybrid,
         on_screen=False,
     ),
     "sensitivity": Table(
         "Sensitivity: swe-bench on an H100 at 2 jobs/s, 60 s, no host tier",
-        "What changes with the machine, the texts, the hints or the jobs. Hints: `none` (jobs are recognised "
+        "These rows change the machine, the texts, the hints or the jobs. Hints: `none` (jobs are recognised "
         "by content), or `wrong` (tool times ten times too long and too short in turns); without a word the "
         "job's id and its last turn. Turns: texts stay, so prompts grow with their number.",
         FEW,
@@ -116,7 +116,7 @@ TABLES = {
     ),
     "options": Table(
         "The options of `tenuto`, a quarter and four times their defaults",
-        "Results should not hang on them: in the figure each option's ratio to its default, the mean over "
+        "Results should not depend on them: in the figure each option's ratio to its default, the mean over "
         "the rows and the range.",
         OPTIONS,
         make_ablation,
@@ -146,7 +146,7 @@ TABLES["step-costs"] = Table(
     "If mixed steps cost less or more",
     "Some rows of each race, under both bounds of what steps cost that mix prefill with decoding (see "
     "[fidelity](fidelity.md#steps-that-mix-prefill-with-decoding)). `tenuto` with adaptive steps over the "
-    "best other, and over each rival, each at its best size of steps under that cost: the geometric mean of "
+    "best other, and over each rival, each at its best step size under that cost: the geometric mean of "
     "the ratios of mean job times, and in brackets the worst row.",
     (*RIVALS, "tenuto"),
     lambda: make_step_costs(RACES),

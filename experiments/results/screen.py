@@ -68,7 +68,7 @@ def _say_codes(all_runs: dict[str, Runs]) -> str:
 
 
 HEADS = (
-    *("`tenuto` against the best other at its best size of steps", "rows", "won", "tied", "behind", "lost"),
+    *("`tenuto` against the best other at its best step size", "rows", "won", "tied", "behind", "lost"),
     *("harmed", "mean job time, geometric mean", "worst row", "over clairvoyant's"),
 )
 
@@ -108,7 +108,7 @@ def _say_in_short(verdicts: Sequence[Verdict], num_rows: int) -> str:
     if len(verdicts) < num_rows:
         where = f"the {len(verdicts)} rows that have run, of {num_rows}"
     return (
-        f"In {where}, `tenuto` with its defaults stands against {OPPONENTS}. It wins "
+        f"In {where}, `tenuto` with its defaults is compared with {OPPONENTS}. It wins "
         f"{counts['won']}, ties {counts['tied']} (within 2 % in mean job time), is behind in "
         f"{counts['behind']} (a rival has the better mean, but a worse P95 or TTFT), and loses "
         f"{counts['lost']}. Plain requests are harmed in {sum(each.is_harmed for each in plain)} of the "
@@ -117,7 +117,7 @@ def _say_in_short(verdicts: Sequence[Verdict], num_rows: int) -> str:
 
 
 OPPONENTS = (
-    "every other policy at its own best size of steps in hindsight (512, 1,024, 2,048 or the default), with "
+    "every other policy at its own best step size in hindsight (512, 1,024, 2,048 or the default), with "
     "the same host tier, seats and asynchronous scheduling"
 )
 
@@ -144,7 +144,7 @@ def _list_harms(by_table: dict[str, dict[str, Verdict]], all_runs: dict[str, Run
         if verdict.is_harmed
     ]
     head = (
-        "**Harmed**: P95 TTFT of jobs that call no tool, over stock's at the size of steps that is best for "
+        "**Harmed**: P95 TTFT of jobs that call no tool, over stock's at the step size that is best for "
         "it; in brackets both, and the mean job time over that stock's:"
     )
     return [head + "\n\n" + "\n".join(lines)] if lines else []
@@ -161,8 +161,8 @@ def _format_one_for_all(by_table: dict[str, dict[str, Verdict]], all_runs: dict[
     ]
     head = (
         "**Without tuning**: one setting for all rows; mean job time over that of each row's best setting. "
-        "Where a policy was left out at a size because it was far behind, its best known figure stands in, "
-        "which flatters it:"
+        "Where a policy was left out at a size because it was far behind, its best known figure is used, "
+        "which is too good for it:"
     )
     return head + "\n\n" + format_markdown(["", "geometric mean", "worst", ""], lines[:12])
 

@@ -1,4 +1,4 @@
-"""What is compared in a row: a policy with a size of steps, and the records of its runs."""
+"""What is compared in a row: a policy with a step size, and the records of its runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ YARDSTICKS = ("unbounded", BOUND)
 
 
 def format_step(step: Step) -> str:
-    """A size of steps in words."""
+    """A step size in words."""
     if step is None:
         return "default"
     return f"{step:,}" if isinstance(step, int) else step

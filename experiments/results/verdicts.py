@@ -74,7 +74,7 @@ def compare(ours: Seeds, theirs: Seeds, get: Get = MEAN) -> Ratio | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One row: ours against the best of the rivals, each at its best size of steps."""
+    """One row: ours against the best of the rivals, each at its best step size."""
 
     row: str
     best: dict[str, Setting]

@@ -1,4 +1,4 @@
-"""What the size of steps is worth under each model of mixed steps: a table of docs/fidelity.md.
+"""What the step size is worth under each model of mixed steps: a table of docs/fidelity.md.
 
     python -m experiments.tables.mixed_steps [--workloads ab8,swe-bench]
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def simulate(gpu: str, policy: str, load: LoadOptions, cost: str | None) -> Iterator[float]:
-    """Mean job times, one for each size of steps."""
+    """Mean job times, one for each step size."""
     for size in SIZES:
         # None means what the policy wants, and `tenuto` wants adaptive steps.
         setup = Setup(gpu=gpu, policy=policy, step_cost=cost, step_tokens=8192 if size is None else size)

@@ -13,7 +13,7 @@ LOGS = {"docs/results.md", "docs/lab.md"}
 """Records of measurements, which programs write."""
 TWO_SCREENS = 100
 """Lines that are not empty."""
-PLAIN = sorted(set(PAGES) - LOGS) + ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
+PLAIN = [*sorted(set(PAGES) - LOGS), "README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
 """Pages whose paragraphs are short."""
 
 
