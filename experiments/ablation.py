@@ -11,7 +11,7 @@ from tenuto.core.policy import EngineSettings, Key, Needs
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.estimators.returns import Standing
-from tenuto.policies.tenuto import FIRST, Tenuto
+from tenuto.policies.tenuto import Tenuto
 
 
 @dataclass
@@ -107,15 +107,6 @@ class AnyoneTakes(Tenuto):
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         return True
-
-
-@dataclass
-class TakesFreely(Tenuto):
-    """A turn takes from jobs behind it, whatever these then have to compute again."""
-
-    def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        is_spared = lease.value > FIRST and self._standing.is_spared(lease.turn.job)
-        return not is_spared and -lease.value > self._get_place(turn)
 
 
 @dataclass

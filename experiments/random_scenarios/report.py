@@ -145,6 +145,7 @@ def format_report(found: Found) -> str:
         for part in (
             _format_answer(found),
             _format_over_stock(found),
+            _format_first_tokens(found),
             _format_traffic(found),
             _format_rivals(found),
             _format_bounds(found),
@@ -224,6 +225,31 @@ def _format_over_stock(found: Found) -> str:
         for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
             ratios = found.get_ratios(STOCK, metric, scenarios)
             lines.append(f"| {metric} | {title} {_format_ratios(ratios)}")
+    return "\n".join(lines)
+
+
+FELT_S = 0.1
+"""A later first token that nobody feels: by so many seconds."""
+
+
+def _format_first_tokens(found: Found) -> str:
+    """How often first tokens come later than under stock, and how often by so much that one feels it."""
+    lines = [
+        "### First tokens over stock vLLM as it ships: in how many scenarios they come later\n",
+        f"| metric | scenarios | over 1.1 of stock's | and by over {FELT_S:g} s | over 1.3 "
+        f"| and by over {FELT_S:g} s |\n|---|---|---|---|---|---|",
+    ]
+    for metric in ("P95 TTFT", "plain P95 TTFT"):
+        ratios = found.get_ratios(STOCK, metric, found.scenarios)
+        felt = {
+            each: ratio
+            for each, ratio in ratios.items()
+            if found.get(OURS, each, metric) - found.get(STOCK, each, metric) > FELT_S
+        }
+        counts = [
+            sum(ratio > limit for ratio in of.values()) for limit in (1.1, 1.3) for of in (ratios, felt)
+        ]
+        lines.append(f"| {metric} | {len(ratios)} | " + " | ".join(map(str, counts)) + " |")
     return "\n".join(lines)
 
 

@@ -26,10 +26,11 @@ from tenuto.workload.load import LoadOptions
 UNLIMITED_TOKENS = 20_000_000
 """A cache that holds every job of a scenario."""
 RIVALS = (
-    *("stock", "stock-tuned", "continuum/async", "contextserve/async", "infercept/asked", "autellix+"),
-    *("sglang-lpm/async", "thunderagent/async", "concur/async", "break-even/asked"),
+    *("stock", "stock/native", "stock-tuned", "continuum/async", "contextserve/async", "infercept/asked"),
+    *("autellix+", "sglang-lpm/async", "thunderagent/async", "concur/async", "break-even/asked"),
 )
-"""With host memory where the scenario has some, also for those whose authors left it out."""
+"""With host memory where the scenario has some, also for those whose authors left it out; stock vLLM without
+it, as it ships, and with its own."""
 OURS, STOCK, CLAIRVOYANT = Setting("tenuto"), Setting("stock"), Setting("clairvoyant/async", 512)
 UNLIMITED = Setting("tenuto", "unlimited memory")
 EXPLAINING = (

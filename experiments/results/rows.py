@@ -43,7 +43,7 @@ OPTIONS = (
 )
 PARTS = (
     *("FirstJobFirst", "NoPauses", "NoPlainFirst", "NoStanding", "NoLookUps", "FullSteps"),
-    *("NoRetention", "NoPrice", "AnyoneTakes", "TakesFreely", "OrderedTier", "NoTier", "AlwaysLoads"),
+    *("NoRetention", "NoPrice", "AnyoneTakes", "OrderedTier", "NoTier", "AlwaysLoads"),
 )
 
 TABLES = {
@@ -127,8 +127,8 @@ TABLES = {
         "a turn is short and its job pauses, `NoPlainFirst` orders plain requests as jobs, `NoStanding` sees "
         "no floods and no crowds and holds everybody's KV, `NoLookUps` ignores what first turns hit, "
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, `NoPrice` never "
-        "gives up a lease for its tool's time, `AnyoneTakes` lets any turn take any lease, `TakesFreely` "
-        "lets it take from jobs behind it whatever they lose, `OrderedTier` gives up the last job in host "
+        "gives up a lease for its tool's time, `AnyoneTakes` lets any turn take any lease, "
+        "`OrderedTier` gives up the last job in host "
         "memory first, `NoTier` has no host memory, `AlwaysLoads` waits for every load. The "
         "figures beside a part say what the job takes without it.",
         ("tenuto", *(f"experiments.ablation:{part}" for part in PARTS)),

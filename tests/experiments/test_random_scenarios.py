@@ -197,13 +197,22 @@ def test_a_part_is_over_the_whole_and_no_rival() -> None:
     assert "| NoPrice | 2 | 1.095" in format_report(found)
 
 
+def test_late_first_tokens_are_counted_and_those_that_one_feels() -> None:
+    records = []
+    for number, (stock_s, own_s) in enumerate(((0.05, 0.1), (1.0, 1.25), (1.0, 1.05), (1.0, 2.0))):
+        for setting, seconds in ((STOCK, stock_s), (OURS, own_s)):
+            record = make_record(number, setting, 10)
+            records.append({**record, "ttft_s": {"mean": seconds, "p95": seconds}})
+    assert "| P95 TTFT | 4 | 3 | 2 | 2 | 1 |" in format_report(Found(records))
+
+
 def test_a_page_has_the_report_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"head\n{BEGIN}\nold\n{END}\ntail\n", encoding="utf-8")
     write_page(make_found((10, 9, 5)), page)
     text = page.read_text(encoding="utf-8")
     assert text.startswith("head\n") and text.endswith("\ntail\n") and "old" not in text
-    assert "### On which traffic" in text
+    assert "### By kind of traffic" in text
     page.write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="has no"):
         write_page(make_found((10, 9, 5)), page)

@@ -170,30 +170,6 @@ def test_a_turn_takes_room_from_those_behind_it_only() -> None:
     assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=FIRST), turn, IDLE)
 
 
-def test_what_a_lease_would_have_to_compute_again_counts_as_the_turns_work() -> None:
-    policy = Tenuto(stretch=100.0)
-    teach_steps(policy)
-    turn = make_turn("a", arrival_s=10.0)
-
-    def may_take_from(arrival_s: float, turn: Turn = turn, view: EngineView = IDLE) -> bool:
-        other = make_turn("b", arrival_s=arrival_s)
-        lease = make_lease(other, idle_s=1.0, value=policy.retain(other, view).value)
-        return policy.may_reclaim(lease, turn, view)
-
-    # 60 blocks of 16 tokens take 0.096 s.
-    assert not may_take_from(19.0)
-    assert may_take_from(20.0)
-    # A turn that needs few blocks takes no more than these. (Its job has less left to do than the other.)
-    policy.on_turn_finished(turn, 11.0)
-    few = make_turn("a", 2, arrival_s=10.0, num_prompt_tokens=1020, has_lease=True)
-    assert may_take_from(-7.0, few)
-    assert not may_take_from(-7.0, dataclasses.replace(few, has_lease=False))
-    # From host memory they are back in a tenth of the time.
-    tiered = dataclasses.replace(IDLE, tiers=(TierView("host", 5000, 0, 1.6e-4, 0.0),))
-    assert not may_take_from(-7.0, turn)
-    assert may_take_from(-7.0, turn, tiered)
-
-
 def test_jobs_that_never_come_back_hold_nothing() -> None:
     policy = Tenuto()
     for n in range(300):

@@ -107,13 +107,6 @@ def test_2_kv_stays_until_a_turn_that_goes_before_the_job_needs_the_memory() -> 
     assert server.engine.driver.get_num_leased_blocks() < leased
 
 
-def test_2_what_the_job_loses_counts_as_the_turns_work() -> None:
-    server = make_busy()
-    server.serve("job", 500.0, 60)
-    server.arrive("hardly before", 499.0, 130)
-    assert server.engine.start_first(901.0) is None
-
-
 def test_3_kv_that_lies_idle_for_longer_than_it_is_worth_goes_first_to_any_turn() -> None:
     server = make_busy()
     tool_turn = Turn("x/1", Job("x", 0.0, 1), 0.0, 10, tool=TOOL)

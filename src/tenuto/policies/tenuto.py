@@ -2,7 +2,6 @@
 
 1. The job with the least work left goes first, and jobs move up as they age.
 2. A job keeps its KV on the GPU through its tool call, until a turn before it in the order needs the memory.
-   The turn must be before it even if what the job loses counted as the turn's own work.
 3. While turns wait for memory, KV that will stay idle for longer than it is worth yields first, to any turn.
 4. Jobs whose kind rarely comes back keep nothing. While most new jobs do not come back, those that did go
    first.
@@ -150,17 +149,10 @@ class Tenuto(Policy, Learns, Reports):
         return (lease.value, lease.granted_s)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether the turn goes before the lease's job, even if the job's loss counted as the turn's work.
-
-        If not, both jobs are done sooner, in sum, if the turn waits. Without this, jobs whose places are
-        close would take the memory from each other in turns.
-        """
+        """Whether the turn goes before the lease's job."""
         if lease.value > FIRST and self._standing.is_spared(lease.turn.job):
             return False
-        num_known = self._get_context(turn) if turn.has_lease else turn.num_cached_tokens or 0
-        num_missing = max(0, turn.num_prompt_tokens - num_known)
-        num_lost = min(lease.num_blocks, -(-num_missing // view.block_size))
-        return -lease.value > self._get_place(turn) + self.stretch * self._get_restore_s(view) * num_lost
+        return -lease.value > self._get_place(turn)
 
     def _get_worth_s(self, view: EngineView) -> float:
         """For how many seconds KV is worth its memory; `max_idle_s` while no turn waits for memory.
@@ -171,12 +163,9 @@ class Tenuto(Policy, Learns, Reports):
         gain = self._steps.get_gain(view.num_running)
         if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and gain > 0):
             return self.max_idle_s
-        return min(self.max_idle_s, self._get_restore_s(view) * num_running_blocks / gain)
-
-    def _get_restore_s(self, view: EngineView) -> float:
-        """Seconds to compute or load an evicted block again, whichever is faster."""
         compute_s = self._steps.get_token_s() * view.block_size
-        return min([compute_s, *(tier.s_per_block for tier in view.tiers)])
+        restore_s = min([compute_s, *(tier.s_per_block for tier in view.tiers)])
+        return min(self.max_idle_s, restore_s * num_running_blocks / gain)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Load the KV, unless a slow disk or a long queue makes this much slower than computing."""
