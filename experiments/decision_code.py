@@ -8,6 +8,9 @@ A digest has three parts, so that a record goes stale only where something chang
 
 A digest is the same whatever file a definition is in, and whatever comments and docstrings say. Code that
 measures (`tenuto.records`) is not in it. Records without a digest are older than all that have one.
+
+Code may become faster and decide the same. `experiments/records/same_code.txt` has such digests in pairs;
+`python -m experiments.random_scenarios --confirm` adds them, after it ran kept runs anew.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ READING = ("read_trace", "_find_reader", "holds_text")
 """Of `tenuto.workload.load`, what only traces need."""
 RELEASE = "__version__ = '0.1.0'"
 """Stands for the number of every release, which decides nothing. The first digests were made of this one."""
+SAME = ROOT / "experiments" / "records" / "same_code.txt"
 UNKNOWN = "unknown"
 GONE = "gone"
 """The rules of a policy that does not exist any more. No record has them."""
@@ -69,7 +73,33 @@ class Code(NamedTuple):
     def of(cls, record: Mapping[str, Any]) -> Self:
         """The code of a record; `UNKNOWN` in each part that it does not say."""
         parts = record["code"].split("-")[:3] if record.get("code") else []
-        return cls(*parts, *[UNKNOWN] * (3 - len(parts)))
+        return cls(*map(follow, parts), *[UNKNOWN] * (3 - len(parts)))
+
+
+def follow(part: str) -> str:
+    """The last digest of code that decides as the code of this one did."""
+    same = _read_same()
+    for _ in same:
+        part = same.get(part, part)
+    return part
+
+
+@cache
+def _read_same() -> dict[str, str]:
+    if not SAME.exists():
+        return {}
+    lines = [line.split() for line in SAME.read_text(encoding="utf-8").splitlines()]
+    return {words[0]: words[1] for words in lines if len(words) > 1 and words[0] != "#"}
+
+
+def write_same(pairs: Mapping[str, str], how: str) -> None:
+    """Say that code decides the same: the digests of before and after, and how that is known."""
+    is_new = not SAME.exists()
+    with SAME.open("a", encoding="utf-8") as file:
+        if is_new:
+            file.write("# BEFORE AFTER: digests of code that decides the same, and how that is known\n")
+        file.writelines(f"{before} {after} {how}\n" for before, after in pairs.items())
+    _read_same.cache_clear()
 
 
 def digest_code(setup: Setup, load: LoadOptions, made_by: str | None = None) -> Code:

@@ -17,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.decision_code import take_last
+from experiments.decision_code import take_last, write_same
 from experiments.random_scenarios.draw import draw_scenario
 from experiments.random_scenarios.report import (
     Found,
@@ -28,7 +28,7 @@ from experiments.random_scenarios.report import (
     get_worst,
     write_page,
 )
-from experiments.random_scenarios.runs import EXPLAINING, RIVALS, Book, list_settings, run_all
+from experiments.random_scenarios.runs import EXPLAINING, RIVALS, Book, confirm, list_settings, run_all
 from experiments.results.settings import Step
 
 OUT = Path(__file__).parents[1] / "out" / "random_scenarios.jsonl"
@@ -44,6 +44,20 @@ def read_chosen() -> set[int]:
 def read_step(text: str) -> Step:
     """A size of steps; `default` is what the policy wants, else the engine's whole budget."""
     return None if text == "default" else int(text)
+
+
+def confirm_kept(book: Book, per_policy: int, workers: int | None) -> int:
+    """Whether older runs come out the same with the present code; then it is written down."""
+    flows, records = book.read()
+    differ, pairs = confirm(records, flows, per_policy, workers)
+    if differ:
+        print("These runs differ with the present code:", *differ, sep="\n")
+        return 1
+    how = f"{per_policy} runs of each policy, drawn from {book.path.name}, are equal"
+    if pairs:
+        write_same(pairs, how)
+    print(f"{how}: {len(pairs)} digests changed." if pairs else "No run is of older code.")
+    return 0
 
 
 def main() -> int:
@@ -63,6 +77,12 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the report into this page, between its marks")
     parser.add_argument("--workers", type=int, help="processes; default: one per core")
     parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: auto, or its address")
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        metavar="N",
+        help="run N kept runs of each policy anew that older code made; if all are equal, none is older",
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, report what has run")
     parser.add_argument("--list", action="store_true", help="print the scenarios, and run nothing")
     args = parser.parse_args()
@@ -82,6 +102,8 @@ def main() -> int:
     settings = list_settings(args.policies.split(","), steps, intervals)
     book = Book(args.out)
     how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
+    if args.confirm is not None:
+        return confirm_kept(book, args.confirm, args.workers)
     if args.report:
         settings = []
     records = run_all([] if args.report else scenarios, settings, book, **how)

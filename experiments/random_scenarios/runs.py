@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from experiments.decision_code import Code, digest_code
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
 from experiments.results.settings import Setting, Step
+from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.compare import run_each
@@ -288,6 +290,49 @@ def run_all(
         what = f"{place.seed}/{place.number}, {place.setting.label}, {record['job_s']['mean']:.3g} s"
         _say("runs", done, len(places), begun_s, what)
     return records
+
+
+def confirm(
+    records: Sequence[Mapping[str, Any]],
+    flows: Mapping[tuple[int, int], Flow],
+    per_policy: int,
+    workers: int | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Run kept runs of older code anew, some of each policy, drawn at random.
+
+    Returns the runs that differ, as lines to print, and the digests of before and after. Raises ConfigError
+    if machines or jobs are others now: then a sample says nothing of the rest.
+    """
+    pairs: dict[str, str] = {}
+    older: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        before, now = Code.of(record), get_code(record["seed"], record["number"], get_setting(record))
+        if before.place != now.place:
+            name = f"{record['seed']}/{record['number']}"
+            raise ConfigError(f"scenario {name} has another machine or other jobs now: run it again")
+        if before != now:
+            older.setdefault(record["policy"], []).append(record)
+            pairs |= {old: new for old, new in zip(before, now, strict=True) if old != new}
+    rng = random.SystemRandom()
+    drawn = [
+        (record, Place(*_key(record), flows[record["seed"], record["number"]]))
+        for kept in older.values()
+        for record in rng.sample(kept, min(per_policy, len(kept)))
+    ]
+    was = {place: _get_figures(record) for record, place in drawn}
+    differ = []
+    begun_s = time.monotonic()
+    for done, (place, record) in enumerate(run_each(run_place, list(was), workers, None), start=1):
+        label = f"{place.seed}/{place.number}, {place.setting.label}"
+        _say("runs anew", done, len(was), begun_s, label)
+        if _get_figures(record) != was[place]:
+            differ.append(label)
+    return differ, pairs
+
+
+def _get_figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run found, without what it cost and which code found it."""
+    return {name: value for name, value in record.items() if name not in ("code", "cpu_s")}
 
 
 def get_setting(record: Mapping[str, Any]) -> Setting:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from experiments import decision_code
 from experiments.decision_code import Code
 from experiments.random_scenarios import __main__ as command
 from experiments.random_scenarios import runs
@@ -25,6 +26,7 @@ from experiments.random_scenarios.report import (
 )
 from experiments.random_scenarios.runs import CLAIRVOYANT, OURS, STOCK, UNLIMITED, Book, Place, get_setup
 from experiments.results.settings import Setting
+from tenuto.core.errors import ConfigError
 
 RIVAL = Setting("thunderagent/async", 512)
 
@@ -195,6 +197,36 @@ def test_a_part_is_over_the_whole_and_no_rival() -> None:
     )
     assert part not in found.rivals
     assert "| NoPrice | 2 | 1.095" in format_report(found)
+
+
+def test_runs_of_older_code_that_come_out_the_same_are_not_older(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decision_code, "SAME", tmp_path / "same.txt")
+    decision_code._read_same.cache_clear()
+    book = Book(tmp_path / "book.jsonl")
+    flow = Flow(1.0, 2)
+    record = runs.run_place(Place(5, 0, 0, STOCK, flow))
+    present = Code.of(record)
+    older = {**record, "code": f"before-{present.place}-{present.rules}"}
+    book.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, older])
+    assert not runs.is_present(older)
+
+    wrong = Book(tmp_path / "wrong.jsonl")
+    wrong.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, {**older, "jobs": 3}])
+    assert command.confirm_kept(wrong, 1, 1) == 1
+    assert "5/0, stock" in capsys.readouterr().out and not runs.is_present(older)
+
+    assert command.confirm_kept(book, 1, 1) == 0
+    assert runs.is_present(older)
+    assert command.confirm_kept(book, 1, 1) == 0
+    assert "No run is of older code." in capsys.readouterr().out
+
+    elsewhere = Book(tmp_path / "elsewhere.jsonl")
+    elsewhere.write([{**older, "code": f"before-elsewhere-{present.rules}"}])
+    with pytest.raises(ConfigError, match="another machine"):
+        command.confirm_kept(elsewhere, 1, 1)
+    decision_code._read_same.cache_clear()
 
 
 def test_late_first_tokens_are_counted_and_those_that_one_feels() -> None:
