@@ -31,12 +31,12 @@ throughput). Their geometric mean has a 95 % interval. If the interval holds 1, 
 than 6 pairs prove nothing, and the verdict says so.
 
 The prefix cache is emptied before each run where the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
-which servers started here have). The verdict says where it could not be emptied.
+which servers started here have). The verdict says if it could not be emptied.
 
-Each run is kept when it ends (DIR/runs); the same command again goes on where it was left. Ctrl-C gives the
+Each run is kept when it ends (DIR/runs); the same command, given again, continues there. Ctrl-C gives the
 verdict of the pairs so far. `tenuto report DIR` draws the results.
 
-Where a run is INVALID (tenuto bench --help) nothing is proved: remove that run's folder, and run it again.
+If a run is INVALID (tenuto bench --help), nothing is proved: remove that run's folder, and run it again.
 A comparison has one load; for several, give several commands with a DIR each.
 Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
 """

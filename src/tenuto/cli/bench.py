@@ -28,13 +28,13 @@ examples:
 """
 
 _NOTES = """\
-Every turn is sent when the workload says, whatever the client is doing, and its latency counts from that
+Every turn is due when the workload says, even if the client is late, and its latency counts from that
 moment. Prompts are token ids: they have exactly the planned length and share exactly what the workload says,
 on any server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For other servers there is
 --prompts words.
 
-stderr shows the run while it goes on. Ctrl-C ends it early and keeps what there is. A sweep (--jps 1,2,4)
-has a folder for each load in DIR, and DIR/results.jsonl; the same command again goes on where it was left.
+stderr shows the progress. Ctrl-C ends the run early and keeps its results. A sweep (--jps 1,2,4) has a
+folder for each load in DIR, and DIR/results.jsonl; the same command, given again, continues there.
 
 The result shows percentiles of the job time (tools included), and for turns: the whole time (e2e), the time
 to the first token (ttft), the mean time per further token (tpot) and the gaps between tokens (itl). "cache"

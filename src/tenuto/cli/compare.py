@@ -29,7 +29,7 @@ from tenuto.workload.load import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
 Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.
-Runs that DIR/results.jsonl has already are not run again: a sweep that was stopped goes on where it was.
+Runs that DIR/results.jsonl has already are not repeated: a sweep that was stopped continues.
 """
 
 _EXAMPLES = """\

@@ -7,7 +7,7 @@ from tenuto.client.control import ControlOptions
 
 _SUMMARY = """\
 Show or change what a live server does, without a restart: the mode, the policy, its limits, a canary.
-No request is lost. A change that is wrong is refused, and the server goes on as before.
+No request is lost. A wrong change is refused, and the server stays as it was.
 """
 
 _EXAMPLES = """\

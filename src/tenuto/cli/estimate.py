@@ -41,13 +41,13 @@ examples:
 """
 
 _NOTES = """\
-A recording is what `tenuto record` wrote, or any trace that `tenuto convert` reads. Its jobs come again and
-again in random order, at the recorded rate or that of --jps. Without a recording, jobs of the SWE-bench kind
-come as often as the GPU could compute if it computed nothing twice.
+A recording is a file of `tenuto record`, or any trace that `tenuto convert` reads. Its jobs are repeated in
+random order, at the recorded rate or that of --jps. Without a recording, jobs of the SWE-bench kind arrive as
+often as the GPU could compute them if it computed nothing twice.
 
-Then it looks for the load from which on Tenuto gains 2 % of the mean job time over stock at its best step
-size, and for the number of GPUs that Tenuto needs where stock needs ten. What there is no time for is left
-out and named. Machines are independent, as behind a router that keeps each job on one machine.
+Then it searches the load from which on Tenuto gains 2 % of the mean job time over stock at its best step
+size, and the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a part, the
+answer leaves it out and names it. Machines are independent, as behind a router that keeps each job on one machine.
 
 --url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
 it has, or what its traffic is.
@@ -121,7 +121,7 @@ def run(given: Given) -> int:
 
 
 def _ask(options: EstimateOptions) -> dict[str, Any]:
-    """What a server says of its machine. Raises TenutoError if it does not answer, or is no vLLM."""
+    """What a server says about its machine. Raises TenutoError if it does not answer, or is not vLLM."""
     if options.url is None:
         return {}
     import httpx

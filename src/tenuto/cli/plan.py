@@ -175,7 +175,7 @@ def run(given: Given) -> int:
 
 
 def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
-    """With --router alone, a fleet of one engine stands for any number."""
+    """With --router alone, a fleet of one engine means any number of engines."""
     if given.has("router") and not given.has("servers"):
         fleets = given.read(FleetOptions, servers=("",)).make_fleets()
         return [replace(setup, fleet=fleet) for setup in options.make_setups(given) for fleet in fleets]

@@ -26,8 +26,8 @@ Every answered turn becomes a line of Tenuto's JSONL: session, arrival, tool gap
 the tool called, latencies, and salted hashes that say which prompts begin alike. No text, no header and no
 key is written, unless --keep-text asks for the text.
 
-Prompt lengths and hashes are of the server's own tokens where it has /tokenize (vLLM, SGLang) or is sent
-token ids. Elsewhere they are of whole messages, with lengths estimated from the server's usage.
+Prompt lengths and hashes are of the server's own tokens if it has /tokenize (vLLM, SGLang) or gets token ids.
+Otherwise they are of whole messages, with lengths estimated from the server's usage.
 """
 
 

@@ -32,7 +32,7 @@ show job completion times and cache hits against load, latency turn by turn, the
 timeline of jobs. At the end are the commands that make the runs again.
 
 Two policies with the same seed are a pair. A policy wins if the 95 % interval of its pairs' ratios leaves out
-1, as in `tenuto ab`; inside the interval nobody wins. Measured runs need 6 pairs. INVALID runs prove nothing.
+1, as in `tenuto ab`. If 1 is inside it, nobody wins. Measured runs need 6 pairs. INVALID runs prove nothing.
 
 The page is made from:
   result.json, results.jsonl   as `tenuto simulate`, `tenuto compare` and `tenuto bench` write them

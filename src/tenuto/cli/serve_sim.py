@@ -13,7 +13,7 @@ from tenuto.sim.setup import Setup
 
 _SUMMARY = """\
 Serve a simulated engine behind an OpenAI-compatible server, as vLLM would serve a real one.
-It is for clients, routers and benchmarks that need a GPU which nobody has. What the model says is made up.
+It is for tests of clients, routers and benchmarks without a GPU. The model's answers are made up.
 """
 
 _EXAMPLES = """\

@@ -104,7 +104,7 @@ def make_folder(path: Path) -> None:
 class Progress:
     """How far a long run is, on stderr: one line, overwritten on a terminal, repeated now and then in a log.
 
-    It shows what it is told, from time to time. Telling is cheap, so it can be done at every step.
+    It shows reported progress from time to time. A report is cheap, so every step can make one.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Progress:
 
     @contextmanager
     def keep_telling(self, make_text: Callable[[], str]) -> Iterator[None]:
-        """Tell again and again from a thread, for work that cannot tell by itself, until the context ends."""
+        """Report repeatedly from a thread, for work that cannot report by itself, until the context ends."""
         is_over = threading.Event()
 
         def tell() -> None:

@@ -26,10 +26,10 @@ _NOTES = """\
 It shows requests (running, waiting, held back by admission), the KV cache split into running, leased and
 free, leases with the countdown to the next deadline and how leases end, the hit ratio, latencies, tool times,
 tiers below the GPU and the policy's faults. Rates and percentiles are over the window. Stock vLLM has no
-leases, so there those parts are left out.
+leases, so those parts are missing there.
 
-Where the output is no terminal, it prints one line per look. While a server is busy or down, the
-last picture stays, with its age, and the server is tried again.
+If the output is not a terminal, it prints one line per refresh. While a server is busy or down, the
+last screen stays, with its age, and the server is asked again.
 """
 
 

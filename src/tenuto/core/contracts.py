@@ -210,7 +210,7 @@ class _Watched(Router):
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """All hooks are told."""
+        """All hooks are told hooks: none is asked."""
         return True
 
 

@@ -1,8 +1,8 @@
 """The operator's control of a running engine: what runs now, and changes of it without a restart.
 
 Each engine process (data-parallel rank) has one `Control`, which the engine calls between two steps. So a
-change meets no step half-way, and nobody waits for it. A change is checked completely before anything is
-touched: a bad one is refused, and the old one goes on.
+change never meets a half-done step, and no request waits for it. A change is checked completely before
+anything is touched. A bad one is refused, and the old settings stay.
 
 Requests and answers are JSON texts. `tenuto.vllm.control_http` and `tenuto.sim.server.control` have the
 authentication and the addresses.
@@ -34,7 +34,7 @@ UNKNOWN_JOB = (
     "no job of this name is known here: it sent nothing yet, or its last answer ended it, because it called "
     "no tool or the client said so (tenuto:lease_refusals_total counts both)"
 )
-"""Where a client asks why nothing is held for a job: jobs that end are forgotten."""
+"""The note of an answer without a job: jobs that end are forgotten."""
 MAX_LISTED_JOBS = 1000
 """The ledger's answer has the jobs that came last, so that it delays no step for long."""
 MODES = ("on", "off", "shadow")
@@ -62,7 +62,7 @@ class ConflictError(TenutoError):
 
 
 class Controlled(Protocol):
-    """What a `Control` changes: an engine's scheduler, or what stands for it."""
+    """What a `Control` changes: an engine's scheduler, or a stand-in for it."""
 
     @property
     def driver(self) -> Any:
@@ -77,7 +77,7 @@ class Controlled(Protocol):
         """The policy of the settings, also while leases are off."""
 
     def prepare(self, settings: Any, policy: Policy) -> Any:
-        """Make what these settings need. Nothing changes yet; whatever can be wrong with them, raises."""
+        """Make what these settings need. Nothing changes yet. Any error in the settings raises here."""
 
     def switch(self, prepared: Any) -> None:
         """Run what was prepared from now on."""
@@ -246,7 +246,7 @@ class Control:
                 self._logger.error("control: what policy %s learned is lost: %r", name, error)
 
     def _check_name(self, name: str) -> None:
-        """Refuse a policy that would run code which the operator did not name at start."""
+        """Refuse a policy whose code the operator did not name at start."""
         initial = self._initial
         if name in (initial.policy, *(initial.own_policies or ())):
             return

@@ -1,11 +1,11 @@
-"""Keeps a router's books and asks it where turns go: the same for a simulated fleet and for a real one.
+"""Keeps a router's accounts and asks it where turns go, for simulated and for real fleets alike.
 
     arrive ──► route? ──► send ──► first_token ──► finish ──► (the job's next turn) arrive
                  │          │
                 hold      fail, or the engine dies: the turn is routed again
 
-Whoever carries the turns tells what happened, and gets back which turns to send where. A turn is sent to one
-engine at a time and ends once. `RouterCaller` sees to it that there is an answer whatever the router does. No
+The program that carries the turns reports what happened, and gets back which turns to send where. A turn is
+sent to one engine at a time and ends once. `RouterCaller` has an answer even if the router fails. There is no
 clock here.
 """
 
@@ -66,7 +66,7 @@ class DispatchStats:
     num_held: int = 0
     """Turns that waited for an engine before they were sent."""
     num_moves: int = 0
-    """Turns that went to another engine than the job's last turn, though that one takes turns."""
+    """Turns that went to another engine than the job's last turn, although that engine takes turns."""
     num_moved_tokens: int = 0
     """The contexts of those jobs."""
     num_copied_tokens: int = 0
@@ -76,7 +76,7 @@ class DispatchStats:
 
 
 class Engines:
-    """The engines that were told of. The view of one is replaced when something changes there: O(1)."""
+    """The known engines. The view of one is replaced when something changes there: O(1)."""
 
     def __init__(self) -> None:
         self._all: dict[str, EngineSeen] = {}
@@ -88,7 +88,7 @@ class Engines:
         return name in self._all
 
     def join(self, info: EngineInfo) -> EngineSeen:
-        """An engine takes turns from now on. One that drained is taken back with its open turns."""
+        """An engine takes turns from now on. One that drained comes back with its open turns."""
         before = self._all.get(info.name)
         seen = EngineSeen(info) if before is None else dataclasses.replace(before, info=info)
         self._all[info.name] = self._ready[info.name] = seen
@@ -190,7 +190,7 @@ class Jobs:
 
 
 class Contents:
-    """Recognises jobs without an id: a prompt that goes on where a job's last prompt ended is its next."""
+    """Recognises jobs without an id: a prompt that continues a job's last prompt is its next turn."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, OrderedDict[str, None]] = {}
@@ -270,7 +270,7 @@ class HeldTurns:
         return next(iter(self._turns.values()), None)
 
     def remove(self, turn_id: str) -> RoutedTurn | None:
-        """Hold a turn no more. None if it was not held."""
+        """Stop holding a turn. None if it was not held."""
         turn = self._turns.pop(turn_id, None)
         if turn is not None:
             name = turn.tenant or ""
@@ -366,7 +366,7 @@ class _Open:
 
 
 class Dispatcher:
-    """One router and its books."""
+    """One router and its accounts."""
 
     def __init__(
         self,
@@ -641,8 +641,8 @@ CHARS_PER_TOKEN = 4
 MAX_PARTS = 4096
 """Of a longer conversation only the first messages are compared; its length counts in full."""
 _PIECE_TOKENS = 128
-"""A prompt that is one text, or token ids, is compared in pieces of this size. What is left at its end is no
-piece, because the job's next prompt goes on there."""
+"""A prompt that is one text, or token ids, is compared in pieces of this size. The rest at its end is not
+compared, because the job's next prompt continues there."""
 
 
 def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Arrival:

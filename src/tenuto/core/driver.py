@@ -6,7 +6,7 @@ bounds the answer and carries it out. A lease is a request, not a right: when an
 
     arrive → (start → preempt)* → start → finish → [lease] → arrive (the job's next turn) → …
 
-Each event is told once to each of the driver's parts, and each fact of a turn has one owner:
+Each part of the driver is told of an event once, and each fact of a turn has one owner:
 
     `JobTable`    which job a turn belongs to, and which idle jobs are remembered
     `Fairness`    how long it may wait, and its tenant's share of the order and of memory
@@ -239,21 +239,21 @@ class Driver:
             self._history.record("preempted", turn, now_s, num_computed_tokens=num_computed_tokens)
 
     def load(self, turn_id: str, num_tokens: int) -> None:
-        """The engine loads so many tokens of a turn from a tier; they will be among those that it hits."""
+        """The engine loads `num_tokens` of a turn from a tier; they will count as hits."""
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.num_loaded_tokens = num_tokens
             turn.job.account.copy(num_loaded=num_tokens)
 
     def store(self, turn_id: str | None, job_id: str | None, num_tokens: int) -> None:
-        """The engine stores so many tokens of a turn in tiers; of a turn that has ended, the job is named."""
+        """The engine stores `num_tokens` of a turn in tiers. `job_id`: the job, if the turn has ended."""
         turn = None if turn_id is None else self._turns.get(turn_id)
         job = turn.job if turn is not None else self._jobs.get(job_id or "")
         account = self.ledger.get_closed(job_id or "") if job is None else job.account
         (account or self.ledger.total).copy(num_stored=num_tokens)
 
     def hold_below(self, job_id: str, place: str, num_blocks: int, now_s: float) -> None:
-        """A tier took so many blocks that this job used last, or gave them up (then it is negative)."""
+        """A tier stored `num_blocks` that this job used last; if negative, it evicted them."""
         job = self._jobs.get(job_id)
         self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
@@ -336,11 +336,11 @@ class Driver:
         return True
 
     def take_over(self, other: Driver, now_s: float, *, keeps_leases: bool = False) -> None:
-        """Go on where another driver of the same engine stops; the engine asks this one from now on.
+        """Take over from another driver of the same engine; the engine asks this one from now on.
 
-        Jobs and turns stay. Leases end, unless `keeps_leases`: then those stay that the limits and the canary
-        allow. The policy is told of each turn that waits or runs, as if it arrived now, and it is asked again
-        whether the waiting ones may start. The engine must then ask for the keys of all waiting turns.
+        Jobs and turns stay. Leases end, unless `keeps_leases`: then leases stay if the limits and the canary
+        allow it. The policy is told of each turn that waits or runs, as if it arrived now. It is asked again
+        whether the waiting turns may start. The engine must then ask for the keys of all waiting turns.
         """
         if not keeps_leases:
             other.drop_all(now_s, LeaseEnd.SWITCHED)
@@ -380,7 +380,7 @@ class Driver:
         """Free at least `num_blocks` leased blocks, or as many as possible; return how many were freed.
 
         Each lease loses its last blocks first. `for_turn_id` is the turn that needs the blocks. The lease
-        that waits for this turn is spared, because the turn will hit its blocks. `stalled` means that
+        that waits for this turn is left out, because the turn will hit its blocks. `stalled` means that
         nothing can run otherwise: then that lease is reclaimed too, after all others. The engine calls
         this during an allocation, so the waiting queue keeps its order; call `settle` afterwards.
         """
@@ -445,7 +445,7 @@ class Driver:
 
     @property
     def shares(self) -> Shares:
-        """What each tenant received of the engine's work."""
+        """The engine's work by tenant."""
         return self._fairness.shares
 
     @property
@@ -455,7 +455,7 @@ class Driver:
 
     @property
     def quota(self) -> Quota:
-        """What each tenant uses of the KV cache."""
+        """The KV cache by tenant."""
         return self._fairness.quota
 
     @property
@@ -481,9 +481,9 @@ class Driver:
         return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
 
     def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
-        """What there is to say of a job, in JSON types; None if it is not known.
+        """What the driver knows of a job, in JSON types; None if the job is not known.
 
-        It says nothing of other jobs: only hits of what the job itself computed are counted.
+        The answer shows nothing of other jobs: it counts only hits of what the job itself computed.
         """
         job, lease = self._jobs.get(job_id), self.leases.get(job_id)
         if job is None:
@@ -592,7 +592,7 @@ class Driver:
         return min(max(0, answer), offer.num_tokens)
 
     def get_tier_key(self, turn: Turn, now_s: float) -> Key:
-        """The key of what this turn has in the tiers below the GPU; the smallest is given up first."""
+        """The key of this turn's KV in the tiers below the GPU; the smallest key is evicted first."""
         if not self.policy.overrides("tier_key"):
             return ()
         key: Key = self._caller.ask("tier_key", turn, self.get_view(now_s))
@@ -678,9 +678,9 @@ class Driver:
     ) -> StepSize:
         """Bounds of the next step: at least one token per running turn, at most the engine's budget.
 
-        Within that, it is the smaller of what the chooser and the policy say. With a canary the policy is not
-        asked, because a step serves all jobs. `only_decodes`: no turn waits, and no prompt is computed in
-        part, so the chooser need not be asked: it leaves room for all turns that decode.
+        Within these bounds, the size is the smaller of the chooser's and the policy's answers. With a canary
+        the policy is not asked, because a step serves all jobs. `only_decodes`: no turn waits, and no prompt
+        is computed in part. Then the chooser is not asked, because it leaves room for all decoding turns.
         """
         if only_decodes and not self.policy.overrides("step_budget"):
             return StepSize(max_num_batched_tokens)
@@ -798,7 +798,7 @@ class Driver:
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
             self._tell_chooser(turn)
-            # In a log, a driver begins anew, and this turn will start. A running turn is left out.
+            # In a log, a new driver begins, and this turn will start. A running turn is left out.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
             if self._history is not None:
                 self._history.record(
@@ -811,7 +811,7 @@ class Driver:
             self._tell("on_turn_started", turn, now_s)
 
     def _is_retained(self, job_id: str) -> bool:
-        """Whether a lease that another driver granted to this job goes on."""
+        """Whether a lease that another driver granted to this job stays."""
         job = self._jobs.get(job_id)
         return job is not None and self._canary.selects(job_id, job.tenant, job.group)
 
@@ -854,7 +854,7 @@ class History:
     def record_arrival(
         self, turn: TurnState, now_s: float, tool_s: float | None, parted_at: int | None
     ) -> None:
-        """A turn arrived. `parted_at`: where its prompt parts from the job's last one, in tokens."""
+        """A turn arrived. `parted_at`: the first token that differs from the job's last prompt."""
         hints = turn.arrival.hints
         said = {
             "parted_at": parted_at,

@@ -35,7 +35,7 @@ class Engine(Protocol):
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of so many tokens: the block size, or a multiple of it if groups differ."""
+        """Hits end at multiples of this many tokens: the block size, or a multiple of it if groups differ."""
 
     @property
     def can_store(self) -> bool:
@@ -73,7 +73,7 @@ class Engine(Protocol):
         """
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
-        """What a lease keeps if it gives up about `num_blocks` blocks; as `get_prefix`.
+        """The blocks that a lease keeps if it frees about `num_blocks` blocks; as `get_prefix`.
 
         Empty if a shorter lease would free nothing.
         """
@@ -149,13 +149,13 @@ class StepSize(NamedTuple):
 
 
 class StepChooser(Protocol):
-    """Chooses the size of each step from what it was told of turns and steps. See `estimators.step_size`."""
+    """Chooses the size of each step from reported turns and steps. See `estimators.step_size`."""
 
     def observe_step(self, step: StepView) -> None:
         """The engine computed a step."""
 
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
-        """A turn arrived; of its prompt, so many tokens are not known from its job's earlier turns."""
+        """A turn arrived; this many tokens of its prompt are new to its job."""
 
     def observe_start(self, turn_id: str) -> None:
         """A turn got its first step, or left without one."""

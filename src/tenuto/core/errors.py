@@ -19,7 +19,7 @@ class TenutoError(Exception):
     """Base of all errors raised on purpose; its message says what to do."""
 
     def __str__(self) -> str:
-        """The message, safe to print and of bounded length, whatever input it quotes."""
+        """The message, safe to print and of bounded length for any quoted input."""
         return bound_message(super().__str__())
 
 
@@ -63,7 +63,7 @@ def bound_message(text: str) -> str:
     text = _UNPRINTABLE_IN_LINES.sub(" ", text)
     if len(text) <= MAX_MESSAGE_CHARS:
         return text
-    # The beginning says where it is, and the end may say what to do.
+    # The beginning says where the error is, and the end may say what to do.
     return f"{text[: MAX_MESSAGE_CHARS - 500]} … {text[-400:]}"
 
 

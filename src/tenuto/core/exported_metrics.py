@@ -29,7 +29,7 @@ NO_TENANT = "(none)"
 NUM_TENANTS = 10
 """Tenants with a series of their own; it bounds the number of series."""
 OWN_NAMES = {NOBODY, UNVERIFIED}
-"""The names of tenants that are no client's."""
+"""The names of tenants that no client has."""
 
 Value = float | Mapping[Any, float]
 """A number; of a metric with labels one for each value of its label, or for each tuple of several labels'."""

@@ -1,4 +1,4 @@
-"""What protects clients from each other, whatever the policy: one account, told once of each event.
+"""Protects clients from each other under any policy: one account, which is told once of each event.
 
     waits     how long a turn may wait, compared with stock vLLM (`StockQueue`, in a file of its own)
     order     between tenants, the one that has received the least work goes first (`Shares`, `FairOrder`)
@@ -122,7 +122,7 @@ class Fairness:
         return self._waits is not None and self._waits.started_overdue(turn_id)
 
     def get_number(self, turn_id: str) -> int:
-        """A waiting turn's place in the order of arrival, from 1; 0 if nobody counts."""
+        """A waiting turn's place in the order of arrival, from 1; 0 if there is no such queue."""
         return 0 if self._waits is None else self._waits.get_number(turn_id)
 
     def _enter(self, turn: TurnState, num_leased_tokens: int) -> bool:
@@ -253,7 +253,7 @@ class Shares:
             self._idle.push(name, (own.time,))
             self._forget_idle()
         if not self.num_live_tenants:
-            # Nobody waits for anybody, so nobody is ahead.
+            # No turn waits for another one, so no tenant is ahead.
             self._tenants.clear()
             self._idle = IndexedHeap()
 
@@ -473,7 +473,7 @@ class Quota:
         return begins
 
     def start(self, turn: TurnState, num_expected_tokens: float) -> None:
-        """A turn started, or started again; it will have so many tokens in the end."""
+        """A turn started, or started again. `num_expected_tokens`: how many it will have in the end."""
         num_blocks = math.ceil(num_expected_tokens / self._block_size)
         self._run(turn, num_blocks - self._running_blocks.get(turn.turn_id, 0))
         self._running_blocks[turn.turn_id] = num_blocks

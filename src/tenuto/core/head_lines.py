@@ -1,6 +1,6 @@
 """Takes lines that change from turn to turn out of a prompt's head, or moves them to its end.
 
-Some clients put a billing line, a date or a counter into the instructions. All text behind it is then
+Some clients put a billing line, a date or a counter into the instructions. All text after it is then
 computed again in each turn. An operator may name such lines by regular expressions. A line is edited only if
 it is in the head of the conversation (before the model's first answer) and an expression matches all of it.
 Nothing else of a request is changed. Without expressions, no request is looked at.
@@ -35,7 +35,7 @@ class HeadLines:
     def edit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The members of a request that change, with their new values. Nothing raises.
 
-        If the last message holds no text, there is no place to move lines to, and they stay where they are.
+        If the last message has no text, lines cannot be moved and stay where they are.
         """
         name = "messages" if isinstance(request.get("messages"), list) else "input"
         messages = request.get(name)

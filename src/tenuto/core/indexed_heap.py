@@ -65,12 +65,12 @@ class IndexedHeap:
         return None if first is None else self._keys[first]
 
     def get_first_except(self, spared: str | None) -> str | None:
-        """The id with the smallest key except `spared`, or None if there is no other id."""
+        """The id with the smallest key other than `spared`, or None if there is no other id."""
         first = self.get_first()
         if first is None or first != spared:
             return first
         entry = self._heap[0]
-        # A key that changed and changed back has left equal entries behind; remove all of them.
+        # A key that changed and changed back has several equal entries; remove all of them.
         while (second := self.get_first()) == spared:
             heapq.heappop(self._heap)
         heapq.heappush(self._heap, entry)

@@ -80,7 +80,7 @@ class JobState:
     is_released: bool = False
     """The client said that the job is complete, while a turn of it still ran."""
     num_reusable_tokens: int = 0
-    """Of its turns that started: what they could reuse of the turn before, and what of that they hit."""
+    """Sums over its started turns: tokens reusable from the turn before, and those of them that they hit."""
     num_reused_tokens: int = 0
     lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
     """Why its last finished turn has no lease, or has lost blocks of it; None if the lease is whole."""
@@ -239,7 +239,7 @@ class JobTable:
         return self.jobs.get(job_id)
 
     def take_over(self, other: JobTable) -> None:
-        """Go on with the jobs that another table knows; forget some if it has more."""
+        """Take over the jobs of another table; forget some if it has more."""
         self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
         self.ledger = other.ledger
         self.lineage.set_max_jobs(2 * self._max_idle)

@@ -1,4 +1,4 @@
-"""Which chunks of a tier go last, because clients wished it: until a time, and within a quota."""
+"""Chunks of a tier that are evicted last because clients wished it: until a time, and within a quota."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Kept:
 class KeptChunks:
     """The chunks that are kept, each until its time. They are a part of a tier's chunks, never all of them.
 
-    If there are too many, the tenant that has the most, by its weight, loses one: that which would end first,
-    and of a sequence its last. O(log n) a change, amortised.
+    If there are too many, the tenant that has the most for its weight loses the chunk whose time ends first;
+    within a sequence, its last chunk. O(log n) a change, amortised.
     """
 
     def __init__(self) -> None:
         self.max_chunks = 0
-        """So many may be kept."""
+        """How many chunks may be kept."""
         self.weights: Mapping[str, Any] = {}
         """Of tenants; 1 for others."""
         self._kept: dict[Hashable, _Kept] = {}
@@ -56,7 +56,7 @@ class KeptChunks:
     ) -> list[Hashable]:
         """Keep a chunk; returns those that are not kept any more, which may be this one.
 
-        One that is kept for longer stays as it is. `end`: where it ends in its sequence. `owner`: the job.
+        A chunk that is kept for longer stays so. `end`: where it ends in its sequence. `owner`: the job.
         """
         known = self._kept.get(chunk)
         if known is not None and known.until_s >= until_s:
@@ -80,13 +80,13 @@ class KeptChunks:
         return lost
 
     def discard(self, chunk: Hashable) -> None:
-        """It is not kept any more."""
+        """Stop keeping a chunk."""
         known = self._kept.pop(chunk, None)
         if known is not None:
             self._count(known.tenant, -1)
 
     def expire(self, now_s: float) -> Iterator[Hashable]:
-        """The chunks whose time has come; they are not kept any more."""
+        """Stop keeping the chunks whose time is over, and return them."""
         while self._by_end and self._by_end[0][0] <= now_s:
             until_s, _, chunk = heapq.heappop(self._by_end)
             if self._is_current(chunk, until_s):
@@ -94,7 +94,7 @@ class KeptChunks:
                 yield chunk
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Stop keeping all chunks."""
         for each in (self._kept, self._by_end, self._by_tenant, self._counts):
             each.clear()
         self._most = IndexedHeap()

@@ -102,7 +102,7 @@ class LeaseRefused:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTruncated:
-    """The last blocks of a lease were taken back; the lease keeps the others."""
+    """The last blocks of a lease were reclaimed; the lease keeps the others."""
 
     lease: LeaseState
     num_blocks: int
@@ -240,7 +240,7 @@ class LeaseTable:
         return None if key is None else float(key[0])
 
     def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
-        """The lease that yields first, except the lease of the spared job."""
+        """The lease that yields first, other than the lease of the job `spared`."""
         first = self._evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 
@@ -293,16 +293,16 @@ class LeaseTable:
 
 
 class Yielding:
-    """Which lease yields next to a turn that needs blocks; it changes none. O(log n) a choice.
+    """Chooses the lease that yields next to a turn that needs blocks; changes none. O(log n) a choice.
 
-    With one tenant it is the first in the order of the policy's `evict_key`, if the policy lets the turn go
-    before it. Between tenants, before that order:
+    With one tenant this is the first lease in the order of the policy's `evict_key`, if the policy lets the
+    turn go before it. With several tenants, these rules come before that order:
 
-    1. the leases of the tenant that is furthest over its fair share yield first, to tenants that use less;
-    2. before a turn takes anything from another tenant, it takes its own tenant's *bets*, which are leases on
-       jobs that have never come back. So a tenant that hoards pays for it itself;
-    3. a turn of a tenant over its share, and a turn that the policy would let wait, take their own tenant's
-       other leases too before those of a tenant that uses less.
+    1. The leases of the tenant that is furthest over its fair share yield first, to tenants that use less.
+    2. Before a turn takes blocks from another tenant, it takes its own tenant's unproven leases (`bets`):
+       leases on jobs that have never come back. So a tenant that hoards pays for it itself.
+    3. A turn of a tenant over its share also takes its own tenant's other leases before those of a tenant
+       that uses less. So does a turn that the policy would let wait.
     """
 
     def __init__(
@@ -386,14 +386,14 @@ class Yielding:
 # Prefixes that jobs share, on models whose layers differ: a second tier behind the free queue.
 #
 # A hit there needs the blocks of each window, or a state, just before its end. vLLM caches them where prompts
-# part, but they age with everything else, and no job's lease covers them. So the blocks of a prefix that a
+# differ, but they age with everything else, and no job's lease covers them. So the blocks of a prefix that a
 # second job used are held, in all layer groups:
 #
 #     free queue          evicted first, oldest first
 #     pinned prefixes     then these, the one whose last use is longest ago first
 #     leases of jobs      then these, in the order of the policy's `evict_key`
 #
-# A pin is given up as a whole, before an allocation fails, and its blocks join the free queue. Each block is
+# A pin is released as a whole, before an allocation fails, and its blocks join the free queue. Each block is
 # in the free queue or held; pins are references like those of leases, and no second queue is needed.
 
 EXAMPLE_TOKENS = (3_000, 30_000)
@@ -423,7 +423,7 @@ class PinnedPrefixes:
     def start(self, turn: TurnState, num_hit_tokens: int, short_hit: ShortHit | None) -> None:
         """A turn started. What a job's first turn has in common with the cache, other jobs share.
 
-        That is its hit, or what some layer group has behind it: vLLM caches the others there now.
+        That is its hit, or what some layer group has after the hit: vLLM caches the other groups there now.
         """
         num_tokens = num_hit_tokens + (0 if short_hit is None else short_hit.num_tokens)
         if turn.job.num_turns > 1 or not num_tokens:
@@ -661,10 +661,10 @@ class Retention:
     def take_over(
         self, other: Retention, is_retained: Callable[[str], bool], now_s: float
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
-        """Go on with another driver's leases, the oldest first; it has none afterwards.
+        """Take over another driver's leases, the oldest first; the other driver has none afterwards.
 
-        `is_retained`: whether the lease of a job goes on. The limits hold for it as if it began again; only
-        its age stays.
+        `is_retained`: whether the lease of a job stays. The limits apply to it as to a new lease; only its
+        age stays.
         """
         other.pins.drop_all()
         for old in other.leases:
@@ -688,7 +688,7 @@ class Retention:
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
             # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
-            # A lease that only a wish keeps was given up by the policy already.
+            # The policy has already released a lease that only a wish keeps.
             is_wished = lease.terms.yields is Yields.FIRST
             answer: Decision
             answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
@@ -786,7 +786,7 @@ class Retention:
         return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
 
     def _demote_pins(self, num_blocks: int) -> bool:
-        """Give pinned prefixes up, for there are so many held blocks too many; False if there are none."""
+        """Release pinned prefixes, because `num_blocks` too many blocks are held; False if there are none."""
         most = self._engine.get_num_leased_blocks() - num_blocks
         was_any = len(self.pins) > 0
         while self._engine.get_num_leased_blocks() > most and self.pins.demote():

@@ -65,7 +65,7 @@ class Account:
             setattr(self, kind, 0)
 
     def start(self, num_prompt_tokens: int, num_cached_tokens: int, num_missed_tokens: int) -> None:
-        """A turn got its first step: so much of its prompt was cached, and so much is computed again."""
+        """A turn got its first step. `num_missed_tokens` of its prompt are computed again."""
         account: Account | None = self
         while account is not None:
             account.turns += 1
@@ -75,7 +75,7 @@ class Account:
             account = account.above
 
     def stop(self, num_computed_tokens: int, num_output_tokens: int = 0) -> None:
-        """A turn ended or was preempted: so many tokens were computed since it last started."""
+        """A turn ended or was preempted. It computed `num_computed_tokens` since it last started."""
         account: Account | None = self
         while account is not None:
             account.computed += num_computed_tokens
@@ -110,12 +110,12 @@ class Account:
 
 
 class Ledger:
-    """The accounts of one engine. A driver that takes another's place goes on with its ledger."""
+    """The accounts of one engine. A driver that replaces another one continues its ledger."""
 
     def __init__(self) -> None:
         self.total = Account()
         self.tenants: dict[str, Account] = {}
-        """By name, in the order in which they came; "" is no tenant."""
+        """By name, in the order of arrival; "" is no tenant."""
         self.on_closed: Callable[[str, str, Account], object] | None = None
         """Told of each account that ends with its job: the job's id, its tenant, and the account."""
         self._holders: dict[str, Account] = {}
@@ -141,7 +141,7 @@ class Ledger:
             self.on_closed(job_id, tenant, account)
 
     def hold(self, job_id: str, account: Account | None, place: str, num_blocks: int, now_s: float) -> None:
-        """A job holds so many blocks in a place from now on; None: the account of a job that is forgotten."""
+        """A job holds this many blocks in a place from now on; None: the account of a forgotten job."""
         account = account or self.get_closed(job_id)
         own = None if account is None else account.held.get(place)
         change = num_blocks - (0 if own is None else own.num_blocks)
@@ -164,7 +164,7 @@ class Ledger:
             self._holders.pop(job_id, None)
 
     def move(self, job_id: str, account: Account | None, place: str, change: int, now_s: float) -> None:
-        """A tier took so many blocks of a job, or gave them up; as `hold`."""
+        """A tier stored this many blocks of a job, or evicted them; as `hold`."""
         account = account or self.get_closed(job_id)
         if account is not None:
             self.hold(job_id, account, place, account.count_held(place) + change, now_s)
@@ -179,7 +179,7 @@ class Ledger:
 
 
 def add_figures(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of what several accounts show."""
+    """The sum of several accounts."""
     total: dict[str, float] = dict.fromkeys(FIGURES, 0)
     for each in figures:
         for name in FIGURES:

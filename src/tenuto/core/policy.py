@@ -109,7 +109,7 @@ class Policy:
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool | int:
         """Whether a starting turn loads its KV cache from a lower tier instead of computing it again.
 
-        A number is a part: so many of the offer's first tokens are loaded, in whole chunks, and the rest is
+        A number is a part: that many of the offer's first tokens are loaded, in whole chunks, and the rest is
         computed.
         """
         return True
@@ -130,7 +130,7 @@ class Policy:
         return (lease.until_s,)
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        """The key that orders what tiers below the GPU hold: the smallest is given up first.
+        """The key that orders KV in the tiers below the GPU: the smallest is evicted first.
 
         It is asked when a turn begins to use a tier and when it ends. Equal keys go by their last use, and a
         chunk never before one that continues it. If a policy overrides this, what only one job used is
@@ -181,7 +181,7 @@ class Policy:
         """The turn ended. `retain` is asked next, unless the turn is the job's last or `turn.is_aborted`."""
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
-        """The job ended, or it was idle for so long that the driver forgets it."""
+        """The job ended, or the driver forgets it because it was idle for too long."""
 
     def on_tick(self, view: EngineView) -> None:
         """`needs.rekey_s` seconds have passed; next, `queue_key` is asked for every waiting turn."""
@@ -280,7 +280,7 @@ def check_hooks(
 ) -> None:
     """Refuse a class's public name that is neither a hook nor a field, and a hook with the wrong arguments.
 
-    `further`: names that are no hooks and allowed. `explain`: what to say of a name that is not known, if
+    `further`: allowed names that are not hooks. `explain`: what to say of a name that is not known, if
     there is something to say. Raises PolicyError.
     """
     annotations = vars(cls).get("__annotations__", {})

@@ -340,7 +340,7 @@ def _get_claude_session(user_id: Any) -> Any:
 # the model's first answer (instructions, the task) is the same in every request of a conversation. Its digest
 # is the conversation's name. Finding it needs no memory, so every server process and every router finds the
 # same name. Conversations that begin alike, such as several attempts at one task, share it, unless the client
-# sends a key with each, such as `prompt_cache_key`. A key alone is no name: many applications send one for
+# sends a key with each, such as `prompt_cache_key`. A key alone is not a name: many applications send one for
 # all their jobs. The name is weaker than what the engine knows: see `tenuto.core.jobs`.
 
 PREFIX = "conv-"

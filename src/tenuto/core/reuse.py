@@ -94,7 +94,7 @@ class PrefixMarks:
         )
 
     def find_parting(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
-        """Where a later prompt of the job parts from this turn's prompt; None if it goes on behind it.
+        """The token at which a later prompt of the job first differs; None if it continues this prompt.
 
         In tokens, from below: the last mark before the difference. A prompt that is much shorter does not
         count: there the client dropped history on purpose. Nor does a prompt with no full block.
@@ -106,7 +106,7 @@ class PrefixMarks:
         return None if num_shared_blocks >= num_blocks - 1 else num_shared_blocks * self._block_size
 
     def is_followed_by(self, hashes: Sequence[Hashable]) -> bool:
-        """Whether a prompt with these block hashes goes on behind this turn's prompt.
+        """Whether a prompt with these block hashes continues this turn's prompt.
 
         A prompt of less than two full blocks is followed by any. A chat template may drop the end of the
         prompt, so its last full block may differ.

@@ -21,7 +21,7 @@ NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 class Part(NamedTuple):
-    """A piece of a prompt: the first `num_tokens` tokens of the text that the name stands for.
+    """A piece of a prompt: the first `num_tokens` tokens of the text with this name.
 
     Two prompts share a prefix as far as their parts are equal. A name may be a message's hash.
     """
@@ -100,7 +100,7 @@ class RoutedTurn:
     num_turns: int = 1
     """Turns of the job that have come, this one included."""
     engine: str | None = None
-    """Where the job's last turn was sent, if that engine takes turns now. None for a job's first turn."""
+    """The engine of the job's last turn, if it takes turns now. None for a job's first turn."""
     num_context_tokens: int = 0
     """The last answered turn's prompt and answer: the KV that `engine` may still hold."""
     num_open: int = 0
@@ -108,7 +108,7 @@ class RoutedTurn:
     num_attempts: int = 0
     """How often it was sent before, and failed."""
     must_go: bool = False
-    """Whether `Hold` is no answer any more: the turn was held for too long."""
+    """Whether `Hold` is no longer allowed: the turn was held for too long."""
     cached_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS, repr=False)
     """By engine, the tokens of its prompt that are in the cache there, as the engines' KV events say. Empty
     unless the router needs them and the engines send them; an engine that has none may be missing."""
@@ -228,7 +228,7 @@ class Router:
         """A turn got no answer from its engine, or its client left."""
 
     def on_job_ended(self, job_id: str, now_s: float) -> None:
-        """A job ended, or it was silent for so long that it is forgotten."""
+        """A job ended, or it is forgotten because it was idle for too long."""
 
     def on_tick(self, now_s: float) -> None:
         """Time passes: told every second or so while turns are held, before they are asked about again."""

@@ -102,7 +102,7 @@ class DriverStats:
     num_prefixes_pinned: int = 0
     """Prefixes that several jobs use, pinned (`tenuto.core.leases`)."""
     num_prefixes_demoted: int = 0
-    """Those of them that were given up again."""
+    """Those of them that were released again."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
     """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""

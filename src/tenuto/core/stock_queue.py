@@ -11,12 +11,13 @@ no step times, and it moves exactly as fast as the engine:
 
 In stock every turn of a job waits. A policy that completes jobs one after the other lets them wait once,
 before their first turn. So a turn may wait as long as all turns that jobs of its kind still send
-(`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in stock. So may
-all turns while such strangers get most of the engine: nobody may take by them what jobs give each other.
+(`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in stock. While such
+one-shot jobs get most of the engine, no turn may wait longer than in stock, because the extra time is meant
+for jobs that come back.
 
-A turn with a short prompt costs others little if it is on time. The shorter it is, the less of what is beyond
-`began` + backlog it may be made to wait. Short is what is short beside the latest turns, so a flood of short
-turns gets what all turns get.
+A turn with a short prompt costs others little if it starts on time. So the shorter it is, the less of the
+time beyond `began` + backlog it may wait. Short means short compared with the latest turns, so a flood of
+short turns gets no advantage.
 
 A turn that still waits when `began` reaches its `due` is *overdue*: other turns went before it, and their
 prefix hits saved less work than that took. A preempted turn goes before all others in stock, so its backlog
@@ -42,7 +43,7 @@ LEAST_TURNS = 1.5
 """Kinds that are expected to send fewer turns count as single requests."""
 
 PRIOR_TURNS = 2.0
-"""A kind starts with so many turns after which no job came back."""
+"""A new kind starts with this many turns after which no job came back."""
 MAX_TURNS = 32.0
 """The most turns that a job is expected to send: it bounds what an error can cost."""
 NO_KIND = ""
@@ -250,7 +251,7 @@ class StockQueue:
             return latest_s
         return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
 
-    # The bound. Who wants another one replaces these two; nothing else knows how it is made.
+    # The bound. To have another one, replace these two methods; nothing else depends on how it is made.
 
     def _get_due(self, wait: _Wait, over: float, num_leased_tokens: int) -> float:
         """What the engine will have begun when a turn that arrives now has waited too long."""
@@ -274,13 +275,13 @@ class StockQueue:
     def _get_share(self, turn: TurnState) -> float:
         """The share of the extra time that a turn may be made to wait: less if its prompt is short.
 
-        A short one is served at little cost to others, and it saves its client the more to be on time.
+        A short prompt costs others little, and a late start hurts its client more.
         """
         num_tokens, mean = turn.arrival.num_prompt_tokens, self._prompt.value
         return min(1.0, num_tokens / (SHORT * mean)) if mean > 0 else 1.0
 
     def _get_trust(self) -> float:
-        """From 0, if strangers get half of the engine's work of late or more, to 1, if they get nothing."""
+        """From 0, if one-shot jobs get half of the engine's recent work or more, to 1, if they get none."""
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
@@ -342,8 +343,8 @@ class TurnsToCome:
 
     Jobs of one tenant whose prompts begin alike are of one kind. Of each kind, it counts the turns that
     finished and those after which the job came back. If a share p comes back, a job still sends 1 / (1 - p)
-    turns, this one included. A kind that was not seen before counts as single requests, so nobody can make a
-    stranger wait longer.
+    turns, this one included. A kind that was not seen before counts as single requests, so a client cannot
+    make others wait longer by new kinds.
     """
 
     def __init__(self) -> None:

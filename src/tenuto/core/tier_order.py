@@ -1,4 +1,4 @@
-"""Which copies a tier below the GPU takes and gives up first, simulated and inside vLLM."""
+"""The order in which a tier below the GPU stores and evicts chunks, simulated and inside vLLM."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Use:
     owner: str | None = None
     """The request's job; None for a request that belongs to none."""
     tenant: str = ""
-    """Whose job it is; nobody's if empty."""
+    """The tenant of the job; empty if there is none."""
     wished: tuple[tuple[float, float], ...] = ()
     """What its client would like to be kept: until when, and how many tokens."""
 
     def get_kept_until_s(self, end: int) -> float:
-        """Until when a chunk that ends behind so many tokens goes last; 0 if its client does not wish it."""
+        """Until when a chunk that ends after this many tokens goes last; 0 if its client does not wish it."""
         return max((until_s for until_s, num_tokens in self.wished if end <= num_tokens), default=0.0)
 
 
@@ -46,7 +46,7 @@ class Way(NamedTuple):
     new: list[Hashable]
     gone: list[Hashable]
     num_refused: int
-    """Chunks that could follow, but what would have to go for them goes behind them."""
+    """Chunks that could follow, but all that could make room for them ranks above them."""
 
 
 Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
@@ -66,7 +66,7 @@ class _Chunk:
 
 
 class TierOrder:
-    """The chunks of a tier, in the order in which it gives them up.
+    """The chunks of a tier, in the order of their eviction.
 
     The turn that used a chunk last gives it its rank: the policy's key first, then how recently it was used.
     A chunk goes only after all chunks that continue it: tails before prefixes, whatever their ranks.
@@ -76,8 +76,8 @@ class TierOrder:
         A ── B ── C        C goes before B, and D before B; A goes last
               └── D
 
-    A chunk that a client wished to be kept (`keep`) goes after all that nobody wished, until its time; then
-    it goes as any other.
+    A chunk under a client's wish (`keep`) goes after all chunks without one, until its time; then it goes
+    like any other.
 
     Every operation takes O(log n) time per chunk. Layer groups whose chunks do not build on each other
     (sliding windows) put them with `needs_before=False`: then only rank counts, and rank goes from the tail.
@@ -136,7 +136,7 @@ class TierOrder:
         known.rank = rank
         if known.owner != owner:
             if self._tails.get(known.owner) == chunk:
-                # Who used it before used nothing behind it, and all before it is the new owner's too.
+                # Its last owner used nothing after it, and all chunks before it are the new owner's too.
                 del self._tails[known.owner]
             self._count(known.owner, -1)
             self._count(owner, 1)
@@ -158,7 +158,7 @@ class TierOrder:
             before = chunk
 
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
-        """Let a chunk that is there go last until a time. `end`: where it ends in its sequence, in tokens."""
+        """Let a present chunk go last until a time. `end`: where it ends in its sequence, in tokens."""
         owner = self._chunks[chunk].owner
         for changed in (chunk, *self.kept.keep(chunk, until_s, tenant, end, owner)):
             self._offer_again(changed)
@@ -226,9 +226,9 @@ class TierOrder:
         return chosen
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
-        """Remove and return so many chunks that go first; None, and all stay, if so many may not go.
+        """Remove and return the first `number` chunks; None, and all stay, if fewer may go.
 
-        Chunks that are kept (`keep`) are no more afterwards: only where no client's wish counts.
+        Kept chunks (`keep`) lose this state: call it only where no client's wish counts.
         """
         gone: list[tuple[Hashable, _Chunk]] = []
         while len(gone) < number:
@@ -304,7 +304,7 @@ class TierOrder:
             self._changes[owner] = self._changes.get(owner, 0) + change
 
     def _find_first(self, up_to: Key | None, spared: Container[Hashable]) -> Hashable | None:
-        """The chunk that goes first, taken out of the heap and not spared; None if none may go."""
+        """Take the first chunk that may go out of the heap, other than `spared`; None if there is none."""
         passed: list[tuple[bool, Rank, int, Hashable]] = []
         chosen: Hashable | None = None
         while self._heap:

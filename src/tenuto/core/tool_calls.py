@@ -141,7 +141,7 @@ class Form:
     closing: str | None
     """None if nothing marks the end."""
     read: Callable[[str], Found | None]
-    """Reads the text between the markers, or up to the end of the text; returns None if it is no call."""
+    """Reads the text between the markers, or up to the end of the text; None if it is not a call."""
 
 
 FORMS = (
@@ -287,7 +287,7 @@ def _drop_thinking(text: str) -> str:
         while (start := text.find(opening, position)) >= 0:
             kept.append(text[position:start])
             end = text.find(closing, start)
-            # Still thinking where it never closes.
+            # Without an end marker, the model is still thinking.
             position = end + len(closing) if end >= 0 else len(text)
         text = "".join(kept) + text[position:]
     return text

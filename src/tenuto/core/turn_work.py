@@ -33,7 +33,7 @@ def get_work(num_prompt_tokens: int, num_hit_tokens: int, num_output_tokens: flo
 
 
 MEMORY_TURNS = 500.0
-"""Counts of a kind fade to 1/e over so many of its turns."""
+"""Counts of a kind fade to 1/e over this many of its turns."""
 MAX_KINDS = 4096
 """Tenants and prompts are made up by clients, so kinds are bounded; the one seen longest ago goes first."""
 _FADE = 1 - 1 / MEMORY_TURNS

@@ -137,14 +137,14 @@ class Turn:
     expected_tool_s: float | None = None
     """The client's estimate, in seconds, of the coming tool call's duration; a hint, already bounded."""
     is_parted: bool = False
-    """Whether its prompt does not go on behind its job's last one, so little of what the job computed is of
+    """Whether its prompt does not continue its job's last one, so little of what the job computed is of
     use to it: a compacted history, or one id for requests that have nothing in common."""
     is_aborted: bool = False
     """Whether the turn ended because its client left or because the request failed."""
 
     @property
     def ends_job(self) -> bool:
-        """Whether nobody will come back for what this turn computes.
+        """Whether no later turn will reuse what this turn computes.
 
         A job's only turn does not count: clients may call every plain request a last one, and others may
         share its prompt.
@@ -268,7 +268,7 @@ class ShortHit(NamedTuple):
     """A hit that ends early because one layer group has less of the prompt in the cache than another has."""
 
     group: str
-    """The group with the least: "window 1024" for a sliding window of so many tokens, "state", …"""
+    """The group with the least: "window 1024" for a sliding window of 1,024 tokens, "state", …"""
     num_tokens: int
     """Prompt tokens that another group has behind the hit, and that are computed again."""
 

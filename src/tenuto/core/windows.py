@@ -36,7 +36,7 @@ def count_tail_blocks(window: int, block_size: int) -> int:
 
 
 def count_spare_blocks(window: int, block_size: int, alignment: int) -> int:
-    """Blocks that a request must keep behind its window, to have all blocks of its last possible hit.
+    """Blocks that a request must keep before its window, to have all blocks of its last possible hit.
 
     Hits end at multiples of `alignment` tokens, and a request may be up to `alignment` - 1 tokens further.
 
@@ -101,12 +101,12 @@ def get_checkpoints(tokens: int, alignment: int, end: int) -> tuple[int, ...]:
 
 
 MIN_STEP_SHARE = 1 / 16
-"""A step back gives up at least this share of the lease's tokens. Each step costs a look-up of the whole
+"""A step back frees at least this share of the lease's tokens. Each step costs a look-up of the whole
 prefix, and this bounds how many a lease can take."""
 
 
 def get_max_tokens(num_tokens: int, num_blocks: int, tokens_per_block: int) -> int:
-    """The longest prefix that a lease of `num_tokens` may keep if it is to give up `num_blocks` blocks.
+    """The longest prefix that a lease of `num_tokens` may keep if it must free `num_blocks` blocks.
 
     On a model with several kinds of layers, a hit ends where all layer groups are cached, and each shorter
     prefix needs other blocks of the sliding windows. So such a lease steps back from one possible hit to an

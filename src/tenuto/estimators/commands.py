@@ -1,4 +1,4 @@
-"""A shell command's shape: its programs, and counts of what it is made of.
+"""A shell command's shape: its programs, and counts of its parts.
 
 A reader for guessing how long commands take, not a shell: quoting, pipes, lists, loops, substitutions and
 here-documents are told apart, nothing is expanded. Commands are model output: nothing here raises, and time
@@ -101,7 +101,7 @@ class CommandShape:
     """While reading: the word before was `-c` or `-e`."""
 
     def get_main_program(self) -> str:
-        """The first program that is not merely `cd`; `cd` if there is no other, empty if there is none."""
+        """The first program other than `cd`; `cd` if there is no other, empty if there is none."""
         named = [program for program in self.programs if not program.startswith("import ")]
         return next((program for program in named if program != "cd"), named[0] if named else "")
 

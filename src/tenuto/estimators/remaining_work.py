@@ -20,7 +20,7 @@ TURN_DECAY = 0.998
 JOB_DECAY = 0.995
 """Factor on a job's weight for each later job, in the spread between and within jobs."""
 SIZE_PRIOR = 4.0
-"""Turns of one number and size weigh against all turns of that number as if these were so many."""
+"""Prior weight: all turns of a number count as this many turns of that number and size."""
 MIN_JOBS = 5
 """Number of ended jobs from which the spread between and within jobs is estimated."""
 DEFAULT_CREDIBILITY = 4.0
@@ -63,7 +63,7 @@ class _Turns:
     num_ended: float = 0.0
     num_followed: float = 0.0
     num_stopped: float = 0.0
-    """After so many nothing came soon."""
+    """Turns after which the job did not come back soon."""
     by_size: dict[int, list[float]] = field(default_factory=dict)
     """For each size: how many turns ended their job, how many were followed, after how many nothing came
     soon, and how many were seen. At most 32 sizes."""
@@ -277,7 +277,7 @@ class _Spread:
 
 
 def get_numbers(values: Any, count: int) -> list[float]:
-    """So many finite numbers. Raises ValueError."""
+    """Read `count` finite numbers. Raises ValueError."""
     numbers = [float(value) for value in values]
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{count} numbers expected, got {values!r}")
@@ -329,7 +329,7 @@ class RemainingWork:
         self._all.observe(known.past, num_new_tokens, work, stops=stops)
 
     def come_back(self, job_id: str, away_s: float) -> None:
-        """A job sent its next turn, after so many seconds."""
+        """A job sent its next turn, after this many seconds."""
         job = self._jobs.get(job_id)
         if job is None or not job.stops or away_s > LONG_S:
             return

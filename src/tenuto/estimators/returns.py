@@ -28,11 +28,11 @@ from tenuto.core.types import Job, Turn
 PRIOR_TOKENS = 100_000.0
 """What the share of the jobs around a class weighs against its own; at the top, a share of 1."""
 MEMORY_TOKENS = 2_000_000.0
-"""Evidence falls to 1/e after so many computed tokens of its class."""
+"""Evidence falls to 1/e after this many computed tokens of its class."""
 MAX_CLASSES = 4096
 """Tenants, prompts and tools are made up by clients, so they are bounded."""
 NUM_LOOKED_AT = 8
-"""Of so many classes that were seen longest ago, the one with the least evidence is forgotten first."""
+"""Among this many classes that were seen longest ago, the one with the least evidence is forgotten first."""
 
 _Class = tuple[str | None, ...]
 _Path = tuple[_Class, ...]
@@ -68,7 +68,7 @@ class Returns:
         """A turn ended and its job did not; `work`: the tokens that were computed for it.
 
         Counted at once as not coming back. A job that came back from a tool call before is exempt:
-        nothing is asked about it, so it is no evidence either.
+        nothing is asked about it, so it is not evidence either.
         """
         away = self._jobs.setdefault(job.job_id, _Away())
         if away.path or (away.came_back and tool is not None):
@@ -167,7 +167,7 @@ agents of two turns have half."""
 FAIR_PLAIN_SHARE = 0.5
 """Plain requests and jobs that call tools are two classes; a class that had its half does not go first."""
 PLAIN_MEMORY_TOKENS = 50_000.0
-"""Work falls to 1/e after so much of it, in prefill tokens: some seconds of a GPU."""
+"""Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 
 
 class PlainKinds:
@@ -209,14 +209,14 @@ class PlainShare:
         self._plain = self._all = 0.0
 
     def observe(self, work: float, *, is_plain: bool) -> None:
-        """A turn of so much work finished."""
+        """A turn with this work finished."""
         fade = math.exp(-work / PLAIN_MEMORY_TOKENS)
         self._all = fade * self._all + work
         self._plain = fade * self._plain + (work if is_plain else 0.0)
 
     @property
     def is_flood(self) -> bool:
-        """Whether plain requests had more than their share; a few requests are no flood."""
+        """Whether plain requests had more than their share; a few requests are not a flood."""
         return self._plain > FAIR_PLAIN_SHARE * max(self._all, PLAIN_MEMORY_TOKENS)
 
     def __repr__(self) -> str:
@@ -232,7 +232,7 @@ CROWD = 0.5
 
 
 class Standing:
-    """Which jobs go before all others, and whose KV is held, whatever work they have left.
+    """Which jobs go before all others, and whose KV is held, regardless of the work that they have left.
 
     Plain requests that fit into one step go first, unless they had more than half of the engine of late: then
     all jobs go before them, because their KV would fill the memory meanwhile. While most new jobs do not come
@@ -263,12 +263,12 @@ class Standing:
         return self.returns.get_share(job, tool) >= MIN_SHARE_BACK
 
     def come_back(self, turn: Turn) -> None:
-        """A job sent its next turn. One that goes on behind nothing is as good as a new job."""
+        """A job sent its next turn. A turn that continues nothing counts as a new job."""
         if not turn.is_parted:
             self.returns.come_back(turn.job.job_id)
 
     def observe(self, turn: Turn, work: float) -> None:
-        """A turn of so much work finished, in prefill tokens."""
+        """A turn with this work finished, in prefill tokens."""
         job = turn.job
         self._kinds.observe(turn)
         self._share.observe(work, is_plain=self._kinds.is_plain(job))

@@ -1,6 +1,6 @@
 """How many tokens a step should have, while some turns decode and others have prompts to compute.
 
-Every step passes over the weights once, whatever it computes. So large steps compute prompts faster, and
+Every step passes over the weights once, for any number of tokens. So large steps compute prompts faster, and
 small steps give each decoding turn its next token sooner. A step of T tokens beside n decoding turns takes
 
     f(T) = d(n) + fixed + (T - n) · token         seconds
@@ -43,9 +43,9 @@ FIRST_STEP_TOKENS = 2048
 RATE_S = 30.0
 """Time over which the rate of prompt tokens is averaged."""
 LOOK_EVERY = 64
-"""One step in so many is twice as large as chosen. It shows what tokens cost in larger steps."""
+"""One step in this many is twice as large as chosen. It shows what tokens cost in larger steps."""
 MAX_PLAIN = 64
-"""Of the plain requests that wait, so many are looked at before each step: more do not fit into one."""
+"""How many waiting plain requests are examined before each step: more do not fit into one."""
 
 
 def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
@@ -143,7 +143,7 @@ class AdaptiveSteps:
         return self._add_plain(chosen, view)
 
     def _get_prompt_rate(self) -> float:
-        """Prompt tokens a second of turns that finished of late. So many also come, or a few more."""
+        """Prompt tokens a second of turns that finished recently. About as many arrive, or a few more."""
         elapsed_s = self._now_s - self._since_s
         return (
             self._num_prompt_tokens / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0

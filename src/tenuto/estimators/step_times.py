@@ -134,7 +134,7 @@ class StepTimes:
         return self._get_lines()[0]
 
     def get_decode_s(self, num_requests: int) -> float:
-        """Seconds of a step that decodes for so many requests; 0 before any was seen."""
+        """Seconds of a step that decodes for this many requests; 0 before any was seen."""
         fixed, slope = self._get_lines()[1]
         return fixed + slope * num_requests
 
@@ -143,7 +143,7 @@ class StepTimes:
         return self._get_lines()[1][0]
 
     def get_gain(self, num_requests: int) -> float:
-        """What one more request that decodes adds to the throughput of so many, as a share of theirs.
+        """What one more decoding request adds to the throughput of this many, as a share of theirs.
 
         It shares the pass over the weights. In steps full of prompts that gains nothing.
         """

@@ -28,7 +28,7 @@ class RecentTimes:
         return len(self._sorted)
 
     def observe(self, time_s: float) -> None:
-        """Add one sample; raises ValueError if it is no time. A memmove of at most `max_times` pointers."""
+        """Add one sample; raises ValueError if it is not a time. Moves at most `max_times` pointers."""
         if not (math.isfinite(time_s) and time_s >= 0):
             raise ValueError(f"a time must be finite and not negative, got {time_s!r}")
         if len(self._recent) == self._max_times:

@@ -183,7 +183,7 @@ class Tenuto(Policy, Learns, Reports):
         self._step_tokens = view.max_num_batched_tokens
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
-        """Learn how long tools take, and who comes back."""
+        """Learn how long tools take, and which jobs come back."""
         self._standing.come_back(turn)
         self._work.come_back(turn.job.job_id, tool_s)
         if tool is not None:

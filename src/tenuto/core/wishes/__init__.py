@@ -34,7 +34,7 @@ DIALECTS = tuple(READERS)
 
 
 def read_wish(body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> Wish | None:
-    """What a request wishes, in whatever dialects; None if it says nothing about it. Nothing raises.
+    """A request's wish, read from all dialects; None if it has none. Nothing raises.
 
     `unix_s`: the time of day; None if it is not known. Of more than `MAX_SPANS` spans the longest wanted are
     taken; of those that are wanted equally long, the largest.

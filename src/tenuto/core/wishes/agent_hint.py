@@ -2,7 +2,7 @@
 
     "kv_transfer_params": {"agent_hint": {"schema_version": 1, "lease_until": 1788840000.0, …}}
 
-A time that has passed is no wish. `kv_priority` is not compared: every client would say the most.
+A time in the past is not a wish. `kv_priority` is not compared: every client would ask for the most.
 Source: https://github.com/verl-project/uni-agent/pull/179
 """
 

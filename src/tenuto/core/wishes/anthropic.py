@@ -2,7 +2,7 @@
 
     {"type": "ephemeral", "ttl": "1h"}
 
-Without `ttl` it is no wish: coding agents mark every request so. Clients of other APIs send the same field.
+Without `ttl` it is not a wish: coding agents mark every request. Clients of other APIs send the same field.
 Source: https://platform.claude.com/docs/en/build-with-claude/prompt-caching
 """
 

@@ -2,7 +2,7 @@
 
     "nvext": {"cache_control": {"type": "ephemeral", "ttl": "30m"}, "agent_hints": {…}}
 
-Without `ttl` it is no wish. `agent_hints` (priority, expected length, latency sensitivity) ask for no time.
+Without `ttl` it is not a wish. `agent_hints` (priority, expected length, latency sensitivity) name no time.
 Source: https://github.com/ai-dynamo/dynamo/pull/6213,
 https://github.com/NVIDIA/NeMo-Agent-Toolkit/pull/1648
 """

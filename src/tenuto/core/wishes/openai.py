@@ -3,7 +3,7 @@
     "prompt_cache_retention": "24h"
     "prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, and parts with "prompt_cache_breakpoint": {…}
 
-Options without `ttl` are no wish. In mode `explicit` only what is before a breakpoint is wanted.
+Options without `ttl` are not a wish. In mode `explicit` the wish covers only the text before a breakpoint.
 `prompt_cache_key` asks for no time: it routes, and tells conversations apart that begin alike
 (`tenuto.core.requests`).
 Source: https://developers.openai.com/api/docs/guides/prompt-caching

@@ -1,9 +1,9 @@
-"""A client's wish that its cache be kept, whatever dialect it was said in, and what becomes of it.
+"""A client's wish that its cache be kept, read from any dialect, and what becomes of it.
 
 A wish is one or more spans: a part of the prompt, from its start, and the seconds for which it is wanted.
 It is never a promise and never a pin:
 
-    on the GPU    held for at most `limits.max_lease_s`, and given up before any lease that the policy wants
+    on the GPU    held for at most `limits.max_lease_s`, and revoked before any lease that the policy wants
     below it      goes last, for as long as was asked, within `limits.max_wished_share` and the tenant's part
 
 A reader of a dialect fills a `Said`; `read_wish` in this package makes one wish of what all readers found.
@@ -86,7 +86,7 @@ class Wish:
         return None if span is None else span.num_tokens
 
     def get_span(self, age_s: float) -> Span | None:
-        """The longest part that is still wanted after so many seconds; None if there is none."""
+        """The longest part that is still wanted after this many seconds; None if there is none."""
         wanted = [span for span in self.spans if span.keep_s > age_s]
         return max(wanted, key=lambda span: span.extent) if wanted else None
 
@@ -109,7 +109,7 @@ class Said:
     """What one reader found in a request."""
 
     asked: list[tuple[float, Place | int | None]] = field(default_factory=list)
-    """Seconds, and what is wanted: up to a place in the body, so many tokens, or all of it."""
+    """Seconds, and the part that is wanted: up to a place in the body, a number of tokens, or all of it."""
     num_malformed: int = 0
 
     def ask(self, keep_s: float | None, end: Place | int | None = None) -> None:
@@ -198,7 +198,7 @@ def _count_chars(value: Any, depth: int = 0) -> int:
     if isinstance(value, list):
         return sum(_count_chars(each, depth + 1) for each in value)
     if isinstance(value, dict):
-        # What says how to cache is no text of the prompt, nor are the words of the protocol.
+        # Fields about caching are not text of the prompt, nor are the words of the protocol.
         return sum(
             _count_chars(each, depth + 1)
             for name, each in value.items()
@@ -336,16 +336,16 @@ RESULTS = ("accepted", "clipped", "refused")
 
 
 class Verdict(NamedTuple):
-    """What becomes of a wish; all of it may still be given up before."""
+    """What becomes of a wish. All of it may still be revoked earlier."""
 
     result: str
     """One of `RESULTS`. Clipped: less of the time than was asked."""
     dialect: str
     asked_s: float
     gpu_s: float
-    """At most so long on the GPU."""
+    """The longest time on the GPU, in seconds."""
     below_s: float
-    """At most so long in host memory and on disk."""
+    """The longest time in host memory and on disk, in seconds."""
     reason: LeaseRefusal | LeaseEnd | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def judge(
 ) -> Verdict | None:
     """What becomes of a wish under these limits; None if it asks for nothing.
 
-    `has_tier`: whether host memory or a disk below the GPU keeps what it is told to.
+    `has_tier`: whether there is host memory or a disk below the GPU that keeps wishes.
     `refusal`: why nothing is kept.
     """
     asked_s = wish.keep_s

@@ -14,9 +14,9 @@ from tenuto.workload.schema import count_shared_tokens
 FIRST = -1e15
 """The value of a lease that is far from its return: below minus any work."""
 MIN_LOOK_S = 0.1
-"""A lease is looked at again no sooner than this."""
+"""A lease is reconsidered no earlier than after this time."""
 LATE_S = 60.0
-"""A lease is held so much longer at a time while the next turn waits, for memory or for other jobs."""
+"""A lease is extended by this time while the next turn waits, for memory or for other jobs."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Clairvoyant(Policy, Oracle):
 
     - *Order*: by the work that the job still has: prefill tokens it did not share with its turn before, and
       `tokens_per_output` for each token to generate; the shorter first, as Smith's rule (1956) says.
-    - *KV*: held until the true return. For whom? A turn takes it from jobs behind it in the order, the last
-      first; and from anyone who is not back within the time in which prefill could fill the whole cache.
+    - *KV*: held until the true return. A turn takes it from jobs behind it in the order, the last first. Any
+      turn takes it from jobs that stay away for longer than prefill needs to fill the whole cache.
       Beyond that, holding memory idle costs more of it than computing the KV again (arXiv 2402.01869's
       waste, with the tool's true time).
 
     Known weakness: it is greedy. Long jobs starve under lasting overload. It keeps KV by the order of jobs
-    even if yielding would fill steps better. So its times are no lower bound. It computes work as if all KV
-    were kept, and takes tool times from a closed loop.
+    even if yielding would fill steps better. So its times are not a lower bound. It computes work as if all
+    KV were kept, and takes tool times from a closed loop.
     """
 
     tokens_per_output: float = setting(
@@ -61,7 +61,7 @@ class Clairvoyant(Policy, Oracle):
     # The order.
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Least work left; then, and for jobs that nobody told of, the job that came first."""
+        """Least work left; then, and for unknown jobs, the job that came first."""
         job = turn.job
         return (self._get_work(turn), job.arrival_s, job.job_id, turn.arrival_s)
 
@@ -84,7 +84,7 @@ class Clairvoyant(Policy, Oracle):
         return (lease.value,)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """To turns before it in the order; to anyone while its return is far."""
+        """To turns before it in the order; to any turn while its return is far."""
         return -lease.value > self._get_work(turn)
 
     def on_step(self, step: StepView) -> None:

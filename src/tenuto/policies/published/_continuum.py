@@ -193,7 +193,7 @@ class TtlEstimate:
         )
 
     def on_tool_returned(self, tool: str, tool_s: float) -> None:
-        """A call of the tool took so long."""
+        """A call of the tool took this long."""
         self._tool_times.observe(tool, tool_s)
 
     def on_turn_arrived(self, turn: Turn) -> None:

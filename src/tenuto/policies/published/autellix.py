@@ -65,7 +65,7 @@ class Autellix(Policy):
         self._queues.arrive(turn.turn_id, turn.job.job_id, now_s)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Its service begins, or goes on."""
+        """Its service begins, or continues."""
         self._queues.run(turn.turn_id, now_s, is_running=True)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:

@@ -265,7 +265,7 @@ class NormalInverseGamma:
     beta: float
 
     def __post_init__(self) -> None:
-        """Refuse parameters that are no distribution (from a damaged file or a bad setting)."""
+        """Refuse parameters that are not a distribution (from a damaged file or a bad setting)."""
         are_weights = all(0 < weight <= _MAX_WEIGHT for weight in (self.kappa, self.alpha))
         if not (are_weights and 0 < self.beta <= _MAX_SIZE and abs(self.mean) <= _MAX_SIZE):
             raise ValueError(f"not a Normal-Inverse-Gamma distribution: {self}")
