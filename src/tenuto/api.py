@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
 _LARGE = ("kind", "schema", "job_times_s", "by_turn", "config", "versions", "client")
-"""Parts of a record that are no columns of a frame."""
+"""Parts of a record that are not columns of a frame."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,7 +201,7 @@ def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None)
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
-    """Settings to the dataclass that has them. Raises ConfigError for one that nobody has."""
+    """Give each setting to the dataclass that has it. Raises ConfigError for one that none has."""
     of_setup, of_load = ({field.name for field in dataclasses.fields(cls)} for cls in (Setup, LoadOptions))
     for name in settings:
         if name not in of_setup | of_load:

@@ -47,7 +47,7 @@ often as the GPU could compute them if it computed nothing twice.
 
 Then it searches the load from which on Tenuto gains 2 % of the mean job time over stock at its best step
 size, and the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a part, the
-answer leaves it out and names it. Machines are independent, as behind a router that keeps each job on one machine.
+answer leaves it out and names it. Machines are independent, as behind a router that keeps each job on one.
 
 --url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
 it has, or what its traffic is.

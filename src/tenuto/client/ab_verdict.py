@@ -241,7 +241,7 @@ def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Say whether the client's delays were so large that its times do not describe the servers."""
+    """Whether the client's delays were too large for its times to describe the servers."""
     lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
     worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:

@@ -2,8 +2,8 @@
 
 A turn is a task only while it is in flight. A job in a tool call costs only one timer, so one process can run
 thousands of jobs. Turns go to one server, or to several, among which one of Tenuto's routers chooses. Then
-the client is the router. It keeps the same books as a simulated router, and sees what any router sees: what
-it sent where, and what came back.
+the client is the router. It keeps the same accounts as a simulated router, and sees what any router sees:
+which turn it sent where, and the answers.
 """
 
 from __future__ import annotations

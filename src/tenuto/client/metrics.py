@@ -322,7 +322,7 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
 
 
 def add_short_tokens(counts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """The sums by group; None if nobody tells."""
+    """The sums by group; None if the server does not show them."""
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
@@ -364,7 +364,7 @@ def parse_engines(text: str) -> tuple[str, ...]:
 
 
 def find_engines(client: httpx.Client, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """The engines behind a server: those given, else those that it names; empty if it is no router."""
+    """The engines behind a server: those given, else those that it names; empty if it is not a router."""
     if given:
         return tuple(map(get_base_url, given))
     try:

@@ -45,7 +45,7 @@ OUTPUT_TOKENS = 24
 STORED = "vllm:kv_offload_store_bytes_total"
 LOADED = "vllm:kv_offload_load_bytes_total"
 MARGIN = 1.2
-"""Fill the cache so many times over: a server may hold some blocks for others."""
+"""Fill the cache this many times over: a server may hold some blocks for others."""
 LIMIT_S = 600.0
 """Time limit for one answer, in seconds."""
 SHOW_EVERY = 10

@@ -118,7 +118,7 @@ class Verdict:
     num_faults: int = 0
     """Policy hooks that failed during the check."""
     engine_urls: tuple[str, ...] = ()
-    """The engines behind a router. Empty if `url` is no router."""
+    """The engines behind a router. Empty if `url` is not a router."""
     is_disturbed: bool = False
     """It is not ok only because the server's other work kept the memory from the job, as it may."""
     groups: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class Engine(Protocol):
         """
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
-        """All groups' blocks of a running turn's longest cached prefix of at most so many tokens; its length.
+        """All groups' blocks, and the length, of a running turn's longest cached prefix up to `num_tokens`.
 
         Only called if leases cannot be truncated.
         """

@@ -52,7 +52,7 @@ class Fairness:
         """None if no limit bounds how long turns wait."""
 
     def arrive(self, turn: TurnState, num_leased_tokens: int) -> bool:
-        """A turn arrived, while leases keep so many tokens.
+        """A turn arrived, while leases keep this many tokens.
 
         Return True if the blocks of all leases must be counted by tenant from now on.
         """

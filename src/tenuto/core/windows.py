@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Layers = int | Literal["state"] | None
-"""What a layer, or a group of layers, has: a sliding window of so many tokens, a recurrent state, or None for
+"""What a layer, or a group of layers, has: a sliding window of N tokens, a recurrent state, or None for
 full attention."""
 STATE: Literal["state"] = "state"
 STATE_WINDOW = 2
@@ -54,7 +54,7 @@ def count_behind_kept_state(
 ) -> int:
     """Up to how many of its first `num_tokens` tokens a running request may give states back.
 
-    It keeps the last state of its answer that ends where a block does, for its job's next turn; or so many.
+    It keeps the last `num_kept` states of its answer that end where a block does, for its job's next turn.
 
         prompt and answer   ├──────────────┼─────────────────────┤ num_tokens
         blocks              │       │       │       │       │       │

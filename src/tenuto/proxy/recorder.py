@@ -318,7 +318,7 @@ def _describe_job(lane: Lane, exchange: Exchange) -> dict[str, Any]:
 
 
 class RecordingFile:
-    """A new JSONL file that only its owner can read. If the disk fails, the file ends but the caller goes on.
+    """A new JSONL file that only its owner can read. If the disk fails, only the file ends.
 
     Raises ConfigError if the file cannot be opened or is not empty.
     """

@@ -139,7 +139,7 @@ class Fields:
         return self.optional(self.part, field) or Fields(self.place, {}, f"{self._path}{field}.")
 
     def items(self, field: str) -> Fields:
-        """Read a list. Its items are fields of what is returned: `FIELD[0]`, `FIELD[1]` and so on."""
+        """Read a list. Its items are fields of the result: `FIELD[0]`, `FIELD[1]` and so on."""
         value = self._get(field)
         if not isinstance(value, list):
             raise self.error(field, f"must be a list, got {show(value)}")
@@ -201,7 +201,7 @@ def read(cls: Callable[..., T], fields: Fields) -> T:
 
 
 def write(value: Any) -> Any:
-    """Return JSON values of a dataclass or of what its fields hold. `read` makes an equal one from them."""
+    """Return JSON values of a dataclass or of its fields' values. `read` makes an equal one from them."""
     if dataclasses.is_dataclass(value):
         cls: Any = type(value)
         return {
@@ -268,7 +268,7 @@ def _make_reader(kind: Any, bounds: Range | None = None) -> Read:
 
 
 def _has_value(fields: Fields, name: str, cls: Any) -> bool:
-    """Whether a field is there, and is no object of which nothing is known."""
+    """Whether a field is there, and is not an object without known values."""
     if name not in fields:
         return False
     part = fields.part(name)

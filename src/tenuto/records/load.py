@@ -31,7 +31,7 @@ class Kind:
     name: str
     """The name with its article, as error messages use it."""
     commands: tuple[str, ...] = ()
-    """The commands that read it; {} stands for the path."""
+    """The commands that read it; {} is the path."""
     is_workload: bool = False
     """Whether its requests can be sent again."""
 

@@ -220,7 +220,7 @@ def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> 
 def count_reused_tokens(turns: Iterable[TurnRecord]) -> int | None:
     """Return how many of the reusable tokens were hit when turns first started; None if unknown.
 
-    A turn's hits beyond its reusable tokens, of what other jobs left, do not count.
+    A turn's hits beyond its reusable tokens, on KV that other jobs left, do not count.
     """
     return add_up(
         None

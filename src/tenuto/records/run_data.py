@@ -101,7 +101,7 @@ class RunData:
     refusals: Counter[str] = field(default_factory=Counter)
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)
-    """How often blocks were taken back from a lease before its end, by who took them."""
+    """How often blocks were reclaimed from a lease before its end, by the kind of turn that got them."""
     gauges: dict[str, Gauge] = field(default_factory=dict)
     """Values of the engine's state, by their names in the file."""
     step_s: array[float] = field(default_factory=lambda: array("d"))

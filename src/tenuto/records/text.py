@@ -24,7 +24,7 @@ _MIN_JOBS = 12
 """Fewer jobs tell no rate, and no trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 _NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
-"""Parts of a run's record that are no columns: lists, and what differs from run to run."""
+"""Parts of a run's record that are not columns: lists, and what differs from run to run."""
 
 
 def format_run(record: Mapping[str, Any]) -> str:

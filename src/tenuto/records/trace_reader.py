@@ -183,7 +183,7 @@ class _TraceReader:
         elif event == "lease-refused":
             self.data.refusals[record.text("reason")] += 1
         elif event == "wished":
-            record.optional(record.text, "result")  # only checked; what became of leases is told anyway
+            record.optional(record.text, "result")  # only checked; other records say what became of leases
         elif event not in events:
             raise record.error("event", f"{event!r} is not an event of a trace")
         elif job_id in self.names:  # otherwise the trace began in the middle of the job
@@ -259,7 +259,7 @@ class _TraceReader:
         self._take(record, self.leases.get(turn_id))
 
     def _take(self, record: Fields, lease: LeaseRecord | None) -> None:
-        """Blocks of a lease were taken back."""
+        """Blocks of a lease were reclaimed."""
         taken_by = record.text("taken_by")
         self.data.takes[taken_by] += 1
         if lease is not None:
@@ -334,7 +334,7 @@ class _TraceReader:
             )
 
     def _end_steps(self, num_ended: int, now_s: float) -> None:
-        """So many steps have ended by now: turns whose prompt they completed have their first token."""
+        """`num_ended` steps have ended by now: turns whose prompt they completed have their first token."""
         while self.computed and self.computed[0][0] <= num_ended:
             _, turn = self.computed.pop(0)
             if turn.last_token_s is None:

@@ -177,7 +177,7 @@ def _get_parted(data: RunData) -> dict[str, Any] | None:
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:
-    """Return the description of what was run, as far as the record has it."""
+    """Return the description of the run, as far as the record has it."""
     return {name: getattr(record, name) for name in LABELS if getattr(record, name) is not None}
 
 

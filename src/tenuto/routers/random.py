@@ -10,7 +10,7 @@ from tenuto.core.settings import setting
 
 @dataclass
 class Random(Router):
-    """Send each turn to any engine, whatever it has to do. Source: `random` of vllm-router and SGLang."""
+    """Send each turn to a random engine, for any load. Source: `random` of vllm-router and SGLang."""
 
     seed: int = setting(0, "another seed draws other lots")
 

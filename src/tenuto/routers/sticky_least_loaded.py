@@ -15,5 +15,5 @@ class StickyLeastLoaded(Router):
     """
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Where the session is, else the least loaded."""
+        """The engine of the session, else the least loaded one."""
         return Send(turn.engine or get_least_loaded(fleet.engines.values()).name)

@@ -122,7 +122,7 @@ def _renew(engine: _Engine) -> None:
 MAX_AWAY_S = 30.0
 """A job that is away for longer is not expected back soon, even if its client says that it comes back."""
 PATIENCE = 3.0
-"""Where clients do not say whether a job goes on, one that is away for so many times the mean has ended."""
+"""If clients do not say whether a job continues, it has ended after this many times the mean tool call."""
 DECAY = 0.02
 """Weight of the latest time away in the moving average."""
 
@@ -248,7 +248,7 @@ class Tenuto(Router):
         return Send(min(with_room or engines, key=get_end).name)
 
     def _stay_or_move(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Where all open turns together get their first tokens soonest: this one, and those it delays."""
+        """The engine where this turn, and those that it delays, get their first tokens soonest in sum."""
         assert turn.engine is not None
         home = fleet.engines[turn.engine]
         own = self._count_new(turn, home.name, {})
@@ -385,5 +385,5 @@ class Tenuto(Router):
 
 
 def _get_job(job_id: str) -> Job:
-    """The job as `RemainingWork` knows it; of what kind it is, the router cannot tell."""
+    """The job as `RemainingWork` knows it; the router cannot tell its kind."""
     return Job(job_id, 0.0, 1)

@@ -9,7 +9,7 @@ stock as shipped ──steps──> stock with the policy's step size ──orde
                                                                    ──cache──> the policy
 
 An operator can set smaller steps without any policy. So stock is also run with each of a few sizes, and the
-best of them stands beside stock as shipped.
+best of them is shown beside stock as shipped.
 
 *The table.* One row per GPU, load and policy, over all seeds, the winner marked.
 """
@@ -186,7 +186,7 @@ def run_each(
 
 @contextmanager
 def open_processes(num: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes, until the context ends. If it ends by an error, they end at once.
+    """A pool of `num` processes, until the context ends. If it ends by an error, they end at once.
 
     Ctrl-C in a terminal reaches every process of the command. Only this one answers it.
     """
@@ -348,7 +348,7 @@ def make_arms(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def get_stock_sizes(stock: Setup) -> list[Setup]:
-    """Stock with each smaller size of steps, which anyone can set."""
+    """Stock with each smaller step size, which anyone can set."""
     own = get_max_num_batched_tokens(stock)
     return [replace(stock, step_tokens=size) for size in STEP_SIZES if size < own]
 
@@ -445,7 +445,7 @@ Row = dict[str, Any]
 
 
 def make_rows(records: Sequence[dict[str, Any]], arms: Sequence[dict[str, Any]] = ()) -> list[Row]:
-    """One row per GPU, load and policy: geometric means over seeds, and who has the lowest.
+    """One row per GPU, load and policy: geometric means over seeds, with the lowest marked.
 
     `arms`: records of the runs that `make_arms` asks for. With them each cell has a row of stock with its
     best step size, and rows say where a policy's gain comes from.

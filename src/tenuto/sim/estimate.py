@@ -33,7 +33,7 @@ from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 MIN_JOBS, MAX_JOBS = 150, 600
 """Jobs of a run: fewest; and when it is given up because it is not steady."""
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
-"""Each further load is so many times the one before; so many loads are tried beside the traffic's own."""
+"""Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
 """Machines whose traffic is shared out again."""
 
@@ -213,7 +213,7 @@ class Estimate:
 
 
 def make_load(setup: Setup, load: LoadOptions, num_machines: int) -> LoadOptions:
-    """The share of one of so many machines. Without a rate: that of the recording, or a busy machine's.
+    """One machine's share of the rate. Without a rate: that of the recording, or a busy machine's.
 
     Raises ConfigError if a recording's jobs do not say how often they come.
     """

@@ -6,7 +6,7 @@
         STARTS          an engine schedules its next step
 
 A simulation calls `step` until nothing is left. A server calls it for what is due by its clock. An engine
-never runs ahead of what may happen to it: it says when it wants to be woken next, and a turn that comes
+never runs ahead of events that may come: it says when it wants to be woken next, and a turn that comes
 earlier is delivered in time. With two steps in flight, the second is scheduled while the first runs, as in
 vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
 """
@@ -109,13 +109,13 @@ class EventLoop:
 
 
 class Listener(Protocol):
-    """Who is told what an engine's requests do. The time is the engine's."""
+    """Receives the events of an engine's requests. The time is the engine's."""
 
     def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
         """A step was scheduled; if it is empty, it does not run."""
 
     def on_computed(self, engine: SteppedEngine, outputs: Sequence[tuple[Request, int]]) -> None:
-        """A step ended: these requests got so many tokens each, and some are finished."""
+        """A step ended: these requests got this many tokens each, and some are finished."""
 
     def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
         """Steps ended at these times, and each gave every running request a token that is not its last."""
@@ -273,7 +273,7 @@ class SteppedEngine:
     # Stretches of quiet steps: every running request decodes one token, and nothing else happens.
 
     def _pass_quiet_steps(self, horizon_s: float, *, plans: bool) -> bool:
-        """Run the quiet steps until the horizon, and plan those behind it. False if there are none."""
+        """Run the quiet steps until the horizon, and plan those after it. False if there are none."""
         if not self.fast_forwards or self._last_step is None or not self._last_step.is_decode_only:
             return False
         num_steps = self.scheduler.count_quiet_steps()
@@ -296,7 +296,7 @@ class SteppedEngine:
             num_context_tokens += len(running)
 
     def _get_limit_s(self) -> float:
-        """When something happens by itself, apart from steps."""
+        """The time of the next event other than a step."""
         event_s, tick_s = self.scheduler.get_next_event_s(), self.scheduler.driver.get_next_tick_s()
         return tick_s if event_s is None else min(event_s, tick_s)
 
@@ -321,7 +321,7 @@ class SteppedEngine:
                 step, scheduled_s, now_s = in_flight.popleft()
                 ends_s.append(now_s)
                 if tells_steps and step is quiet_step:
-                    # As `_tell_step`, without counting: most of all steps are told here.
+                    # As `_tell_step`, without counting: most steps are reported here.
                     driver.step(finish(now_s, scheduled_s, size, size, is_full=is_full))
                 elif tells_steps:
                     self._tell_step(step, scheduled_s, now_s)

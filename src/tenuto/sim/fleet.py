@@ -29,8 +29,8 @@ from tenuto.workload.hints import make_arrival
 from tenuto.workload.schema import Job, TurnSpec
 
 SPEED_PROMPT, SPEED_DECODES, SPEED_CONTEXT = 4096, 16, 4096
-"""An engine's speed is told as its time for such a prompt, and for as many steps that decode for so many
-requests as bring each of them 128 tokens, with so much context each."""
+"""An engine's speed is its time for a prompt of this length and for decoding 128 tokens in each of this many
+requests, with this much context each."""
 
 
 MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
@@ -59,7 +59,7 @@ def add_fleet(
 ) -> FleetFront:
     """Give a simulation the engines and the router of a setup. `machines`: what `build_servers` made.
 
-    `oracle`: the jobs that policies which know the future are told. Raises ConfigError, PolicyError.
+    `oracle`: the jobs, for policies that know the future. Raises ConfigError, PolicyError.
     """
     fleet, first = setup.fleet, machines[0]
     assert fleet is not None
@@ -486,7 +486,7 @@ class _Lane(SteppedEngine):
 
 
 def _make_ideal(simulation: Simulation, fleet: Fleet, machines: list[Machine], *, strict: bool) -> FleetFront:
-    """So many engines like the first, with one queue and one KV cache."""
+    """Several engines like the first, with one queue and one KV cache."""
     machine = machines[0]
     kv = dataclasses.replace(
         machine.config.kv, num_blocks=(machine.config.kv.num_blocks - 1) * len(machines) + 1

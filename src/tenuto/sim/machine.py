@@ -249,7 +249,7 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
 
 
 def get_kv_budget(setup: Setup, gpu: Gpu, model: Model) -> KvBudget:
-    """Where a GPU's memory goes, as vLLM computes it. Raises ConfigError."""
+    """What uses a GPU's memory, as vLLM computes it. Raises ConfigError."""
     utilization = setup.gpu_memory_utilization or DEFAULT_UTILIZATION
     return kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=_get_profile(setup, gpu))
 

@@ -28,7 +28,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """A job with so many tokens of context, its last answer included."""
+    """A job with this many tokens of context, its last answer included."""
 
     num_tokens: int
     blocks_running: int
@@ -54,7 +54,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where the memory of a machine goes."""
+    """What uses the memory of a machine."""
 
     gpu: str
     model: str
@@ -62,7 +62,7 @@ class Memory:
     dtype: str
     kv_cache_dtype: str
     source: str
-    """Where the size of the KV cache comes from."""
+    """The source of the size of the KV cache."""
     block_size: int
     num_blocks: int
     kv_bytes: int
@@ -94,7 +94,7 @@ class Memory:
 
 
 def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
-    """Where a machine's memory goes, and what jobs of these contexts take. Raises ConfigError."""
+    """What uses a machine's memory, and what jobs of these contexts take. Raises ConfigError."""
     machine = build(replace(setup, policy="stock", offload="none"))
     kv = machine.make_scheduler().kv
     model, tp = machine.model, setup.tp
@@ -200,7 +200,7 @@ def format_memory(memory: Memory) -> str:
 
 
 def _format_computed(memory: Memory) -> list[str]:
-    """Where a server reported another size than is computed, the computed one, and how to get it."""
+    """If a server reported another size than is computed: the computed size, and how to get it."""
     if memory.budget is None or memory.is_computed:
         return []
     option = f"--gpu-memory-utilization {memory.budget.utilization:g}"

@@ -49,25 +49,25 @@ from tenuto.sim.steady import (
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Span, count_shared_tokens
 
-# So many machines under a load: what came of simulating them, with one seed or with several.
+# A number of machines under a load: the results of simulating them, with one seed or with several.
 
 QUICK, PRECISE = 300, 600
 """Fewest jobs for each seed: while searching; and for answers, and where the seeds leave a doubt."""
 NEAR, TOLERANCE, NUM_ERRORS = 0.15, 0.05, 3
-"""A P95 leaves a doubt if it is nearer to the target than this share of it, or than so many standard errors
+"""A P95 leaves a doubt if it is nearer to the target than this share of it, or than this many standard errors
 of the seeds' mean (Student's t for three seeds: one chance in twenty), and that error is above the
 tolerance."""
 
 CLEAR = 0.6
-"""A target is clearly kept if the P95 takes up so much of it at most."""
+"""A target is clearly kept if the P95 is at most this share of it."""
 
 Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
-"""Simulates one machine with each seed, with so many jobs at least. One that is not steady is the last."""
+"""Simulates one machine with each seed, with at least this many jobs. An unsteady run is the last."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """So many machines under the load: a run of one of them for each seed. Times are over all seeds."""
+    """A number of machines under the load: a run of one of them for each seed. Times are over all seeds."""
 
     num_machines: int
     jps: float
@@ -135,7 +135,7 @@ class Point:
 def measure_point(
     setup: Setup, load: LoadOptions, num_machines: int, target: Target, measure: Measure
 ) -> Point:
-    """So many machines under the load: quickly, then precisely if that leaves a doubt about the target."""
+    """Simulate the machines under the load: quickly, then precisely if the target is in doubt."""
     point = measure_jobs(setup, load, num_machines, measure, QUICK)
     if point.verdict == "steady" and _is_doubtful(point, target):
         point = measure_jobs(setup, load, num_machines, measure, PRECISE)
@@ -145,7 +145,7 @@ def measure_point(
 def measure_jobs(
     setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, min_jobs: int = PRECISE
 ) -> Point:
-    """So many machines under so many jobs: each simulated at its share, or all of them behind a router."""
+    """Simulate machines under a number of jobs: each at its share, or all of them behind a router."""
     assert load.jps is not None
     if setup.fleet is not None:
         servers = setup.fleet.servers if len(setup.fleet.servers) == num_machines else ("",) * num_machines
@@ -288,7 +288,7 @@ def _confirm(
 
     There a machine looks steady for a while. They are far from it if they keep the target clearly, and a
     machine can do clearly more than each of these gets: with one machine less it did with some seed, or
-    finished so many jobs although it was overloaded.
+    finished this many jobs although it was overloaded.
     """
     num = point.num_machines
     whole = measure_point(setup, load, num, target, measure)
@@ -564,7 +564,7 @@ R = TypeVar("R")
 
 
 def each_at_once(function: Callable[[T], R], things: Sequence[T], num_at_once: int) -> Iterator[R]:
-    """What a function makes of each thing, in their order; so many are made at a time, in threads.
+    """A function's result for each thing, in their order; `num_at_once` at a time, in threads.
 
     After an error nothing more begins, and threads that still work are not waited for.
     """
@@ -626,7 +626,7 @@ class SeedRunner:
         self._stack.__exit__(kind, error, trace)
 
     def expect(self, who: int, num_points: int) -> None:
-        """So many points are still to be measured for somebody."""
+        """Set how many points are still to be measured for one setup."""
         self._num_left[who] = num_points
 
     def get_left_s(self) -> float | None:
@@ -669,7 +669,7 @@ class SeedRunner:
         )
         loads = [replace(load, seed=seed) for seed in self._seeds]
         known = [self._known.get((repr(setup), repr(load))) for load in loads]
-        # A run that went on for long enough would come out the same again.
+        # A run that was long enough would have the same result again.
         known = [run if run is not None and run.num_jobs >= min_jobs else None for run in known]
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
         steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"

@@ -212,7 +212,7 @@ def _prepare_fleet(
     fleet = add_fleet(
         simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
     )
-    # What a reader must know of one engine stands beside the numbers of all; a roofline is named first.
+    # Notes on one engine are listed beside the numbers of all engines; a roofline is named first.
     names = {each.step_cost_name for each in machines}
     sources = sorted(names, key=lambda name: (not name.startswith("roofline"), name))
     notes = tuple(dict.fromkeys(note for each in machines for note in each.notes))

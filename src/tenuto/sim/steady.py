@@ -75,7 +75,7 @@ class Trend:
 
 
 def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> Look:
-    """Look at a system at a moment. Both lists are sorted; what comes later is not looked at."""
+    """The state of a system at a moment. Both lists are sorted; later events are ignored."""
     points_s = [now_s * (number + 1) / NUM_POINTS for number in range(NUM_POINTS)]
     backlog = [float(bisect_right(arrivals_s, at_s) - bisect_right(ends_s, at_s)) for at_s in points_s]
     cut = find_warm_up(backlog)
@@ -176,7 +176,7 @@ class Settling:
     min_jobs: int
     max_jobs: int
     shortest_s: float = 0.0
-    """A steady system is watched for so long at least."""
+    """A steady system is watched for at least this long."""
     longest_s: float = 0.0
     """The limit in jobs does not end the watch before this time."""
     next_look_s: float = field(init=False)
@@ -272,18 +272,18 @@ class Target:
 
 
 FIRST_LOOK = 12
-"""A machine is looked at first after so many times the time of a job alone."""
+"""A machine is first examined after this many times the time of a job alone."""
 LONGEST = 40
-"""And it is watched for so many times that time at least, before it is given up."""
+"""It is watched for at least this many times that time before it counts as not steady."""
 FEW = 3
-"""A first run has so many times the least jobs."""
+"""A first run has this many times the minimum number of jobs."""
 MOST_JOBS = 20_000
 """Jobs that are made for one run at most."""
 NUM_SAMPLED = 60
 """Jobs whose mean time alone is taken for that of all."""
 
 HOPELESS = 1.3
-"""A target is surely missed if the P95 of the jobs that came is so many times as long; those that are not
+"""A target is surely missed if the P95 of the jobs that came is this many times as long; those that are not
 done count with their age."""
 MIN_COHORT = 60
 """Jobs or turns that this takes at least."""
@@ -309,7 +309,7 @@ class Steady:
     simulated_s: float
     warm_up_s: float
     num_jobs: int
-    """Jobs that arrived in all."""
+    """Total number of jobs that arrived."""
     num_cut: int
     """Turns that are too long for the machine, of all turns that were made."""
     step_cost: str
@@ -383,7 +383,7 @@ def _simulate(  # noqa: PLR0913 - a run's own
 
 @lru_cache(maxsize=8)
 def make_long_workload(load: LoadOptions, window_s: float) -> Workload:
-    """Jobs at the load's rate for so many seconds. The jobs of a trace come again and again."""
+    """Jobs at the load's rate for this many seconds. The jobs of a trace are repeated."""
     assert load.jps is not None
     if load.workload in GENERATORS:
         return make_workload(replace(load, window_s=window_s))

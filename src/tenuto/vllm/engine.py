@@ -45,7 +45,7 @@ class VllmEngine:
         """The finishing request that was asked about last, and its cached blocks."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The engine's state in numbers, with so many leases."""
+        """The engine's state in numbers, with this many leases."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
         num_parked = scheduler.get_num_parked()
@@ -100,15 +100,15 @@ class VllmEngine:
         return _count_common(high, lambda n: has_content(blocks[n], hashes[n])) * self._block_size
 
     def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
-        """The longest part of a lease that can be hit, of at most so many tokens."""
+        """The longest part of a lease that can be hit, of at most this many tokens."""
         assert isinstance(blocks, GroupedBlocks)
         if max_tokens >= blocks.num_tokens:
             return blocks
-        # No look-up of the other prompt goes on behind what both have in common.
+        # No look-up of the other prompt continues after the part that both share.
         return self._find(blocks.hashes[: max_tokens // self.hash_block_size], max_tokens)
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
-        """What a lease keeps if it gives up about so many blocks."""
+        """The part that a lease keeps if it frees about this many blocks."""
         assert isinstance(blocks, GroupedBlocks)
         if self._tokens_per_block is None:
             # Of a window alone a shorter prefix needs as many blocks.
@@ -155,7 +155,7 @@ class VllmEngine:
 
     @property
     def can_store(self) -> bool:
-        """Whether host memory is there that stores what it is told to."""
+        """Whether there is host memory that stores on request."""
         return self._scheduler.tier is not None
 
     def store(self, blocks: list[Any], turn: Turn, wish: Wish | None = None) -> None:

@@ -151,7 +151,7 @@ class Hooks:
             self._checkpoints.add(request.request_id)
 
     def start(self, started: list[tuple[str, int]], now_s: float) -> None:
-        """These requests started or resumed, with so many hit tokens each."""
+        """These requests started or resumed, with this many hit tokens each."""
         if self.shadow is not None:
             requests = self._scheduler.requests
             self.shadow.start([(requests[each], num_hits) for each, num_hits in started], now_s)

@@ -14,7 +14,7 @@ Answers get a header with the name that the job has here (`JOB_HEADER`), for rou
 one that says what becomes of the request's cache wish, if it has one (`tenuto.vllm.wishes`).
 
 Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests that
-name nothing new. A body is read as vLLM reads it: in UTF-8, 16 or 32, whatever its `Content-Encoding` says.
+name nothing new. A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored.
 vLLM runs middleware before it checks an API key. The middleware therefore reads and parses a body only when
 the application asks for it, which is after that check. The number of bytes that it reads is bounded.
 """
@@ -105,7 +105,7 @@ class Middleware:
             await self._handle(scope, receive, send)
 
     def _watch(self, scope: Scope) -> str | None:
-        """Sign whatever leaves for the engines; what is wrong, if that is not possible."""
+        """Sign all requests to the engines; return the reason if that is not possible."""
         client = get_engine_client(scope)
         if client is None or client is self._watched:
             return None
@@ -251,7 +251,7 @@ def _is_generation(scope: Scope) -> bool:
 
 
 def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
-    """The request as vLLM's `json.loads` reads it, and its text in UTF-8; None if it is no object."""
+    """The request as vLLM's `json.loads` reads it, and its text in UTF-8; None if it is not an object."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         request = json.loads(text)

@@ -120,7 +120,7 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
 
 
 def _get_dp_choice(passed: Sequence[str]) -> dict[str, str]:
-    """By load, if only one process answers requests: it keeps the books. vLLM starts one for each rank."""
+    """By load, if only one process answers requests: it counts open turns. vLLM starts one for each rank."""
     counts = (_take_option(list(passed), name)[0] for name in ("--api-server-count", "-asc"))
     return {DP_CHOICE_VARIABLE: "load"} if "1" in counts else {}
 
@@ -162,7 +162,7 @@ def _parse_config(text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers below the GPU: host memory, and a folder on a disk behind it."""
+    """The tiers below the GPU: host memory, and a folder on a disk below that."""
 
     host_gb: float
     disk: str | None = None

@@ -1,7 +1,7 @@
 """vLLM runs `register` in each of its processes: it opens the way for our metrics to `/metrics`.
 
 Without Tenuto's scheduler nothing is ever written into the folder and nothing is exported. It needs no
-settings; `VLLM_PLUGINS`, where it is set, must include `tenuto`.
+settings; `VLLM_PLUGINS`, if it is set, must include `tenuto`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 By name, a job has the same rank in every API server process, and nothing is remembered. By load, the same
 router that Tenuto has for fleets decides: a job stays with its KV, a new job goes where its work will finish
-soonest, and a job moves only in a tool gap when that is worth computing its context again. The books for that
-are kept by one process, so it needs `--api-server-count 1`.
+soonest, and a job moves only in a tool gap, if the move gains more than computing its context again costs.
+One process keeps the accounts for this, so it needs `--api-server-count 1`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ranks:
         return RankedTurn(self, turn_id, int(sending.engine))
 
     def get_now_s(self) -> float:
-        """Seconds on the clock of the books."""
+        """Seconds on the clock of the accounts."""
         return self._get_now_s()
 
 
@@ -61,7 +61,7 @@ class RankedTurn:
         self._is_refused = False
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """A message of the answer. Its pieces stand for tokens, as they do in vLLM's streams."""
+        """A message of the answer. Its pieces count as tokens, as in vLLM's streams."""
         dispatcher, now_s = self._ranks.dispatcher, self._ranks.get_now_s()
         if message["type"] == "http.response.start":
             self._is_refused = message.get("status", 200) >= 400

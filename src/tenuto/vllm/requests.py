@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.tenuto")
 OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 TAIL_TOKENS = 96
-"""Decoded at first: tool calls stand at the end, and most outputs have none."""
+"""Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
 """Decoded at most, when the tail shows the end of a call without its beginning (a file being written)."""
 
@@ -96,7 +96,7 @@ class OutputReader:
         if not reads_output or self._tokenizer is None:
             return Finish(num_output_tokens)
         tool = self._find_tool_call(request)
-        # No tool call and a stop token: the agent is done. Cut off by its length, nobody can tell.
+        # No tool call and a stop token: the agent is done. If its length cut it off, this is unknown.
         ended = True if end == "stopped" else None
         return Finish(num_output_tokens, tool, is_last=ended if tool is None else False)
 

@@ -72,7 +72,7 @@ class _DrivenScheduler(PrivateHooks):
     _was_cut = True
     """Whether the last step may have left a part of a prompt to the next."""
     tier: Any = None
-    """Host memory below the GPU, where it is ours (`tenuto.vllm.tiers.host.HostTier`); else None."""
+    """Host memory below the GPU, if it is Tenuto's (`tenuto.vllm.tiers.host.HostTier`); else None."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
@@ -302,7 +302,7 @@ class _DrivenScheduler(PrivateHooks):
     def switch(self, hooks: Hooks) -> None:
         """Run these hooks from now on; requests that wait or run are not touched.
 
-        Leases go on if the same policy goes on holding them, with other options, limits or another canary.
+        Leases stay if the same policy still holds them, with other options, limits or another canary.
         """
         now_s = time.monotonic()
         before = self._hooks
@@ -386,7 +386,7 @@ def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
 def _find_tier(scheduler: Any, settings: Settings, policy: Policy) -> Any:
     """The host memory below this scheduler; None without one, or with one that is not ours.
 
-    vLLM's offloading is not imported where nobody uses it.
+    vLLM's offloading is imported only if it is used.
     """
     if scheduler.connector is None:
         return None

@@ -37,7 +37,7 @@ class SeenBlock(NamedTuple):
 class ShadowEngine(VllmEngine):
     """vLLM as the driver sees it in shadow mode: nothing is held and nothing is reordered.
 
-    Leases take the memory that nobody uses, so the number of free blocks is smaller than vLLM's by the blocks
+    Leases take unused memory, so the number of free blocks is smaller than vLLM's by the blocks
     of leases. It is too small by the blocks that leases share with running turns, so leases yield a little
     early. It is negative while leases cover more than there is.
     """
@@ -68,7 +68,7 @@ class ShadowEngine(VllmEngine):
         return len(self._seen)
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
-        """Cached blocks of a finishing request, with what they hold now."""
+        """Cached blocks of a finishing request, with their present content."""
         blocks = super().get_cached_blocks(turn_id, num_hit_tokens)
         return blocks if isinstance(blocks, GroupedBlocks) else _see(blocks)
 
@@ -77,7 +77,7 @@ class ShadowEngine(VllmEngine):
         return []
 
     def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
-        """What each block holds, because its number may stand for something else by now."""
+        """The content of each block: a block's number may have another content by now."""
         return [block.block_hash for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
@@ -142,7 +142,7 @@ class Shadow:
             self._driver.settle()
 
     def start(self, started: Iterable[tuple[Any, int]], now_s: float) -> None:
-        """VLLM started these requests, with so many hit tokens each; call before the driver is told."""
+        """VLLM started these requests, with this many hit tokens each; call before the driver is told."""
         first = [
             (request, hits) for request, hits in started if not self._driver.has_started(request.request_id)
         ]

@@ -47,7 +47,7 @@ _KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
-"""How a secret begins that nobody set."""
+"""The start of a secret that was made, not set."""
 
 _tenant: ContextVar[str | None] = ContextVar("tenuto_tenant", default=None)
 """The tenant of the request that is being answered. Tasks that vLLM starts for a request inherit it."""
@@ -132,11 +132,11 @@ class TenantVerifier:
     """Which tenant a request is of, as far as the engine can verify it.
 
     A server has tenants once an API server said so, a valid signature came, or the process was started with
-    API keys or a tenant header. Then a request without a valid signature is of nobody that is known.
+    API keys or a tenant header. Then a request without a valid signature has an unknown tenant.
     """
 
     def __init__(self, *, trusts_clients: bool = False) -> None:
-        """`trusts_clients`: clients say whose a request is. Raises ConfigError if there is no secret."""
+        """`trusts_clients`: clients name a request's tenant. Raises ConfigError if there is no secret."""
         self._trusts_clients = trusts_clients
         self._has_tenants = not trusts_clients and _is_started_with_tenants()
         if self._has_tenants and (problem := find_secret_problem()):
@@ -218,7 +218,7 @@ def get_secret() -> str | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Warn if settings name keys by names that end with this start, because nobody set the secret."""
+    """Warn if settings have names of keys that end with this start, because no secret is set."""
     if (get_secret() or _MADE).startswith(_MADE) and any(name.startswith(_KEY_NAME) for name in names):
         logger.warning(
             "tenuto: the names of API keys in the settings (%s…) mean nothing unless %s is set: they are "

@@ -103,7 +103,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         return self._parked.get_first()
 
     def get_first_ready(self, number: int) -> set[str]:
-        """The first requests in the order of keys that are not parked, at most so many."""
+        """The first requests in the order of keys that are not parked, at most this many."""
         firsts: dict[str, Key] = {}
         while len(firsts) < number and (first := self._ready.get_first()) is not None:
             firsts[first] = self._ready.get_key(first)

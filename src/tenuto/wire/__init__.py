@@ -36,7 +36,7 @@ class Format(Protocol):
     ID_PREFIX: str
     """The ids of responses begin with it."""
     LIMITS: tuple[str, ...]
-    """Where a request may say how many tokens it wants at most; the first one counts."""
+    """Fields in which a request may limit its number of tokens; the first one counts."""
 
     MUST_LIMIT: bool
     """Every request says a limit. So the limit says nothing about the answer that is expected."""

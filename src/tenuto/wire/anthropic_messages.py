@@ -198,7 +198,7 @@ def write_error(error: RequestError) -> dict[str, Any]:
 
 
 _FIELDS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
-"""Where a block's text stands, or what is added to it."""
+"""The field of a block's text, or the text that is added to it."""
 _CHANGES = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
 
 

@@ -49,7 +49,7 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
 
 
 def read_message(message: Mapping[str, Any]) -> Message:
-    """A message of a request or of a response. What is no tool call is left out."""
+    """A message of a request or of a response. Items of `tool_calls` that are not calls are left out."""
     functions = (each.get("function") for each in get_each_object(message.get("tool_calls")))
     calls = [(each.get("name"), each.get("arguments", "{}")) for each in functions if isinstance(each, dict)]
     return Message(message.get("role"), read_parts(message.get("content")), calls)

@@ -55,7 +55,7 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
     """
     before = get_string(body, "previous_response_id") if strict else None
     if before is not None:
-        # Nothing is stored here, as in vLLM unless it is told to.
+        # Nothing is stored here, as in vLLM by default.
         raise RequestError(f"Response with id {show(before)} not found.", "previous_response_id", status=404)
     if body.get("instructions"):
         yield Message("system", read_parts(body["instructions"]))

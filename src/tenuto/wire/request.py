@@ -66,7 +66,7 @@ class Message(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its content as one text. Parts that are no text stand as their JSON."""
+        """Its content as one text. Parts that are not text appear as their JSON."""
         return "".join(
             each if isinstance(each, str) else json.dumps(each, sort_keys=True) for each in self.parts
         )

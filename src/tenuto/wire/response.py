@@ -22,7 +22,7 @@ MAX_COUNT = 2**40
 """Largest valid number of tokens. Sums of such numbers are still exact as floats."""
 _MAX_TOKEN_ID = 2**31 - 1
 _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
-"""Lines other than data that an event stream may contain: comments, and fields that nobody here needs."""
+"""Lines other than data that an event stream may contain: comments, and unused fields."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -201,7 +201,7 @@ def get_count(value: Any) -> int | None:
 
 
 def read_text(content: Any) -> str:
-    """The text of a message's content. Parts that are no text stand as their JSON."""
+    """The text of a message's content. Parts that are not text appear as their JSON."""
     return content if isinstance(content, str) else Message(None, read_parts(content)).text
 
 
@@ -338,7 +338,7 @@ def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
 
 
 def write_counts(usage: Usage, prompt: str, output: str) -> dict[str, int]:
-    """The counts without what they consist of, as in the middle of a stream."""
+    """The counts without their details, as in the middle of a stream."""
     num_prompt, num_output = usage.prompt_tokens or 0, usage.output_tokens or 0
     return {prompt: num_prompt, output: num_output, "total_tokens": num_prompt + num_output}
 

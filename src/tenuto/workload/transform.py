@@ -171,7 +171,7 @@ def scale_turns(workload: Workload, factor: float) -> Workload:
     """Give every job `factor` times as many turns, rounded, and at least one.
 
     Further turns are like the job's own after its first: the same lengths, tools and tool times, from its
-    second turn on and again from there. Each continues the conversation with text of its own. Raises
+    second turn on and again from there. Each continues the conversation with new text. Raises
     ConfigError if the factor is not positive, or if turns wait for other jobs.
     """
     _check_factor(factor)

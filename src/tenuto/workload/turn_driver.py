@@ -49,8 +49,8 @@ class TurnDriver:
 
     - Closed loop: a turn is due `tool_s` after the job's previous turn finished, and not before any of its
       `after` events and its delay. A first turn is due at its job's arrival, or after its `after` events.
-    - Open loop: every turn is due at its recorded time, whatever was finished by then.
-    - `users`: so many users have one job each. When a user's job and all jobs that it started have ended,
+    - Open loop: every turn is due at its recorded time, even if earlier turns are not finished.
+    - `users`: this many users have one job each. When a user's job and all jobs that it started have ended,
       the user begins the next job of the workload at that moment. `keeps_arrivals`: not before it arrives, so
       that jobs arrive at their rate, and at most `users` of them are under way.
     - `runs_commands`: a turn with a command is followed when `on_returned` says that the command ended.

@@ -33,6 +33,6 @@ def check_api_key(key: str | None) -> None:
 
 
 def check_engine_urls(urls: Sequence[str]) -> None:
-    """Raise ConfigError for an `--engine-url` that is no address."""
+    """Raise ConfigError for an `--engine-url` that is not an address."""
     for url in urls:
         check_url(url, "--engine-url")

@@ -113,7 +113,7 @@ class Said:
     num_malformed: int = 0
 
     def ask(self, keep_s: float | None, end: Place | int | None = None) -> None:
-        """It asks for so many seconds. None, or no time at all, is malformed."""
+        """It asks for this many seconds. None, or no time at all, is malformed."""
         if keep_s is None or not 0 < keep_s < math.inf:
             self.num_malformed += 1
         elif len(self.asked) < MAX_MARKS:

@@ -339,7 +339,7 @@ def _make_rows(
 
 def plot_turns(group: Group, looks: Looks) -> Chart | None:
     """Mean latency of first turns, second turns and so on, at up to three loads."""
-    # Of single turns there is no curve.
+    # Single turns have no curve.
     loads = _choose_loads(group, lambda cell: any(len(run.record.by_turn) > 1 for run in cell.runs))
     if not loads:
         return None
@@ -504,7 +504,7 @@ FULL_RATIO = 3.0
 
 
 def make_tile(winner: Winner, looks: Looks, suffix: str = "") -> Tile:
-    """A square of the map: by name, or by key where there is no room. Ties have dashed edges, too."""
+    """A square of the map: by name, or by key if there is no room. Ties also have dashed edges."""
     best = looks[winner.policies[0]]
     keys = "".join(sorted(looks[policy].key for policy in winner.policies))[:4]
     texts: tuple[str, ...] = (best.label, best.key)

@@ -66,7 +66,7 @@ class Contrast:
 
     @property
     def is_open(self) -> bool:
-        """Whether these runs cannot show anything, whatever their ratio is."""
+        """Whether these runs cannot show anything, for any ratio."""
         is_enough = self.mean.num_pairs > 1 if self.is_simulated else self.mean.is_trusted
         return not (self.is_valid and self.is_paired and is_enough)
 

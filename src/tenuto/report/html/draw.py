@@ -57,7 +57,7 @@ _TRACES: Mapping[str, tuple[str, float]] = {"host": ("solid", 3.2), "disk": ("da
 """Dashes and width: the host's line shows behind the disk's where both hold the same."""
 Which = Literal["x", "y"]
 Legend = dict[str, Artist]
-"""What stands for a label."""
+"""The text in place of a label."""
 
 
 @contextmanager

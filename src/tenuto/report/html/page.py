@@ -97,7 +97,7 @@ class Report:
 
 
 def make_report(sources: Sources) -> Report:
-    """What to show of what was read."""
+    """The parts of the records that the page shows."""
     groups = group_runs(sources.runs)
     looks = make_looks(
         sort_policies(cell.policy for group in groups for cell in group.cells),
@@ -227,7 +227,7 @@ def _summarise_load(group: Group, load: float | None) -> dict[str, Any]:
 
 
 def _get_outcome(winner: Winner | None) -> str | None:
-    """`win`, `tie` (inside the interval nobody wins) or `open` (nothing is proved); None without rivals."""
+    """`win`, `tie` (1 is inside the interval) or `open` (nothing is proved); None without rivals."""
     if winner is None:
         return None
     return "open" if winner.is_open else "tie" if winner.is_tie else "win"

@@ -157,7 +157,7 @@ def try_command(run: Run) -> str | None:
 
 
 def _make_bench_command(run: Run, loads: str | None = None) -> str:
-    """The command of a run. `loads`: what stands in the place of its load."""
+    """The command of a run. `loads`: the text in place of its load."""
     options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
     said = {
         name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual

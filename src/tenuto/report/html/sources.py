@@ -264,7 +264,7 @@ class Detail:
     """What is inferred in it."""
     block_size: int = DEFAULT_BLOCK_SIZE
     mark: str = ""
-    """What pictures say about where it comes from, if not from a real machine."""
+    """The note of pictures about their source, if it is not a real machine."""
 
     def add_turns(self, data: RunData) -> None:
         """The turns of one more file."""

@@ -117,7 +117,7 @@ class Series:
     unproved: Sequence[bool] = ()
     """Which values get a light centre."""
     every: int = 1
-    """A marker at every so many of the values."""
+    """A marker at every n-th value."""
 
 
 class Area(NamedTuple):
@@ -228,7 +228,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A map of tiles, rows by columns. Where the screen is narrow, the longer side goes down the page."""
+    """A map of tiles, rows by columns. On a narrow screen, the longer side goes down the page."""
 
     rows: Sequence[str]
     columns: Sequence[str]
@@ -237,7 +237,7 @@ class Grid:
     tiles: Mapping[tuple[int, int], Tile]
     """By row and column."""
     keys: Mapping[str, str]
-    """What the short texts stand for; shown unless all long ones have room."""
+    """The long texts of the short ones; shown unless all long ones have room."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,6 @@ class Chart:
     panels: Sequence[Panel | Grid]
     table: Table = Table((), ())
     columns: int = 3
-    """So many panels side by side where the screen is wide."""
+    """Number of panels side by side on a wide screen."""
     mark: str = ""
     """Written into the picture: what its numbers come from, if not from a real machine."""

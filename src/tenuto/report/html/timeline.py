@@ -150,7 +150,7 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
 
 
 def choose_jobs(jobs: dict[str, list[TurnRecord]], max_turns: int) -> list[str]:
-    """Names of jobs that together have at most so many turns, spread evenly over the run; at least one."""
+    """Names of jobs that together have at most this many turns, spread evenly over the run; at least one."""
     num_turns = sum(map(len, jobs.values()))
     if num_turns <= max_turns:
         return list(jobs)

@@ -300,7 +300,7 @@ def _describe_splits(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _describe_where(places: Sequence[Place]) -> Iterator[str]:
-    """For each setting, who wins at which loads; neighbours with one outcome are one part."""
+    """For each setting, the winner at each load; neighbouring loads with the same outcome are one part."""
     for _, same in groupby(places, key=lambda place: id(place.group)):
         here = list(same)
         parts = [

@@ -170,7 +170,7 @@ class MixedStepCost:
     """Step times under a variant's assumptions: GPU work alone, `HostedStepCost` adds the host.
 
     The operator tables time each kernel alone, so a mixed step is priced as the sum of its parts. No public
-    measurement of such steps settles what they really take. Two variants give the bounds:
+    measurement settles what such steps really take. Two variants give the bounds:
 
         optimistic    the attention of prefill and of decoding overlap wholly: the longer of the two counts
         pessimistic   a fixed time per layer, as only steps of pure decoding have a full CUDA graph;

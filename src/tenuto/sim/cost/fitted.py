@@ -250,7 +250,7 @@ MAX_ERROR = 0.15
 MIN_R_SQUARED = 0.9
 """A fit that explains less of the variance is poor, unless its errors are small."""
 SMALL_ERROR = 0.05
-"""If all times are about equal, there is no variance to explain: then this mean relative error is enough."""
+"""If all times are about equal, there is no variance to explain. Then this mean relative error is enough."""
 
 
 def get_errors(cost: FittedStepCost, steps: Iterable[ObservedStep]) -> dict[str, float]:

@@ -213,7 +213,7 @@ class AiconfiguratorTables:
 
 
 def installed_version() -> str | None:
-    """The version of aiconfigurator-core in this environment; None where it is not installed."""
+    """The version of aiconfigurator-core in this environment; None if it is not installed."""
     try:
         return metadata.version("aiconfigurator-core")
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     """Most tokens of one request in a step while there are other requests; 0 for no bound."""
     prefill_schedule_interval: int = 1
-    """While requests decode, prompts are computed in one of so many steps only; 1: in each. vLLM 0.33 has it
+    """While requests decode, prompts are computed in one of this many steps; 1: in each. vLLM 0.33 has it
     on one engine."""
     order: Literal["fcfs", "priority"] = "fcfs"
     """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""

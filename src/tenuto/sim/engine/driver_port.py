@@ -40,7 +40,7 @@ class SimEngine:
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of so many tokens: there all groups' blocks end."""
+        """Hits end at multiples of this many tokens: there all groups' blocks end."""
         return self._config.kv.hit_alignment
 
     @property
@@ -49,7 +49,7 @@ class SimEngine:
         return self._offloader is not None
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The engine's state in numbers, with so many leases."""
+        """The engine's state in numbers, with this many leases."""
         state, pool = self._state, self._kv.pool
         num_parked = state.waiting.num_parked
         return EngineView(
@@ -117,11 +117,11 @@ class SimEngine:
         return num_common * self.hash_block_size
 
     def get_prefix(self, blocks: Any, max_tokens: int) -> Any:
-        """The longest part of a lease that can be hit, of at most so many tokens."""
+        """The longest part of a lease that can be hit, of at most this many tokens."""
         return blocks if max_tokens >= blocks.num_tokens else _find_row(self._kv, blocks, max_tokens)
 
     def get_rest(self, blocks: Any, num_blocks: int) -> Any:
-        """What a lease keeps if it gives up about so many blocks."""
+        """The part that a lease keeps if it frees about this many blocks."""
         return _get_rest(self._kv, blocks, num_blocks) or []
 
     def hold(self, blocks: Any) -> None:
@@ -153,7 +153,7 @@ class SimEngine:
         self._state.waiting.reorder(turn_id)
 
 
-# Leases on models with several layer groups: what they hold, and what a shorter one would hold.
+# Leases on models with several layer groups: the blocks that they hold, and those of a shorter lease.
 
 
 class GroupedRow(Row):
@@ -175,7 +175,7 @@ class GroupedRow(Row):
 
 
 def _find_row(kv: KvCache, sequence: Request | GroupedRow, max_tokens: int) -> GroupedRow:
-    """What the longest cached prefix of at most so many tokens has in each group."""
+    """The blocks of the longest cached prefix of at most this many tokens, by group."""
     hit = kv.find_hit(sequence.paths, max_tokens)
     return GroupedRow(sequence.path, sequence.paths, hit.rows, hit.num_tokens)
 
@@ -197,7 +197,7 @@ def _count_common(row: GroupedRow, hashes: Sequence[Hashable], size: int) -> int
 
 
 def _get_rest(kv: KvCache, row: GroupedRow, num_blocks: int) -> GroupedRow | None:
-    """What a lease keeps if it gives up about so many blocks; None if a shorter one would free nothing."""
+    """The part that a lease keeps if it frees about this many blocks; None if that would free nothing."""
     sizes = kv.config.group_block_sizes
     full = [size for size, layers in zip(sizes, kv.config.windows, strict=True) if layers is None]
     if not full:

@@ -149,7 +149,7 @@ class Scheduler:
         if driver.bounds_steps:
             budget, chosen = driver.get_step_size(now_s, budget)
             per_prompt = per_prompt or chosen
-        # A request that is alone has nobody to starve.
+        # A request that is alone cannot starve another one.
         is_alone = len(state.running) + len(state.waiting) <= 1
         step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
@@ -211,7 +211,7 @@ class Scheduler:
         return self.kv.pool.reset()
 
     def get_next_event_s(self) -> float | None:
-        """When something happens by itself: a lease runs out, or a copy is complete. None if nothing does."""
+        """The time of the next event without a step: a lease expires, or a copy is complete. None if none."""
         times_s = [self.driver.get_next_deadline_s()]
         if self.offloader is not None:
             # Requests wait for loads, blocks for stores.
@@ -305,7 +305,7 @@ class Scheduler:
                 continue
             if not self._by_priority or self.config.kv.vllm_release == "0.32":
                 return
-            # What comes behind it in `running` may be more important, and has its blocks to take.
+            # Requests after it in `running` may be more important, and need its blocks.
 
     def _give(self, request: Request, num_new_tokens: int, step: Step) -> None:
         step.give(request, num_new_tokens)
@@ -457,7 +457,7 @@ class Scheduler:
                       a step's last whole block │     the last block that a later prompt can hit
                                               where this prompt leaves what others have
 
-        `start`: its tokens that are computed. `shared_tokens`: where its prompt leaves what others have.
+        `start`: its tokens that are computed. `shared_tokens`: where its prompt stops matching other prompts.
         """
         config = self.config
         if not config.kv.has_states:
@@ -486,7 +486,7 @@ class Scheduler:
     # Requests that load KV from the tiers.
 
     def _add_offer(self, request: Request, hit: Hit, offloader: Offloader) -> Hit | None:
-        """The hit with what the tiers have behind it, if the policy wants to load that.
+        """The hit with what the tiers have after it, if the policy wants to load that.
 
         None if the request had better ask again in a later step.
         """
@@ -587,7 +587,7 @@ class Scheduler:
             state.loading = [load for load in state.loading if load.request is not request]
             heapq.heapify(state.loading)
 
-    # Blocks: free ones first, then those that leases give up.
+    # Blocks: free ones first, then those that leases free.
 
     def _try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
         """Take slots for a request's next tokens; False, and nothing is taken, if blocks are short.
@@ -607,17 +607,17 @@ class Scheduler:
     def _allocate_from_leases(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
         state, now_s = self.state, self.state.now_s
         is_busy = bool(state.running)
-        # Requests whose loads are on their way will run without anyone's help.
+        # Requests whose loads are under way will run without help.
         num_others = len(state.running) + state.num_loading - (1 if hit is None else 0)
         stalled = num_others <= 0
         num_wanted = self.kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
         if not stalled and num_wanted > self.driver.get_num_reclaimable_blocks(request.turn_id):
-            # All leases together would not be enough: ending them would help nobody.
+            # All leases together would not be enough, so ending them would not help.
             return False
         while self.driver.reclaim(num_wanted, now_s, for_turn_id=request.turn_id, stalled=stalled):
             if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
                 return True
-            # What was given up is partly held by others, or part of the hit.
+            # Others hold a part of the freed blocks, or they are part of the hit.
             num_wanted *= 2
         return False
 
@@ -817,7 +817,7 @@ class Scheduler:
     # (`tenuto.sim.event_loop`), so that times are the same to the last bit.
 
     def count_quiet_steps(self) -> int:
-        """How many of the next steps are quiet if nothing comes from outside: at least so many.
+        """A lower bound of how many next steps are quiet if no event comes from outside.
 
         0 if in doubt. Changes nothing.
         """
@@ -839,7 +839,7 @@ class Scheduler:
         return num_steps
 
     def run_quiet_steps(self, num_steps: int) -> None:
-        """Do what so many quiet steps do to the requests and their blocks."""
+        """Do what this many quiet steps do to the requests and their blocks."""
         self.state.num_executed_steps += num_steps
         for request in self.state.running:
             # The last token of a sequence has no KV yet, so it completes no block.

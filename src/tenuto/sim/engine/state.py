@@ -1,4 +1,4 @@
-"""What the scheduler works on: the requests of one engine, each in the place where it stands, and a step."""
+"""The scheduler's data: the requests of one engine, by state, and a step."""
 
 from __future__ import annotations
 

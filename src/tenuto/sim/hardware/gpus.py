@@ -42,7 +42,7 @@ class Gpu:
         host_link_bytes_per_s: copies between this GPU and host memory, one direction.
         host_memory_bytes: host memory for KV offload in the published machine, in the GiB that LMCache's
             `max_local_cpu_size` counts; None where none was named.
-        table_system: the machine's name in aiconfigurator-core; None where it has no measured tables.
+        table_system: the machine's name in aiconfigurator-core; None if it has no measured tables.
         measured_kv_tokens: KV cache that vLLM made in the published sweeps, by model name (one GPU, bf16).
     """
 

@@ -69,7 +69,7 @@ class KvBudget:
     """Where one GPU's memory goes; `kv_bytes` is what is left for the KV cache.
 
     `kv_bytes_per_token` counts the layers of one KV group (of a model with one kind of layer: all of them),
-    because a block holds the tokens of one group. Bytes are of one GPU, whatever the tensor parallel size.
+    because a block holds the tokens of one group. Bytes are of one GPU, for any tensor parallel size.
     """
 
     total_bytes: int

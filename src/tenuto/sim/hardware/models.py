@@ -267,7 +267,7 @@ def _config_path(source: str | Path) -> Path:
         path = path / "config.json"
     if path.is_file():
         return path
-    # A hub's name: the owner before the name and the kind of tuning behind it change no size.
+    # A hub's name: the owner before the name and the kind of tuning after it change no size.
     owner, _, name = str(source).lower().rpartition("/")
     name = name.removesuffix("-instruct").removesuffix("-it")
     if name in bundled and not owner.startswith((".", "/")) and "/" not in owner:

@@ -17,9 +17,9 @@ class KvConfig:
     vllm_release: Literal["0.32", "0.33"] = "0.32"
     """Whose decisions, the scheduler's and host memory's too.
 
-    0.33 caches drafts as soon as they are verified, by priority it goes on scheduling after a request
+    0.33 caches drafts as soon as they are verified, by priority it continues scheduling after a request
     preempted itself, it registers a prompt's last state only once, it offers host memory all blocks of a
-    resumed request again, and its own host memory gives up tails first.
+    resumed request again, and its own host memory evicts tails first.
     """
     num_blocks: int
     """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
@@ -32,7 +32,7 @@ class KvConfig:
     retention_interval: int | None = 0
     """vLLM's `prefix_cache_retention_interval`: how often the end of a sliding window is cached, in tokens.
 
-    0: only where a prompt ends, and where prompts part. None: at every block."""
+    0: only where a prompt ends, and where two prompts first differ. None: at every block."""
     max_model_len: int = 131_072
     reserve_full_sequence: bool = True
     """A waiting request starts only when all its tokens so far fit (`scheduler_reserve_full_isl`)."""
@@ -55,7 +55,7 @@ class KvConfig:
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of so many tokens: there all groups' blocks end."""
+        """Hits end at multiples of this many tokens: there all groups' blocks end."""
         return math.lcm(*self.group_block_sizes)
 
     @property

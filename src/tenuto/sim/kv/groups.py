@@ -46,7 +46,7 @@ class Checkpoints:
     ) -> None:
         """`window` and `interval` are in tokens; the interval is a multiple of the alignment, 0 or None.
 
-        `alignment`: hits end at multiples of so many tokens, whole blocks; by default every block.
+        `alignment`: hits end at multiples of this many tokens, whole blocks; by default every block.
         """
         self._block_size = block_size
         self._interval = interval
@@ -125,11 +125,11 @@ class _Group:
         self._max_model_len = config.max_model_len
 
     def count_blocks(self, num_tokens: int) -> int:
-        """Blocks of so many tokens, null ones included."""
+        """Number of blocks of this many tokens, null ones included."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
     def count_most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens has at once, if it is alone."""
+        """Blocks that a request of this many tokens has at once, if it is alone."""
         num_blocks = self.count_blocks(num_tokens)
         return min(num_blocks, self.max_blocks or num_blocks)
 
@@ -170,15 +170,15 @@ class AttentionGroup(_Group):
         return BlockTable()
 
     def count_new(self, table: BlockTable, num_tokens: int) -> int:
-        """Blocks that a running request lacks for so many tokens in all."""
+        """Blocks that a running request lacks for this many tokens in all."""
         return max(0, self.count_blocks(num_tokens) - table.num_blocks)
 
     def count_rest(self, table: BlockTable, num_tokens: int) -> int:
-        """Blocks that a request which has begun lacks until it has so many tokens, if it is alone."""
+        """Blocks that a request which has begun lacks until it has this many tokens, if it is alone."""
         return max(0, self.count_most_blocks(num_tokens) - table.num_blocks)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
-        """Blocks that a request with this hit lacks for so many tokens in all.
+        """Blocks that a request with this hit lacks for this many tokens in all.
 
         `at_once`: count no more than it has at the same time.
         """
@@ -197,7 +197,7 @@ class AttentionGroup(_Group):
         table.num_nulls = count_skipped_blocks(self.window, self.block_size, hit.num_computed_tokens)
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
-        """Take blocks for so many tokens in all."""
+        """Take blocks for this many tokens in all."""
         num_new = self.count_new(table, num_tokens)
         if num_new > 0:
             self._pool.take(num_new)
@@ -221,7 +221,7 @@ class AttentionGroup(_Group):
         self._pool.fill(table.row, path, first, end)
 
     def get_tail(self, table: BlockTable, num_tokens: int) -> Row | None:
-        """The blocks that a hit of so many tokens needs; None if the request has lost one of them."""
+        """The blocks that a hit of this many tokens needs; None if the request has lost one of them."""
         end = num_tokens // self.block_size
         first = 0
         if self.window is not None:
@@ -240,7 +240,7 @@ class AttentionGroup(_Group):
             self._pool.uncover(tail, self._index)
 
     def leave(self, table: BlockTable, request: Request, num_tokens: int) -> None:
-        """Give back what the window has left after so many tokens."""
+        """Free the blocks that the window has left after this many tokens."""
         del request
         num_skipped = count_skipped_blocks(self.window, self.block_size, num_tokens) - self._num_spare
         num_skipped = min(num_skipped, table.num_blocks)
@@ -278,7 +278,7 @@ class StateTable:
     states: dict[int, Row] = field(default_factory=dict)
     """The blocks that are not null, in rising order; the row is empty unless the block is cached."""
     new_states: list[int] = field(default_factory=list)
-    """Those that were cached, and that no tier was told of yet."""
+    """Cached blocks that were not reported to a tier yet."""
 
     @property
     def row(self) -> Row:
@@ -294,7 +294,7 @@ class StateTable:
 class StateGroup(_Group):
     """Takes, caches and gives back blocks of tables with recurrent states (Mamba, gated delta nets).
 
-    A state is one block, whatever the length of the text before it. A running request writes it in place; the
+    A state is one block, for any length of the text before it. A running request writes it in place; the
     states of earlier ends of steps are null, but for the one that it began with:
 
         blocks    │ null │ null │ hit │ null │ running │
@@ -314,7 +314,7 @@ class StateGroup(_Group):
         self._keeps_ends = False
         self._checkpoints = Checkpoints(STATE_WINDOW, self.block_size, config.retention_interval)
         self._cached_now: set[tuple[Segment, int]] = set()
-        """What this step has cached: nobody can hit it before the step is computed."""
+        """Blocks that this step has cached. No request can hit them before the step is computed."""
 
     def begin_step(self) -> None:
         """The next step is about to be scheduled."""
@@ -330,15 +330,15 @@ class StateGroup(_Group):
         return StateTable()
 
     def count_new(self, table: StateTable, num_tokens: int) -> int:
-        """Blocks that a running request lacks for so many tokens in all."""
+        """Blocks that a running request lacks for this many tokens in all."""
         return int(self.count_blocks(num_tokens) > table.num_blocks)
 
     def count_rest(self, table: StateTable, num_tokens: int) -> int:
-        """Blocks that a request which has begun lacks until it has so many tokens, if it is alone."""
+        """Blocks that a request which has begun lacks until it has this many tokens, if it is alone."""
         return self.count_new(table, num_tokens)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
-        """Blocks that a request with this hit lacks for so many tokens in all; `at_once` makes no difference.
+        """Blocks that a request with this hit lacks for this many tokens in all; `at_once` has no effect.
 
         All the blocks that there are, and more, if its hit is only being computed.
         """
@@ -365,14 +365,14 @@ class StateGroup(_Group):
             table.states[table.num_blocks - 1] = row
 
     def extend(self, table: StateTable, num_tokens: int) -> None:
-        """Take a block for the state after so many tokens, if it is another one."""
+        """Take a block for the state after this many tokens, if it is another one."""
         if self.count_new(table, num_tokens):
             self._pool.take(1)
             table.num_blocks = self.count_blocks(num_tokens)
             table.states[table.num_blocks - 1] = Row()
 
     def cache(self, table: StateTable, request: Request, num_tokens: int) -> None:
-        """Make the states of a request's first tokens findable, where it has them and they are wanted."""
+        """Make the states of a request's first tokens findable, if it has them and they are wanted."""
         own = self._get_own_end(request, num_tokens) if request.has_checkpoints else ()
         first, end = table.num_full, num_tokens // self.block_size
         path = request.paths[self._index]
@@ -390,7 +390,7 @@ class StateGroup(_Group):
             self._cached_now.add((path.get_segment(end - 1), end - 1))
 
     def get_tail(self, table: StateTable, num_tokens: int) -> Row | None:
-        """The block that a hit of so many tokens needs; None if the request has lost it."""
+        """The block that a hit of this many tokens needs; None if the request has lost it."""
         return table.states.get(num_tokens // self.block_size - 1)
 
     def uncover(self, table: StateTable, request: Request, num_tokens: int) -> None:
@@ -400,7 +400,7 @@ class StateGroup(_Group):
             self._pool.cache(table.states[block], request.paths[self._index], self._index, block, block + 1)
 
     def leave(self, table: StateTable, request: Request, num_tokens: int) -> None:
-        """Give back the states before the one after so many tokens."""
+        """Free the states before the one after this many tokens."""
         if self._keeps_ends:
             num_tokens = count_behind_kept_state(num_tokens, request.num_prompt_tokens, self.block_size)
         num_skipped = min(count_skipped_blocks(STATE_WINDOW, self.block_size, num_tokens), table.num_blocks)

@@ -98,7 +98,7 @@ class KvCache:
         return self.find_hit(request.paths, request.num_tokens - 1)
 
     def find_hit(self, paths: Sequence[Path], max_tokens: int) -> Hit:
-        """The longest cached prefix, of at most so many tokens, of a sequence (its path in each group).
+        """The longest cached prefix, of at most this many tokens, of a sequence (its path in each group).
 
         Each kind of layers accepts a length or shortens it, until all accept it:
 
@@ -138,16 +138,16 @@ class KvCache:
         return Hit(num_tokens, tuple(rows), shared_tokens, short_layers)
 
     def _find_full(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
-        """The longest prefix, of at most so many tokens, that these groups with full attention have."""
+        """The longest prefix, of at most this many tokens, that these groups with full attention have."""
         size = self._sizes[groups[0]]
         end = max_tokens // size
         num_tokens = min(len(self.pool.find(paths[group], group, 0, end)) for group in groups) * size
         return num_tokens - num_tokens % self._alignment
 
     def _find_end(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
-        """The longest prefix, of at most so many tokens, before whose end these groups have their window.
+        """The longest prefix, of at most this many tokens, before whose end these groups have their window.
 
-        The start of a sequence is a hit even where it is shorter than the window.
+        The start of a sequence is a hit even if it is shorter than the window.
         """
         first_group = groups[0]
         size, window = self._sizes[first_group], self._windows[first_group]
@@ -243,7 +243,7 @@ class KvCache:
             group.leave(table, request, num_processed)
 
     def cache_ends(self, request: Request) -> None:
-        """Let look-ups find what a hit at a finishing request's end needs, where its job's next turn hits.
+        """Let look-ups find the blocks of a hit at a finishing request's end, where its job's next turn hits.
 
         As `tenuto.vllm.compat.groups.cache_ends`: nothing happens if a block of that is lost.
         """
@@ -265,7 +265,7 @@ class KvCache:
         request.slots_end = 0
 
     def count_most_blocks(self, num_tokens: int) -> int:
-        """How many blocks a request of so many tokens, output included, will have at once if it is alone."""
+        """Blocks that a request of this many tokens, output included, will have at once if it is alone."""
         num_slots = num_tokens + self._num_lookahead_tokens
         return sum(group.count_most_blocks(num_slots) for group in self._groups)
 

@@ -106,7 +106,7 @@ class Extent:
         self.num_holds = 0
         """References among them that leases have."""
         self.after: Extent | None = None
-        """The extent that was split off behind it, so that older ranges still find all their blocks."""
+        """The extent that was split off after it, so that older ranges still find all their blocks."""
         self.previous = self.next = self
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class Path:
 
 
 class Range(NamedTuple):
-    """The blocks `first` to before `end` of a segment: in this extent and in those split off behind it."""
+    """The blocks `first` to before `end` of a segment: in this extent and in those split off after it."""
 
     extent: Extent
     first: int
@@ -204,7 +204,7 @@ class Row:
 
 
 def skip_to(extent: Extent, block: int) -> Extent:
-    """The extent that holds a block: this one, or one that was split off behind it."""
+    """The extent that holds a block: this one, or one that was split off after it."""
     while extent.end <= block:
         assert extent.after is not None
         extent = extent.after
@@ -243,7 +243,7 @@ class ExtentPool:
     """All blocks of one engine: take, hit, hold, free, cache."""
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
-        """A pool of `num_blocks` blocks for so many layer groups; the null block is not counted."""
+        """A pool of `num_blocks` blocks for this many layer groups; the null block is not counted."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs a block, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -299,7 +299,7 @@ class ExtentPool:
     def cache(self, row: Row, path: Path, group: int, first: int, end: int) -> None:
         """Let look-ups find the blocks `first` to before `end` of a sequence, and append them to its row.
 
-        The caller has taken the blocks, and nobody else holds them.
+        The caller has taken the blocks, and no other holder has them.
         """
         self._num_cached += 1
         for segment, start, stop in path.get_ranges(first, end):
@@ -350,7 +350,7 @@ class ExtentPool:
     # References.
 
     def take(self, num_blocks: int) -> None:
-        """Take blocks from the front of the free queue; what they hold is evicted.
+        """Take blocks from the front of the free queue; their content is evicted.
 
         Raises ValueError, and changes nothing, if fewer are free.
 
@@ -433,7 +433,7 @@ class ExtentPool:
             self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
     def count_blocks(self, row: Row, *, ref_cnt: int) -> int:
-        """How many blocks of a row have so many references; those with none are in the free queue."""
+        """How many blocks of a row have this many references; those with none are in the free queue."""
         num_blocks = 0
         for extent, first, end in row.ranges:
             while first < end:

@@ -17,7 +17,7 @@ NO_HINTS = Hints()
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = auto()
     LOADING = auto()
@@ -70,7 +70,7 @@ class Request:
     num_tokens_at_end: int = field(init=False)
     """Prompt and output in the end, if the model's context is long enough."""
     slots_end: int = field(init=False, default=0)
-    """Up to so many tokens, one more neither needs nor fills a block, nor comes near the model's longest
+    """Up to this many tokens, one more neither needs nor fills a block, nor comes near the model's longest
     context. `KvCache` keeps it: it is for what is done for every token."""
     num_computed_tokens: int = field(init=False, default=0)
     """Tokens with KV, those of steps in flight included."""
@@ -79,7 +79,7 @@ class Request:
     has_checkpoints: bool = field(init=False, default=False)
     """Whether ends of its windows are cached at regular distances too: it is its job's first turn."""
     shared_tokens: int = field(init=False, default=0)
-    """Where its prompt leaves what was cached in some layer group when it started, if that is behind its hit;
+    """Where its prompt stops matching what a layer group had cached at its start, if that is after its hit;
     else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""
     short_layers: Layers = field(init=False, default=None)
     """Then the sliding window or state that ended its hit."""
@@ -129,17 +129,17 @@ class Request:
 
 
 class Hit(NamedTuple):
-    """The longest cached prefix of a request, and what a tier has behind it."""
+    """The longest cached prefix of a request, and what a tier has after it."""
 
     num_tokens: int
     rows: tuple[Row, ...]
     """Its blocks in each layer group; in a sliding window only those that the window still sees."""
     shared_tokens: int = 0
-    """Where the prompt leaves what a layer group has cached, if that is behind the hit; else 0."""
+    """Where the prompt stops matching what a layer group has cached, if that is after the hit; else 0."""
     short_layers: Layers = None
     """Then the sliding window or state that has the least of it."""
     num_loaded_tokens: int = 0
-    """Tokens behind it that come from a tier."""
+    """Tokens after it that come from a tier."""
     waits: bool = False
     """Whether the request waits for them; its blocks are cached when they are there."""
     num_reserved_blocks: int = 0

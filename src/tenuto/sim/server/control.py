@@ -69,7 +69,7 @@ class LiveEngine:
         return settings, policy
 
     def switch(self, prepared: tuple[LiveSettings, Policy]) -> None:
-        """Run with these settings from now on; leases go on where the same policy goes on holding them."""
+        """Run with these settings from now on; leases stay if the same policy still holds them."""
         settings, policy = prepared
         before, engine = self.settings, self._pacer.engine
         asked = Policy() if settings.mode == "off" else policy

@@ -179,7 +179,7 @@ class Words:
             raise ConfigError(f"the tokenizer has too few whole words to answer in: {len(self.first)}")
 
     def get_token(self, token_id: int) -> str | None:
-        """Return the text of one token, with the blank before it; None if it is no word."""
+        """Return the text of one token, with the blank before it; None if it is not a word."""
         return self._tokens.get(token_id)
 
     def spell(self, token_ids: Sequence[int], *, begins: bool) -> str:
@@ -191,7 +191,7 @@ class Words:
 class PieceTokenizer:
     """Splits text into short words, up to three digits, or up to four punctuation marks.
 
-    An id is a checksum. Which text it stands for is remembered from when it was encoded last.
+    An id is a checksum. Its text is remembered from its last encoding.
     """
 
     max_chars: int | None = 16

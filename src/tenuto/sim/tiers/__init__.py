@@ -13,9 +13,9 @@ from tenuto.sim.tiers.tier import OffloadTiers
 def make_offloader(
     offload: Offload | None, tiers: OffloadTiers | None, kv: KvCache, chunk_tokens: int
 ) -> Offloader | None:
-    """The offloader of an engine with tiers, in chunks of so many tokens; None without.
+    """The offloader of an engine with tiers, in chunks of this many tokens; None without.
 
-    Single blocks and "async" are vLLM's own connector, whatever the layers; "native" is that without Tenuto.
+    Single blocks and "async" are vLLM's own connector, for any layers; "native" is the same without Tenuto.
     Raises ConfigError where the
     model's layers differ and vLLM has no such tiers.
     """

@@ -42,7 +42,7 @@ class ChainOffloader(Offloader):
     # Loads.
 
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
-        """What a request that is about to start could load behind its hit; None if nothing.
+        """What a request that is about to start could load after its hit; None if nothing.
 
         tokens    │ hit from GPU   │ offer            │ rest │      at least one token is left to compute
         chunks    │    0    │    1    │    2    │   3 │      │      the first may be partly hit already

@@ -35,7 +35,7 @@ from tenuto.sim.tiers.tier import OffloadTiers, Tier
 
 
 class Place(NamedTuple):
-    """A chunk, and where it stands in its request."""
+    """A chunk, and its place in its request."""
 
     chunk: Hashable
     before: Hashable | None
@@ -165,7 +165,7 @@ class GroupChunks:
         return chunks
 
     def get_places(self, first: int, end: int) -> list[Place]:
-        """Where the chunks from number `first` to before `end` stand."""
+        """The places of the chunks from number `first` to before `end`."""
         chunks, size = self.get(end), self._size
         return [
             Place(
@@ -326,7 +326,7 @@ class GroupedOffloader(Offloader):
     # Loads.
 
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
-        """What a request that is about to start could load behind its hit; None if nothing.
+        """What a request that is about to start could load after its hit; None if nothing.
 
         It may end inside the prompt's last block: one token at least is left to compute.
         """
@@ -351,7 +351,7 @@ class GroupedOffloader(Offloader):
         return max(0, (num_hit_tokens + num_tokens) // size * size - num_hit_tokens)
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
-        """Whether some of what it would load is just being loaded: soon the GPU has it."""
+        """Whether a part of what it would load is being loaded now: soon the GPU has it."""
         self._end_loads(now_s)
         if not self._loading:
             return False
@@ -451,7 +451,7 @@ class GroupedOffloader(Offloader):
         return places
 
     def _forget_hits(self, requests: Sequence[Request]) -> None:
-        """Of a window, give up what is not stored yet and what a request that starts now has hit.
+        """Of a window, skip what is not stored yet and what a request that starts now has hit.
 
         vLLM takes the blocks of that request's hit for new ones, which others have lost.
         Source: _update_req_states.
@@ -491,7 +491,7 @@ class GroupedOffloader(Offloader):
 
     def _store(self, places: Sequence[Place], now_s: float, use: Use) -> float:
         new, done_s = self._tiers.store(places, now_s, use)
-        # A token counts once, whatever the number of groups.
+        # A token counts once, for any number of groups.
         counted = self._layout.lookup_order[0]
         num_new = sum(place.group == counted and place.chunk in new for place in places)
         self._count_stored(num_new * self._layout.sizes[counted], use, now_s)

@@ -130,7 +130,7 @@ class NativeOffloader(GroupedOffloader):
         )
 
     def follow(self, driver: Driver) -> None:
-        """This driver is told what is stored and held; its policy ranks nothing here."""
+        """This driver hears what is stored and held; its policy ranks nothing here."""
         super().follow(driver)
         self._is_ordered = False
 

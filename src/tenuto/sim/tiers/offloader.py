@@ -15,7 +15,7 @@
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
 - *native*: as async, in vLLM's own host memory, without Tenuto's: no policy orders it.
 
-`chain_offload` does it for full attention, `grouped_offload` block by block, whatever the layers, and
+`chain_offload` does it for full attention, `grouped_offload` block by block, for any layers, and
 `native_offload` so in vLLM's own order.
 """
 
@@ -40,7 +40,7 @@ Offload = Literal["sync", "serial", "async", "asked", "native"]
 class Offloader(ABC):
     """Copies between one engine's blocks and its tiers.
 
-    With async and asked, what a tier takes and gives up follows the policy's `tier_key`, as inside vLLM
+    With async and asked, a tier stores and evicts by the policy's `tier_key`, as inside vLLM
     (`tenuto.vllm.tiers.host`). Under a policy with a `tier_key`, a turn that is known to be its job's last is
     not stored, and the end of a job drops what only it used; others store every turn, as vLLM does. LMCache
     (sync, serial) stores every prompt, and goes by recency.
@@ -64,7 +64,7 @@ class Offloader(ABC):
     # Turns and jobs.
 
     def follow(self, driver: Driver) -> None:
-        """This driver's policy decides from here on, and it is told what is stored and held."""
+        """This driver's policy decides from now on, and the driver hears what is stored and held."""
         self._driver = driver
         self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
         limits = driver.limits
@@ -98,14 +98,14 @@ class Offloader(ABC):
 
     @abstractmethod
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
-        """What a request that is about to start could load behind its hit; None if nothing."""
+        """What a request that is about to start could load after its hit; None if nothing."""
 
     @abstractmethod
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
-        """How many of the offered tokens are loaded behind a hit, if the policy wants so many."""
+        """How many of the offered tokens are loaded after a hit, if the policy wants this number."""
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
-        """Whether some of what it would load is just being loaded for another request."""
+        """Whether a part of what it would load is being loaded for another request now."""
         del request, num_hit_tokens, num_tokens, now_s
         return False
 

@@ -116,7 +116,7 @@ class Tier:
         return tuple(way.new)
 
     def keep(self, chunk: Hashable, end: int, use: Use) -> None:
-        """Let a chunk go last for as long as its user wishes; `end`: where it ends, in tokens."""
+        """Let a chunk be evicted last for as long as its user wishes; `end`: where it ends, in tokens."""
         until_s = use.get_kept_until_s(end)
         if until_s:
             self.order.keep(chunk, until_s, use.tenant, end)

@@ -1,4 +1,4 @@
-"""All that Tenuto knows of vLLM's insides, and nothing else: a new release of vLLM is fitted in here.
+"""All that Tenuto knows of vLLM's internals, and nothing else: a new release of vLLM needs changes only here.
 
 - `scheduler`: its methods, requests, and the block pool
 - `groups`: models with several layer groups

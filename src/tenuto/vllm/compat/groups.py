@@ -12,10 +12,10 @@ still there. So it keeps them (`EndSpares`), and when a lease is granted, look-u
     window                              ├spare├── window ──┤
     state                                       │ kept  │ now
 
-**Checkpoints of first prompts.** vLLM also caches these blocks where two prompts part. It knows that place
+**Checkpoints of first prompts.** vLLM also caches these blocks where two prompts differ. It knows that place
 only when the second prompt comes, so that prompt hits nothing of what it shares. A job's first prompt is the
 one that others may share. So of such prompts vLLM caches checkpoints on the way too (`FirstCheckpoints`), and
-a second prompt hits up to the last one before the place where the two part.
+a second prompt hits up to the last one before the first token that differs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_
 
 
 def get_hit_alignment(scheduler: Any) -> int:
-    """Hits end at multiples of so many tokens: all groups' blocks, unless parts of a block can be hit."""
+    """Hits end at multiples of this many tokens: all groups' blocks, unless parts of a block can be hit."""
     is_fine = getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
     return int(scheduler.hash_block_size if is_fine else scheduler.block_size)
 
@@ -280,7 +280,7 @@ def _count_spares(scheduler: Any, manager: Any) -> int:
 
 
 def _get_tail(manager: Any, num_tokens: int) -> range:
-    """The blocks of a window, or of a state, that a hit of so many tokens needs."""
+    """The blocks of a window, or of a state, that a hit of this many tokens needs."""
     if _is_state(manager):
         end = num_tokens // manager.block_size
         return range(end - 1, end)
@@ -314,7 +314,7 @@ class FirstCheckpoints:
         """Blocks that one checkpoint takes in all windows and states."""
         self.full_blocks_per_token = _count_full_blocks_per_token(scheduler)
         self.tokens: int | None = None
-        """The shortest distance of two checkpoints; None if this engine has none of its own."""
+        """The shortest distance of two checkpoints; None if this engine has no checkpoints."""
         # Before 0.32 there was no interval; any other than 0 is the operator's choice.
         if getattr(coordinator, "retention_interval", None) == 0:
             self.tokens = choose_checkpoint_tokens(

@@ -77,7 +77,7 @@ ORDER = ("OrderedChunks", __name__)
 # Which chunk belongs to what.
 
 Place = tuple[bytes | None, int, int]
-"""Where a chunk stands in its request: the chunk that it continues (None for a first one, and for a part of a
+"""A chunk's place in its request: the chunk that it continues (None for a first one, and for a part of a
 block), where it ends, in tokens, and its layer group."""
 
 
@@ -271,7 +271,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
 
 class Asker(Protocol):
-    """Who knows which request is whose."""
+    """Knows the job and tenant of each request."""
 
     def get_use(self, request_id: str) -> Use:
         """What ranks the chunks of this request."""
@@ -280,10 +280,10 @@ class Asker(Protocol):
         """The manager will not ask for this request again."""
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
-        """So many chunks of the request are stored; a chunk counts once for all layer groups."""
+        """`num_chunks` of the request are stored; a chunk counts once for all layer groups."""
 
     def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
-        """A request ended whose client wished chunks to be kept, each of which ends at so many tokens."""
+        """A request ended whose client wished chunks to be kept, each of which ends at this many tokens."""
 
 
 @dataclass
@@ -335,7 +335,7 @@ class HostManagerHooks:
         return spec
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Rank all chunks of a request that used some, by where its job stands now: groups together."""
+        """Rank all chunks that a request used by its job's present place: groups together."""
         has_used = req_context.get_state(Chains) is not None
         chains = self._begin(req_context)
         super().on_request_finished(req_context)  # type: ignore[misc]
@@ -388,7 +388,7 @@ class HostManagerHooks:
         self._policy.order.forget_keys()
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
-        """So large a part of host memory may go last because clients wished it."""
+        """The largest share of host memory that may be evicted last because clients wished it."""
         kept = self._policy.order.kept
         kept.max_chunks, kept.weights = int(share * self._num_chunks), weights
 
@@ -454,7 +454,7 @@ def get_tensors(kv_caches: Any) -> list[tuple[Any, int]]:
 
 
 def get_group_layers(kv_caches: Any) -> list[list[int]]:
-    """Of each layer group, where its layers are among the tensors."""
+    """The tensors of each layer group's layers."""
     return [[each.tensor_idx for each in group] for group in kv_caches.group_data_refs]
 
 
@@ -532,7 +532,7 @@ class HostSpecBase(_SpecHooks, CPUOffloadingSpec):  # type: ignore[misc]
 
 
 class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
-    """The same for vLLM's spec for host memory with further tiers behind it."""
+    """The same for vLLM's spec for host memory with further tiers below it."""
 
     def get_manager(self) -> Any:
         """The manager, made once; vLLM names the class of its first tier in its module."""
@@ -566,7 +566,7 @@ def _describe(host: HostManagerHooks, spec: Any) -> None:
 def remove_left_memory() -> None:
     """Remove shared memory that servers left when they were killed: files that no process maps.
 
-    vLLM names the file by the engine's id, which is new at every start, so nobody would find it again.
+    vLLM names the file by the engine's id, which is new at every start, so it would never be found again.
     """
     for path in SHARED_MEMORY.glob("vllm_offload_*.mmap"):
         # Another user's, or gone meanwhile.
@@ -647,7 +647,7 @@ def _get_window(group: Any) -> int | None:
 
 
 def make_copy_id() -> str:
-    """A name for a copy where vLLM wants a request's id. No request has it, whatever ids clients choose."""
+    """A name for a copy where vLLM wants a request's id. No request can have it, whatever clients send."""
     return f"tenuto-{secrets.token_hex(16)}"
 
 
@@ -659,7 +659,7 @@ class Copy:
     job_id: int
     transfer_jobs: set[int]
     has_failed: bool = False
-    """Of a load that has ended: whether its blocks do not hold what they should."""
+    """Whether a load that has ended failed: its blocks do not hold the expected KV."""
     req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
     finished_signaled: bool = True
     group_states: tuple[Any, ...] = ()
@@ -704,7 +704,7 @@ class ConnectorPort:
     # Requests.
 
     def count_loaded(self, num_hit_tokens: int, num_tokens: int) -> int:
-        """Chunks that a load of so many tokens behind a hit copies, in all layer groups."""
+        """Chunks that a load of this many tokens after a hit copies, in all layer groups."""
         end = num_hit_tokens + num_tokens
         return sum(count_loaded_blocks(window, size, num_hit_tokens, end) for window, size in self._groups)
 
@@ -865,7 +865,7 @@ class ConnectorPort:
         return int(self._pool.get_num_free_blocks())
 
     def take_blocks(self, number: int) -> list[Any]:
-        """Take free blocks; what they held is lost."""
+        """Take free blocks; their content is lost."""
         taken: list[Any] = self._pool.get_new_blocks(number)
         return taken
 
@@ -930,7 +930,7 @@ class ConnectorPort:
         ids = [block.block_id for block in blocks[first:]]
         target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
         for block_id in ids:
-            # As for a request's blocks: a store that still reads what they hold comes first.
+            # As for a request's blocks: a store that still reads them comes first.
             meta.jobs_to_flush |= scheduler._block_id_to_pending_jobs.get(block_id, set())
         load = self._loads[load_id] = self._begin(context, set(keys), ids, is_store=False)
         if scheduler._chunks_being_loaded is not None:
@@ -985,7 +985,7 @@ class ConnectorPort:
         return context, keys
 
     def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
-        """Tell vLLM of a copy, and that nobody else may use its blocks before it ends."""
+        """Tell vLLM of a copy, so that no other user gets its blocks before it ends."""
         scheduler = self._scheduler
         job_id = int(scheduler._generate_job_id())
         found = scheduler._req_status[context.req_id] = Copy(context, job_id, {job_id})

@@ -31,7 +31,7 @@ HARMLESS_CALLS = frozenset(
         "update_max_model_len",
     ]
 )
-"""Calls into the workers that change no weights. Any other may: operators can call whatever a worker has."""
+"""Calls into the workers that change no weights. Any other may: operators can call any worker method."""
 
 
 def find_engine_core() -> Any | None:

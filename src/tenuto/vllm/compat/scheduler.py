@@ -121,7 +121,7 @@ class PrivateHooks:
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
         """A connector's load ended. A request that it left without blocks has not begun.
 
-        vLLM (0.31 to 0.33) goes on reserving the blocks that such a request would still need. If these and
+        vLLM (0.31 to 0.33) keeps reserving the blocks that such a request would still need. If these and
         its next load's are more than the cache has, that load is refused in each step, and nothing runs.
         """
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
@@ -428,7 +428,7 @@ class AllocationGuard:
             del manager.allocate_slots
 
     def remove(self) -> None:
-        """Let vLLM allocate by itself again."""
+        """Remove the wrapper from vLLM's allocation."""
         if self._is_on:
             self._is_on = False
             del self._manager.allocate_slots

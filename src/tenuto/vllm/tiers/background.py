@@ -29,13 +29,13 @@ from tenuto.vllm.compat.offload import ConnectorPort, Copy, make_copy_id
 FIRST_BYTES_PER_S = 10e9
 """Assumed until the first copy has been measured: PCIe gives 20 GB/s and more, a CPU's memory several."""
 DECAY = 0.9
-"""Weight of what was measured before, with each report of the workers."""
+"""Weight of the earlier measurements at each report of the workers."""
 MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""
 MAX_AT_ONCE = 256
 """Most chunks of one copy: a load that comes then waits for no more than these."""
 MIN_TIMES = 3
-"""A tool's times are used from so many calls on; before that, only what the client expects."""
+"""A tool's times are used after this many calls; before that, only the client's expected time."""
 EARLY_SHARE = 0.2
 """A tool is expected back when this share of its earlier calls had returned: most come later."""
 LEAD_SHARE = 0.8
@@ -56,7 +56,7 @@ class LinkSpeed:
         self._s = 0.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Workers copied so many bytes in so much time, both summed over the workers."""
+        """Workers copied this many bytes in this much time, both summed over the workers."""
         if num_bytes > 0 and seconds > 0:
             self._bytes = DECAY * self._bytes + num_bytes
             self._s = DECAY * self._s + seconds
@@ -175,7 +175,7 @@ class _Load:
     away: _Away
     blocks: list[Any]
     num_front: int
-    """The first so many blocks were on the GPU already."""
+    """The number of first blocks that were on the GPU already."""
 
 
 class Prefetch:
@@ -258,7 +258,7 @@ class Prefetch:
         self._port.give_back_blocks(load.blocks)
 
     def cancel(self) -> None:
-        """The cache is reset: a load under way goes on, and vLLM guards its blocks; they are not cached."""
+        """The cache is reset: a load under way continues, and vLLM guards its blocks; they are not cached."""
         load, self._moving = self._moving, None
         if load is not None:
             self._port.give_back_blocks(load.blocks)

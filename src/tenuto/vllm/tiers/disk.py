@@ -4,10 +4,10 @@
 
 An engine locks its folder: a second one of the same name takes the next. A folder in it is named by a digest
 of all that its KV depends on (`compat.origin`), and each file's header has the digest too, so KV of other
-weights is never found. A cache reset renames that folder, so nobody finds it again. The header has a checksum
-too: a damaged file is found, removed, and its tokens are computed. A file appears under its name only when it
-is whole. What a killed server left unfinished is removed at the next start, and the rest is used again.
-Once `max_bytes` are reached, KV of other weights goes first, then the files used least recently.
+weights is never found. A cache reset renames that folder, so it is never found again. The header also has a
+checksum: a damaged file is found and removed, and its tokens are computed. A file gets its name only when it
+is whole. The next start removes unfinished files of a killed server, and uses the rest again. Once `max_bytes`
+are reached, KV of other weights goes first, then the files used least recently.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ COMPLAIN_EVERY_S = 60.0
 """A full disk fails at every chunk; it is logged this often."""
 _ORIGIN = re.compile(r"[0-9a-f]{32}")
 _ONCE = re.compile(r"once-[0-9a-f]{32}")
-"""A folder whose KV nobody may load any more: of before a reset, or it is not known what it depends on."""
+"""A folder whose KV must not be loaded: it is older than a reset, or what it depends on is unknown."""
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Where the files are whose KV depends on the same."""
+    """The folder of files whose KV depends on the same things."""
 
     folder: Path
     origin: bytes
@@ -203,7 +203,7 @@ class DiskTier(SecondaryTier):
         self._pool.submit(remove_chunks, gone)
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
-        """So large a part of the limit of bytes may go last because clients wished it."""
+        """The largest share of the byte limit that may be evicted last because clients wished it."""
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
 
@@ -356,7 +356,7 @@ class DiskTier(SecondaryTier):
         self._files.update((key, None) for _, key in sorted(found))
 
     def _find_older(self) -> None:
-        """Remove what nobody may load any more; count what was stored with other weights, or remove it too.
+        """Remove files that must not be loaded; count those stored with other weights, or remove them too.
 
         Without a limit of bytes nothing would ever remove it.
         """
@@ -459,7 +459,7 @@ class DiskTier(SecondaryTier):
             except (DamagedError, OSError) as error:
                 self.num_damaged += 1
                 self._read_complaints.add(f"{path} is not used: {error}")
-                # What stands there and is no file is another's.
+                # Anything there that is not a file belongs to another program.
                 with contextlib.suppress(OSError):
                     if stat.S_ISREG(path.lstat().st_mode):
                         path.unlink()
@@ -470,7 +470,7 @@ class DiskTier(SecondaryTier):
 
 
 def _scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Our files in the folders of a folder; what cannot be read, and what is no plain file, is left out."""
+    """Our files in the folders of a folder, without those that are unreadable or not plain files."""
     for below in list_folders(folder):
         with contextlib.suppress(OSError), os.scandir(below) as entries:
             for entry in entries:

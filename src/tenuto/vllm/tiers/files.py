@@ -20,7 +20,7 @@ from pathlib import Path
 from tenuto.core.errors import ConfigError
 
 HEADER = struct.Struct("<8s16sQI")
-"""Magic, digest of what the KV depends on, number of bytes that follow, CRC-32 of the key and these bytes."""
+"""Magic, digest of what the KV depends on, number of bytes after this, CRC-32 of the key and these bytes."""
 MAGIC = b"TenutoK2"
 _NAME = re.compile(r"((?:[0-9a-f]{2})+)\.kv(\.[0-9]+\.part)?")
 """Our files: the key of the chunk, and what follows while the file is not whole yet."""
@@ -37,7 +37,7 @@ def get_engine_name(model: str, rank: int, number: int) -> str:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder that nobody else can open, or make an existing one so. Raises ConfigError.
+    """Make a folder that only its owner can open, or change an existing one to that. Raises ConfigError.
 
     KV tells what was in the prompts, and whoever can write here can plant KV. A folder of another user is
     refused, and so is one that others can open and that has files of others, which may be there for them.
@@ -161,7 +161,7 @@ def remove_chunks(folder: Path) -> None:
 
 
 def list_folders(folder: Path) -> list[Path]:
-    """The folders in a folder that are no links; none if it cannot be read."""
+    """The folders in a folder, without links; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False)]

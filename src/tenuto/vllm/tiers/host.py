@@ -6,7 +6,7 @@ turn runs      what it computes is stored ("async"), unless a load or too many s
 turn ends      its chunks get their place in the order: `Policy.tier_key`
 lease ends     stored if the policy answers `Offload`
 job ends       what only this job used is dropped, if the policy orders the tier
-cache reset    what host memory and disk hold is given up for good
+cache reset    host memory and disk are emptied for good
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class HostTier:
     def end_reset(self, *, is_whole: bool, is_clean: bool) -> None:
         """The prefix cache was reset; `is_whole`: host memory and disk too; `is_clean`: the GPU could be.
 
-        No KV of before may come below the GPU again, where it would outlive the reset: not that of running
+        No older KV may be stored below the GPU again, where it would outlive the reset: not that of running
         requests, and if the GPU still has some that others hit, nothing at all until it is gone.
         """
         if is_clean:
@@ -179,7 +179,7 @@ class HostTier:
         return None if self.prefetch is None else self.prefetch.get_next_s()
 
     def store(self, blocks: Sequence[Any], turn: Turn, wish: Wish | None = None) -> None:
-        """Store the blocks of a turn or a lease, which the policy gives up; they stay taken until then."""
+        """Store the blocks of a turn or a lease that the policy releases; they stay taken until then."""
         if not self._stores_all and not self._is_mixed:
             self.later.add(blocks, self._make_use(turn, wish))
 
@@ -212,7 +212,7 @@ class HostTier:
         self._tell_held()
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
-        """So many chunks of a request are stored."""
+        """`num_chunks` of a request are stored."""
         num_tokens = num_chunks * self._port.tokens_per_chunk
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
         self._tell_held()

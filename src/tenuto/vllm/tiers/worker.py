@@ -6,13 +6,13 @@
 
 `tenuto serve --host-gb` writes this line. The disk is used under Tenuto's scheduler only, which says what KV
 depends on. On a GPU vLLM's own worker copies, into vLLM's own memory. On a CPU build one thread copies KV
-between the cache and host memory, loads first, stores behind them, so that tiers run and are tested there:
+between the cache and host memory, loads first, then stores, so that tiers run and are tested there:
 
     cache   (num_blocks, page bytes)                     one array per layer
     host    (num_chunks, blocks per chunk, page bytes)   one array for each of them
 
 A layer is read first and written then. A read can hang (of host memory that lies on a dead disk, say). Then
-its job is given up: it writes nothing any more, and its blocks are free for others.
+its job is given up: it writes nothing more, and its blocks are free for others.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         return [TransferResult(each.job_id, True, each.num_bytes, each.busy_s) for each in done]
 
     def take_failed_loads(self) -> set[int]:
-        """The ids of loads that `get_finished` named, and whose blocks do not hold what they should."""
+        """The ids of failed loads among those that `get_finished` named."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
@@ -345,7 +345,7 @@ class HostSpec(HostSpecBase):
 
 
 class DiskSpec(DiskSpecBase):
-    """Host memory, and the tiers of `secondary_tiers` behind it (`tenuto.vllm.tiers.disk`)."""
+    """Host memory, and the tiers of `secondary_tiers` below it (`tenuto.vllm.tiers.disk`)."""
 
     def make_cpu_worker(self, kv_caches: Any) -> HostWorker:
         """The worker of a CPU build; the scheduler's process sees its memory too."""

@@ -72,7 +72,7 @@ class Said:
 
 
 class JobMaker:
-    """Makes jobs whose prompts know what they share with each other's."""
+    """Makes jobs, and finds what their prompts share with each other."""
 
     def __init__(self) -> None:
         self._hasher = Hasher(secrets.token_bytes(32))
@@ -137,7 +137,7 @@ def _get_counts(said: Said) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt, or an answer that goes on from one, in pieces."""
+    """A prompt, or an answer that continues one, in pieces."""
 
     hashes: list[bytes]
     weights: list[int]
@@ -157,12 +157,12 @@ class Hasher:
         return self._chain([block.tobytes() for block in blocks], [len(block) for block in blocks], after)
 
     def hash_texts(self, texts: Sequence[str], after: bytes = TEXTS_START) -> Pieces:
-        """Text by text; `after` is the hash of what stands before them."""
+        """Text by text; `after` is the hash of the text before them."""
         encoded = [text.encode(errors="surrogatepass") for text in texts]
         return self._chain(encoded, [max(1, len(text)) for text in encoded], after)
 
     def hash_id(self, text: str) -> str:
-        """A name that stands for an id."""
+        """A name in place of an id."""
         return blake2b(
             text.encode(errors="surrogatepass"), digest_size=8, key=self._key, person=b"id"
         ).hexdigest()
@@ -179,13 +179,13 @@ class Hasher:
 
 
 class Contents:
-    """The beginnings of prompts seen so far, and the spans they stand for. Bounded, oldest out first."""
+    """The beginnings of prompts seen so far, and their spans. Bounded, the oldest goes first."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, tuple[Prompt, int]] = OrderedDict()
 
     def resolve(self, pieces: Pieces, num_tokens: int) -> Prompt:
-        """The spans of a prompt, `num_tokens` in all; its beginnings stand for them from now on.
+        """The spans of a prompt, `num_tokens` in all; later prompts with these beginnings get the same spans.
 
         Pieces not seen before share what the others leave, by their weights.
         """
@@ -198,7 +198,7 @@ class Contents:
         return prompt
 
     def remember(self, prompt: Prompt, pieces: Pieces, start: int, num_before: int) -> None:
-        """Let the pieces from `start` on stand for a prompt's beginnings behind its first tokens."""
+        """Remember the pieces from `start` on as a prompt's beginnings after its first tokens."""
         rest = sum(span.num_tokens for span in prompt) - num_before
         total = max(1, sum(pieces.weights[start:]))
         ends = accumulate(pieces.weights[start:])

@@ -6,7 +6,7 @@
 full; equal ids are equal blocks anywhere in the file. The trace tells neither sessions nor tools: each row is
 a job of one turn. Other keys are ignored.
 
-Written rows stand in the order of their times; their ids mean the same in the whole file.
+Written rows are in the order of their times; an id means the same in the whole file.
 """
 
 from __future__ import annotations

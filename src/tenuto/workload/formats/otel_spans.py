@@ -67,15 +67,15 @@ class _Span:
     attributes: Fields
     operation: object
     outer: _Span | None = None
-    """The span that it stands in."""
+    """The span that contains it."""
     holds_call: bool = False
     """Whether a call of a model stands somewhere within it."""
     is_agent: bool = False
     """Whether it is an agent that calls a model itself."""
     agent: _Span | None = None
-    """The innermost agent that it stands in, or is."""
+    """The innermost agent that contains it, or itself."""
     tool: _Span | None = None
-    """The outermost tool of its agent that it stands in, or is."""
+    """The outermost tool of its agent that contains it, or itself."""
     conversation: str = ""
     job_id: str = ""
 
@@ -91,7 +91,7 @@ class _Session:
     """What becomes a job."""
 
     spawner: _Span | None
-    """What a sub-agent's agent stands in."""
+    """The span that contains a sub-agent's agent."""
     rounds: list[Round] = field(default_factory=list)
     tools: list[_Tool] = field(default_factory=list)
     tools_of: list[list[_Tool]] = field(default_factory=list)
@@ -170,7 +170,7 @@ def _read_attributes(fields: Fields) -> Fields:
 
 
 def _sort_by_depth(spans: Mapping[tuple[str, str], _Span]) -> list[_Span]:
-    """The spans, each after the one that it stands in. Raises DataError if some stand in a circle."""
+    """The spans, each after the one that contains it. Raises DataError if they form a circle."""
     inner: dict[_Span | None, list[_Span]] = {}
     for span in spans.values():
         # The one around it may not have been exported.

@@ -7,7 +7,7 @@ to hold the one before and its answer is taken to begin with both.
     150 tokens, answer 30     →  [text0 100][out0 20][text1 30]  answer  [out1 30]
     140 tokens                →  [text0 100][text2 40]           it is shorter: 100 tokens came from a cache
 
-Reasoning is not sent again. It stands in front of the visible answer, so no KV of such an answer can be used
+Reasoning is not sent again. It comes before the visible answer, so no KV of such an answer can be used
 again, and the next prompt shares only the prompt before. A shorter prompt was rewritten: it shares what the
 trace says was read from a cache, or nothing. First prompts share nothing: no trace says with which text.
 
@@ -50,7 +50,7 @@ class Round:
     """One call of a model: when, how many tokens, and which tools its answer called."""
 
     place: Fields
-    """Where it stands, for error messages."""
+    """Its place in the file, for error messages."""
     sent_ns: int
     end_ns: int
     num_prompt_tokens: int

@@ -12,7 +12,7 @@ Ids that always follow each other become one span, so that a prompt of thousands
     prompt A   [a 40][b 20]     blocks of 16  →  0 1 2 3        (the last one holds 12 tokens)
     prompt B   [a 40][c 24]                   →  0 1 4 5        alike for 40 tokens, so for 2 whole blocks
 
-An id stands for a block and everything before it, so what two prompts share is rounded down to whole blocks.
+An id names a block and all before it, so the shared part of two prompts is rounded down to whole blocks.
 """
 
 from __future__ import annotations

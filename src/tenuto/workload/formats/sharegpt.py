@@ -45,7 +45,7 @@ def read_sharegpt(records: Sequence[Fields]) -> list[Job]:
 
 
 def _read_answers(record: Fields) -> list[Said]:
-    """Each answer with what was said before it; an answer to nothing is part of what was said."""
+    """Each answer with the text before it; an answer without a question is part of that text."""
     pieces: list[str] = []
     said: list[Said] = []
     for part in record.records(CONVERSATIONS):

@@ -76,7 +76,7 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
 
 
 def is_note(record: Fields) -> bool:
-    """Whether a row tells of a recording and is no turn."""
+    """Whether a row is about a recording and is not a turn."""
     return record.values.get("kind") in NOTE_KINDS
 
 

@@ -194,7 +194,7 @@ def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], 
         if agent.blocking and agent.spawner + 1 < len(own):
             awaited.setdefault(agent.spawner, []).append(agent)
     for spawner, agents in awaited.items():
-        # Their ends say when the session goes on, not the recorded pause, which holds their run time.
+        # Their ends say when the session continues, not the recorded pause, which includes their run time.
         turns[spawner] = replace(turns[spawner], tool_s=0.0)
         turns[spawner + 1] = replace(turns[spawner + 1], after=_after_last(agents, own[spawner + 1]))
     return [Job(trace_id, own[0].sent_s, tuple(turns)), *jobs]
@@ -248,7 +248,7 @@ def make_weka(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object
     for job in jobs:
         if job.job_id in sub_agents:
             children.setdefault(sub_agents[job.job_id].job_id, []).append(job)
-    # A session's requests stand in the order of their times, however a recording's clock went.
+    # A session's requests are in the order of their times, even if a recording's clock jumped.
     times = {job_id: list(accumulate(sent, max)) for job_id, sent in get_sent_times(jobs).items()}
     ends = _find_ends(jobs, times, sub_agents)
     for job in jobs:
@@ -303,7 +303,7 @@ def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]
         for job_id, end_s in latest.items():
             known_s = ends[job_id][-1]
             ends[job_id][-1] = end_s if known_s is None else min(known_s, end_s)
-        # The session goes on a delay after the last of them.
+        # The session continues a delay after the last of them.
         last = max(latest, key=lambda job_id: ends[job_id][-1] or 0.0)
         ends[last][-1] = latest[last]
     return ends
@@ -329,7 +329,7 @@ def _try_get_seconds(turn: TurnSpec, key: str) -> float | None:
 
 
 def _get_kept(turn: TurnSpec, keys: Iterable[str]) -> dict[str, object]:
-    """A turn's keys that are of the type which readers of the format want; anyone may have written others."""
+    """A turn's keys of the types that readers of the format want; other programs may have written others."""
     return {key: turn.extra[key] for key in keys if key in turn.extra and _KEPT_TYPES[key](turn.extra[key])}
 
 

@@ -68,7 +68,7 @@ def geometric_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
 
 
 def giant_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Few giants among many small jobs."""
+    """A few long jobs (`giants`) among many short ones."""
     jobs = []
     for number, arrival_s in enumerate(arrivals):
         rng = make_rng("giants", seed, number)

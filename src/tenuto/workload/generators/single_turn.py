@@ -25,7 +25,7 @@ DOCUMENT_TOKENS = 12_000
 
 
 def request_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Short requests of strangers."""
+    """Short requests, each its own job."""
     jobs = []
     for number, arrival_s in enumerate(arrivals):
         rng = make_rng("requests", seed, number)
@@ -66,7 +66,7 @@ def decode_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
 
 
 def probe_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Tiny requests whose wait shows what the other traffic does to a stranger."""
+    """Tiny requests whose wait shows how the other traffic affects a client that sends just one."""
     return [
         make_job(f"probe-{number}", arrival_s, (), [Exchange(64, 16)])
         for number, arrival_s in enumerate(arrivals)

@@ -28,7 +28,7 @@ def agents_and_chat_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
 
 
 def agents_and_probes_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Agents, and tiny requests of strangers beside them."""
+    """Agents, and tiny one-shot requests beside them."""
     return mix("agents-and-probes", [(0.5, swe_bench_jobs), (0.5, probe_jobs)], arrivals, seed)
 
 

@@ -13,7 +13,7 @@ of the tool times above.
 outputs have 2,500 tokens in the mean, the 10,000 characters that mini-swe-agent leaves of longer ones; what
 then is missing in 70,126 tokens are answers, some 43,000 tokens per job. The paper's figures load one B200
 with 0.025 to 0.125 of these jobs per second, and jobs take hundreds of seconds and more. Read as sums, these
-rates are a hundredth of what that GPU can do, so contexts are probably meant.
+rates are a hundredth of that GPU's capacity, so contexts are probably meant.
 """
 
 from __future__ import annotations
