@@ -6,8 +6,8 @@ An engine locks its folder: a second one of the same name takes the next. A fold
 of all that its KV depends on (`compat.origin`), and each file's header has the digest too, so KV of other
 weights is never found. A cache reset renames that folder, so it is never found again. The header also has a
 checksum: a damaged file is found and removed, and its tokens are computed. A file gets its name only when it
-is whole. The next start removes unfinished files of a killed server, and uses the rest again. Once `max_bytes`
-are reached, KV of other weights goes first, then the files used least recently.
+is whole. The next start removes unfinished files of a killed server, and uses the rest again. Once
+`max_bytes` are reached, KV of other weights goes first, then the files used least recently.
 """
 
 from __future__ import annotations
