@@ -61,7 +61,7 @@ class Comparison:
     records: Sequence[dict[str, Any]]
     """One per run, as `SimulationResult.record`."""
     arms: Sequence[dict[str, Any]] = ()
-    """Those of the runs beside them that tell where a gain over stock comes from."""
+    """Extra runs that show where a gain over stock comes from."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.options import AbOptions, ArmOptions, BenchOptions
 
 _SUMMARY = """\
-Compare servers or policies under the same load, and say in words what came out.
+Compare servers or policies under the same load, and print a verdict in words.
 Every repeat runs the same jobs once on each arm: that makes a pair. The verdict has a 95 % interval.
 """
 

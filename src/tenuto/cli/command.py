@@ -69,7 +69,7 @@ class Command:
     notes: str = ""
     """What else a user should know; the help ends with it."""
     passes_on: bool = False
-    """Arguments that it does not know go on to another program."""
+    """Unknown arguments are passed on to another program."""
     main: tuple[str, ...] = ()
     """Fields that --help shows where a command has many; --help-all shows the others too. Empty: --help shows
     all. Options that must be given are always shown."""
@@ -181,7 +181,7 @@ class Flag(NamedTuple):
     choices: tuple[str, ...]
     group: str
     is_required: bool
-    """There is no default."""
+    """Marks an option without a default."""
 
     @property
     def name(self) -> str:

@@ -96,7 +96,7 @@ def run(given: Given) -> int:
 
 
 class Runs:
-    """A line per finished run on stderr, with the time that is left, and signs of life in between."""
+    """A line on stderr per finished run, with the time that is left, and progress lines in between."""
 
     def __init__(self, cells: list[Cell], num_done_before: int) -> None:
         self._num_cells = len(cells)
@@ -107,7 +107,7 @@ class Runs:
             self._progress.say(f"{num_done_before} of {len(cells)} runs are there already")
 
     def show_waiting(self) -> AbstractContextManager[None]:
-        """Say now and then that runs go on, until the end of the context."""
+        """Print progress lines now and then, until the end of the context."""
         return self._progress.keep_telling(lambda: f"{self._num_done} of {self._num_cells} runs done")
 
     def say_kept(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.proxy.options import RecordOptions
 
 _SUMMARY = """\
-Write down what agents ask of a server, without their text: a proxy that passes everything through as it is.
+Record the requests of agents to a server, without their text: a proxy that passes everything on unchanged.
 Point the agents at the proxy instead of the server. Ctrl-C or SIGTERM ends the recording.
 """
 

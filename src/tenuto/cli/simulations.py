@@ -88,7 +88,7 @@ class GridOptions(Options):
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Say what the user should know of the machines, each thing once."""
+    """Print the notes about the machines, each once."""
     for note in dict.fromkeys(notes):
         print(f"note: {note}", file=sys.stderr, flush=True)
 

@@ -386,7 +386,7 @@ def describe_span(low: float, high: float, *, is_time: bool) -> str:
 def format_verdict(
     comparisons: Sequence[Comparison], num_pairs: int, num_planned: int, notes: Sequence[str]
 ) -> str:
-    """Write a table and sentences. The most important sentence says the first row of the table in words."""
+    """Write a table and sentences. The first sentence states the first row of the table in words."""
     lines = [f"{num_pairs} of {num_planned} pairs of runs"]
     if not num_pairs:
         lines[0] += ": no verdict, as that takes a run on every arm"

@@ -3,7 +3,7 @@
 One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
 blocks must stay leased for the whole gap, and the next turn must hit them. After the last turn, the client
 says that the job is complete, and nothing may stay held for it. The server is asked about this job only: what
-is held for it, and what its ledger says that its turns hit. So what else the server does counts neither for
+is held for it, and how much its turns hit, by its ledger. So other work of the server counts neither for
 nor against it, and it need not be idle. Turn lengths follow the published functional check of the
 Continuum prototype, scaled to the server's block size.
 

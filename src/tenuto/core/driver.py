@@ -745,7 +745,7 @@ class Driver:
         return turn.get_last_reason() if is_over else None
 
     def _grant_wish(self, turn: TurnState, finish: Finish, now_s: float) -> Wish | None:
-        """A finished turn's wish if it counts; if not, what becomes of it is told at once."""
+        """A finished turn's wish if it counts; if not, its result is reported at once."""
         refusal = LeaseRefusal.ABORTED if finish.aborted else self._get_wish_refusal(turn)
         wish = turn.arrival.hints.wish
         if refusal is None and wish is not None and wish.spans:
@@ -767,7 +767,7 @@ class Driver:
     def _retain(
         self, turn: TurnState, view: Turn, now_s: float, wish: Wish | None, given_up: LeaseRefusal | None
     ) -> None:
-        """Grant a lease or not, and tell what becomes of a wish. Tiers hold what no lease does."""
+        """Grant a lease or not, and report what becomes of a wish. Tiers hold what no lease holds."""
         refusal: LeaseRefusal | None = None
         for event in self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up):
             self._apply(event)
@@ -777,7 +777,7 @@ class Driver:
             self._tell_wish(turn, None if self._engine.can_store else refusal, now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
-        """`keeps_copies`: tiers below the GPU go on with what only this job used."""
+        """`keeps_copies`: tiers below the GPU keep what only this job used."""
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if "on_job_ended" in self._caller.heard and not job.runs_as_stock:

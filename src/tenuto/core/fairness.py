@@ -35,7 +35,7 @@ from tenuto.core.turn_work import MovingMean, get_work
 from tenuto.core.types import LeaseRefusal
 
 UNVERIFIED_WEIGHT = 0.1
-"""Of all turns together whose tenant is not known on a server that has tenants."""
+"""The weight of all turns without a known tenant, together, on a server that has tenants."""
 SLACK = 1.25
 """How many fair shares a tenant may use before its leases yield first. It leaves the order of leases to the
 policy while tenants use about the same."""

@@ -383,7 +383,7 @@ class Yielding:
         return TakenBy.WAITING if lease.terms.why is None else TakenBy.PRICE
 
 
-# Prefixes that jobs share, on models whose layers differ: a second tier behind the free queue.
+# Prefixes that jobs share, on models whose layers differ: a second level after the free queue.
 #
 # A hit there needs the blocks of each window, or a state, just before its end. vLLM caches them where prompts
 # differ, but they age with everything else, and no job's lease covers them. So the blocks of a prefix that a
@@ -410,7 +410,7 @@ class PinnedPrefixes:
         self._pins: OrderedDict[Hashable, list[Any]] = OrderedDict()
         """By the chained hash of the prefix's last block, the one used longest ago first."""
         self._shared: dict[str, int] = {}
-        """Of running first turns whose prefix is not pinned: how many tokens of it other jobs share."""
+        """For running first turns without a pinned prefix: how many of their tokens other jobs share."""
         self.num_blocks = 0
         """Blocks of all pins together; a block that several pins share counts for each."""
 

@@ -166,7 +166,7 @@ class Policy:
         """A turn arrived and waits."""
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
-        """The job's tool call before this turn took `tool_s` seconds; told before `on_turn_arrived`."""
+        """The job's tool call before this turn took `tool_s` seconds. Called before `on_turn_arrived`."""
 
     def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
         """The turn was admitted: `admit` allowed it, the engine was idle, or the turn had waited too long."""

@@ -1,4 +1,4 @@
-"""What a request says: whose it is, and what its client hints at. All servers use the same rules.
+"""Reads a request: its job, its tenant, and its client's hints. All servers use the same rules.
 
 The first of these that is found names the job:
 

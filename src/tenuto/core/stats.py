@@ -96,9 +96,9 @@ class DriverStats:
     num_wishes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Cache wishes of finished turns (`tenuto.core.wishes`), by dialect and by what became of them."""
     num_malformed_wishes: Counter[str] = field(default_factory=Counter)
-    """Finished turns whose request wished something that makes no sense, by dialect."""
+    """Finished turns with a malformed cache wish, by dialect."""
     num_short_tokens: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens behind a hit that one layer group still had, by the group that had them not."""
+    """Prompt tokens after a hit that a layer group still had, by the group that lacked them."""
     num_prefixes_pinned: int = 0
     """Prefixes that several jobs use, pinned (`tenuto.core.leases`)."""
     num_prefixes_demoted: int = 0
@@ -111,7 +111,7 @@ class DriverStats:
     )
     """Turns of jobs under the policy, and turns of jobs that run as in stock; counted with a canary only."""
     parted_at: Histogram = field(default_factory=_histogram(PARTED_BUCKETS))
-    """Of turns whose prompt changes text of the job's last prompt: where the two part, in tokens."""
+    """For turns whose prompt changes text of the job's last prompt: the first token that differs."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
     queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))

@@ -135,7 +135,7 @@ class StockQueue:
         self._work = MovingMean()
         """Work of the turns that started."""
         self._work_of_jobs = MovingMean()
-        """Of it, that of kinds whose jobs send more turns."""
+        """The part of it from kinds whose jobs send more turns."""
 
     def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
         """A turn arrived. `num_leased_tokens`: tokens that leases keep now; no more can have been saved."""
@@ -190,7 +190,7 @@ class StockQueue:
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
-            # In stock vLLM, the turns behind this one would now start sooner by this turn's work.
+            # In stock vLLM, the turns after this one would now start sooner by this turn's work.
             self._began += (1 + (self._over or 0.0)) * wait.work
             self._stop_waiting(wait)
             return

@@ -194,7 +194,7 @@ class TierOrder:
     ) -> Way:
         """Make way for what a store may add of these chunks.
 
-        `befores`: the chunk without which each is worth nothing, or None. A chunk is added only behind the
+        `befores`: the chunk without which each is worth nothing, or None. A chunk is added only after the
         one it needs. Beyond the `num_free` it takes the place of a chunk whose key is not greater than `key`.
         So a tier never holds what cannot be hit.
         """

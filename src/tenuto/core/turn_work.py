@@ -40,7 +40,7 @@ _FADE = 1 - 1 / MEMORY_TURNS
 
 
 class Counts:
-    """Turns, and those of them that are marked; both fade."""
+    """The number of turns, and of marked ones; both decay."""
 
     __slots__ = ("marked", "turns")
 

@@ -232,7 +232,7 @@ class Keep:
     value: float = 0.0
     yields: Yields = Yields.ALWAYS
     why: LeaseRefusal | None = field(default=None, compare=False)
-    """Why the lease is not worth its memory, if so. For metrics and traces; no part of the decision."""
+    """Why the lease is not worth its memory, if so. For metrics and traces; not part of the decision."""
 
     def __post_init__(self) -> None:
         """Refuse values that the lease table cannot use, so that the error shows where the policy made it."""
@@ -270,7 +270,7 @@ class ShortHit(NamedTuple):
     group: str
     """The group with the least: "window 1024" for a sliding window of 1,024 tokens, "state", …"""
     num_tokens: int
-    """Prompt tokens that another group has behind the hit, and that are computed again."""
+    """Prompt tokens that another group has after the hit, and that are computed again."""
 
 
 _KINDS: Mapping[type[Reason], str] = {

@@ -20,7 +20,7 @@ def get_window(layers: Layers) -> int | None:
 
 
 def count_skipped_blocks(window: int | None, block_size: int, num_tokens: int) -> int:
-    """Blocks that the next token's window has left behind."""
+    """Blocks before the next token's window."""
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
@@ -82,7 +82,7 @@ def choose_checkpoint_tokens(
 
 
 def get_next_checkpoint(before: int, tokens: int, alignment: int) -> int:
-    """The first checkpoint behind the one at token `before`: `tokens` later, or half as far again.
+    """The first checkpoint after the one at token `before`: `tokens` later, or half as far again.
 
     The larger of both. So long prompts have few of them, and the last one before any place is at two thirds
     of it or later.

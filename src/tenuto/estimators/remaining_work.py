@@ -33,7 +33,7 @@ class Left(NamedTuple):
     """What a job is expected to have left, in prefill tokens."""
 
     work: float
-    """Of all its turns to come."""
+    """Work of all its coming turns."""
     this: float
     """Of the next turn alone."""
     stops: float
@@ -111,7 +111,7 @@ class TurnTable:
 
     @property
     def num_jobs(self) -> float:
-        """Jobs that the table has seen, of late."""
+        """Jobs that the table has seen recently."""
         return self._turns[0].count if self._turns else 0.0
 
     @property
@@ -161,7 +161,7 @@ class TurnTable:
         `num_new_tokens`: the new tokens of the next turn's prompt, if they are known.
         """
         num_turns, sum_logs = (0, 0.0) if past is None else (past.num_turns, past.sum_logs)
-        # Sums are made anew now and then only, so they may lack the latest number.
+        # Sums are computed only now and then, so they may lack the latest number.
         index = min(num_turns, len(self._work_after) - 1)
         turns = self._turns[index] if index < len(self._turns) else None
         factor = self._spread.get_factor(num_turns, sum_logs)
@@ -213,7 +213,7 @@ class TurnTable:
         return table
 
     def _sum_up(self) -> None:
-        """Something was counted. Make the sums anew, unless few turns were counted since the last time."""
+        """A turn was counted. Compute the sums again, unless few turns were counted since the last time."""
         self._num_new += 1
         if self._num_new <= len(self._turns) // 16:
             return
@@ -267,7 +267,7 @@ class _Spread:
         if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
             return 0.0, DEFAULT_CREDIBILITY
         within, typical = sum_within / num_within, sum_means / num_jobs
-        # Part of the spread of means is that of the few turns they are made of.
+        # A part of the spread of means comes from the few turns in each mean.
         between = sum_squares / num_jobs - typical * typical - within * sum_inverses / num_jobs
         least, most = CREDIBILITIES
         return typical, most if between * most <= within else max(least, within / between)

@@ -11,7 +11,7 @@ A class has its own share, drawn towards that of the jobs around it while it has
 piece of evidence counts once: a class is compared with the *other* jobs of its parent.
 
 Evidence weighs what it cost: the tokens that the engine computed for the turn. A request of a few tokens
-says next to nothing, so nobody can change a share for less than the work of the jobs that it is made of.
+says next to nothing, so changing a share costs a client at least the work of the jobs in it.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class PlainKinds:
         """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> None:
-        """A turn finished. That its client calls it not the last proves no agent: people go on, too."""
+        """A turn finished. `is_last: false` from its client is no proof of an agent: people continue too."""
         job, has_tool = turn.job, turn.tool is not None
         if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
             self._new_kinds.observe(is_marked=has_tool)
@@ -234,7 +234,7 @@ CROWD = 0.5
 class Standing:
     """Which jobs go before all others, and whose KV is held, regardless of the work that they have left.
 
-    Plain requests that fit into one step go first, unless they had more than half of the engine of late: then
+    Plain requests that fit into one step go first, unless they recently had over half of the engine: then
     all jobs go before them, because their KV would fill the memory meanwhile. While most new jobs do not come
     back, those that did go before new ones, and keep their memory.
     """

@@ -78,7 +78,7 @@ def choose_step_tokens(
     is_same = decode_s > 0 and get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most
     size = SMALL_STEP_TOKENS if is_same else MIN_STEP_TOKENS
     while size < budget:
-        # Half of a step is for prompts at least: kernels work in tiles, and what fills none is lost.
+        # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
         if size >= 2 * num_decoding and get_speed(size) - prompt_rate >= needed > 0:
             return size
         size *= 2

@@ -1,4 +1,4 @@
-"""stock: vLLM V1 as it is, the baseline everything is measured against."""
+"""stock: vLLM V1 as it ships, the baseline of every comparison."""
 
 from __future__ import annotations
 

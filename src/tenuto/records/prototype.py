@@ -53,7 +53,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a run tells of a turn, so that reading it back finds the same causes."""
+    """A run's data of a turn, enough to find the same causes when it is read back."""
 
     turn: TurnRecord
     block_size: Annotated[int, Range(1, MAX_TOKENS)]

@@ -95,7 +95,7 @@ class RunData:
     short_hits: dict[tuple[str, int], str] = field(default_factory=dict)
     """The layer group that ended a turn's hit early, by job and turn number."""
     short_tokens: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens behind such hits that another group still had, by the group that ended the hit."""
+    """Prompt tokens after such hits that another group still had, by the group that ended the hit."""
     parted_at: dict[tuple[str, int], int] = field(default_factory=dict)
     """By job and turn number, where a prompt parts from the job's last one, in tokens; of those that do."""
     refusals: Counter[str] = field(default_factory=Counter)

@@ -20,7 +20,7 @@ class ConsistentHash(Router):
     _ring: list[tuple[int, str]] = field(init=False, default_factory=list)
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """The first engine behind the session on the ring."""
+        """The first engine after the session on the ring."""
         place = bisect_left(self._ring, (draw(turn.job_id), ""))
         return Send(self._ring[place % len(self._ring)][1])
 

@@ -15,7 +15,7 @@ class PowerOfTwo(Router):
     seed: int = setting(0, "another seed draws other lots")
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Draw two lots and compare."""
+        """Draw two engines at random and compare them."""
         engines = list(fleet.engines.values())
         lot = draw(self.seed, turn.turn_id, turn.num_attempts)
         first = engines.pop(lot % len(engines))

@@ -32,7 +32,7 @@ class Placed:
 
     engine: str
     work: float = 0.0
-    """Expected, of all its turns to come."""
+    """Expected work of all its coming turns."""
     held: float = 0.0
     """Its KV now."""
     peak: float = 0.0
@@ -117,7 +117,7 @@ def _renew(engine: _Engine) -> None:
     engine.work = sum(job.work for job in engine.jobs.values())
 
 
-# Jobs whose client is away, in a tool call or for good: which of them are not expected back soon.
+# Jobs whose client is away, in a tool call or for good: those that are not expected back soon.
 
 MAX_AWAY_S = 30.0
 """A job that is away for longer is not expected back soon, even if its client says that it comes back."""
@@ -335,7 +335,7 @@ class Tenuto(Router):
         """Learn the work of a turn. From now on the job is away."""
         self._drop_silent(now_s)
         turn = answered.turn
-        self._start(turn, answered.engine)  # not every carrier tells of first tokens
+        self._start(turn, answered.engine)  # not every carrier reports first tokens
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
         self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, stops=False)

@@ -18,7 +18,7 @@ Rooms, each built on those below it:
     memory       where a machine's memory goes; no simulation
     run          one run, and its record
     fidelity     how far predictions were off, by kind of machine
-    step_trace   what a trace says of each step
+    step_trace   the records of each step in a trace
     fleet        what stands before several engines: a router, faults, links
     simulation   the clients of one engine or of several
     event_loop   what happens next: the one loop of a simulation, a fleet and the server

@@ -35,7 +35,7 @@ MIN_JOBS, MAX_JOBS = 150, 600
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 """Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
-"""Machines whose traffic is shared out again."""
+"""Number of machines whose traffic is divided again."""
 
 OF_LOADS, OF_MACHINES = "from which load on Tenuto gains", "how many machines are enough"
 """What is left out where time is up."""
@@ -152,7 +152,7 @@ class Estimate:
     """Stock as it is, on the GPU."""
     load: LoadOptions
     cases: list[Case] = field(default_factory=list)
-    """Under the traffic as it is: stock as it is, its smaller step sizes, Tenuto."""
+    """Under the present traffic: stock as it ships, its smaller step sizes, Tenuto."""
     others: list[tuple[Case, Case]] = field(default_factory=list)
     """At other loads: the best of stock, and Tenuto."""
     target_s: float | None = None
@@ -231,7 +231,7 @@ def make_load(setup: Setup, load: LoadOptions, num_machines: int) -> LoadOptions
 def fill(
     estimate: Estimate, measure: SeedRunner, *, tell: Callable[[str], None], num_at_once: int = 1
 ) -> None:
-    """Answer the three questions. `tell`: told what is known.
+    """Answer the three questions. `tell`: receives each part of the answer.
 
     `measure` may raise TimeUpError. Then `left_out` names what is not answered; there is no answer at all if
     `cases` is empty.

@@ -1,6 +1,6 @@
 """The event loop: one engine, a fleet, or the engine of a server, in the order of time.
 
-    EventLoop.step()    the earliest of what is to come:
+    EventLoop.step()    the earliest event:
         SENDS           a client sends a turn; a fault, a look at the metrics
         ENDS            an engine's step ends: its requests get their tokens
         STARTS          an engine schedules its next step
@@ -40,7 +40,7 @@ class Wake(NamedTuple):
 
 
 class EventLoop:
-    """All that is to come. Events of one moment come by their place, then as they were added.
+    """All coming events. Events of one moment are ordered by their place, then by when they were added.
 
     Only an engine's next wake is here, and not even that of the engine that stepped last, which mostly comes
     first again. So the cost of a run grows with the steps and turns of all engines, not with their number.
@@ -72,7 +72,7 @@ class EventLoop:
         self._push(*wake, act)
 
     def get_next(self) -> Wake | None:
-        """When something happens next; None if nothing is to come."""
+        """The time of the next event; None if there is none."""
         wake = None if self._stepping is None else self._stepping.next_wake
         if not self._heap:
             return wake
@@ -80,7 +80,7 @@ class EventLoop:
         return Wake(at_s, place) if wake is None or (at_s, place) <= wake else wake
 
     def step(self) -> SteppedEngine | None:
-        """Let the next thing happen; there must be one. Returns the engine that was woken, if one was."""
+        """Handle the next event; there must be one. Returns the engine that was woken, if one was."""
         engine = self._stepping
         if engine is not None:
             wake = engine.next_wake

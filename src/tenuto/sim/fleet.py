@@ -159,14 +159,14 @@ class FleetFront:
             self._welcome(self.members.add(gpu))
 
     def start(self) -> None:
-        """Plan what is to come."""
+        """Plan the coming events."""
         for fault in self._faults:
             self._loop.add(fault.at_s, lambda fault=fault: self._suffer(fault))  # type: ignore[misc]
         if self._needs.metrics:
             self._loop.add(0.0, self._read_metrics)
 
     def end(self) -> None:
-        """Nothing is to come any more. Raises ConfigError if turns are open because all engines died."""
+        """No more events will come. Raises ConfigError if turns are open because all engines died."""
         simulation = self._simulation
         if simulation.open and not self.members.there:
             raise ConfigError(
@@ -451,7 +451,7 @@ class _Lane(SteppedEngine):
 
     No router can do better with the same engines and policy by much: a turn starts on whichever engine has
     room first, and hits whatever any engine has computed. There is one scheduler with the memory of all; each
-    engine takes turns from its queue when its own step begins. What runs there is put in its place meanwhile.
+    engine takes turns from its queue when its own step begins. Its running requests are in place meanwhile.
     """
 
     def __init__(

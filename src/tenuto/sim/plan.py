@@ -97,7 +97,7 @@ class Point:
         return share * self.jps
 
     def __str__(self) -> str:
-        """What came of it, in words: times only if it is steady."""
+        """The result in words: times only if it is steady."""
         rates = f"{self.jps:.3g} jobs/s offered, {self.finished_jps:.3g} finished"
         if self.verdict == "overloaded":
             return f"overloaded: {rates}"
@@ -503,7 +503,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change makes of a plan."""
+    """The effect of a change on a plan."""
 
     name: str
     point: Point

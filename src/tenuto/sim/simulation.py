@@ -134,7 +134,7 @@ class Front(Protocol):
         """An event is over: do what it has brought about."""
 
     def end(self) -> None:
-        """Nothing is to come any more. Raises ConfigError if it knows why turns are open."""
+        """No more events will come. Raises ConfigError if it knows why turns are open."""
 
 
 class Simulation:

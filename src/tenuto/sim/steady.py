@@ -169,7 +169,7 @@ COHORT = 0.8
 
 @dataclass(kw_only=True)
 class Settling:
-    """Decides after each look whether to go on."""
+    """Decides after each check whether to continue."""
 
     first_look_s: float
     """Several times as long as a job takes alone, so that the system has had time to fill."""
@@ -220,7 +220,7 @@ class Judged(Protocol):
 
     @property
     def verdict(self) -> Verdict:
-        """What came of the simulation: unless it is steady, the times mean nothing."""
+        """The result of the simulation: if it is not steady, the times mean nothing."""
         ...
 
     @property
@@ -249,7 +249,7 @@ class Target:
             raise ConfigError("say what the GPUs must keep: --p95 or --p95-ttft, in seconds")
 
     def get_use(self, judged: Judged) -> float:
-        """The largest share of a target that the P95s take up; 1 is just enough, without the margin."""
+        """The largest ratio of a P95 to its target; 1 is just enough, without the margin."""
         uses = []
         if self.p95_s is not None:
             uses.append(judged.p95_s / self.p95_s)
@@ -280,7 +280,7 @@ FEW = 3
 MOST_JOBS = 20_000
 """Jobs that are made for one run at most."""
 NUM_SAMPLED = 60
-"""Jobs whose mean time alone is taken for that of all."""
+"""Number of jobs from which the mean time of a job alone is taken."""
 
 HOPELESS = 1.3
 """A target is surely missed if the P95 of the jobs that came is this many times as long; those that are not

@@ -9,7 +9,7 @@
 The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
 variable TENUTO_ADMIN_KEY every operator's call is refused. A client's call is checked as vLLM checks its
 own: by the API key, if the server has keys; and a client sees and ends jobs of its own tenant only. The
-operator sees and ends any job, and says of which tenant: `?tenant=NAME`.
+operator sees and ends any job, and names its tenant: `?tenant=NAME`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ControlAddresses:
             tenant = self._tenants.get(headers)
             if tenant is None and self._tenants.has_tenants:
                 return 403, {"error": "a job is its tenant's alone, and this request names no tenant"}
-        # Without a signature, what is said counts only where the settings let clients say whose a request is.
+        # Without a signature, a client's tenant counts only if the settings let clients name tenants.
         fields = {"job_id": job_id, "tenant": said, **({} if tenant is None else sign(tenant))}
         status, answer = await _ask(scope, {"do": do, "fields": fields})
         if status != 200:

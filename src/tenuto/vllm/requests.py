@@ -1,4 +1,4 @@
-"""What a request says when it arrives, and when it ends: whose it is, and which tool follows, if any."""
+"""Reads a request when it arrives and when it ends: its job, its tenant, and the tool that follows."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     "retention_directives": [{"start": 0, "end": 2048, "priority": 80, "duration": 300}]
 
 A hit needs all that is before a range, so each asks for the prompt up to its end. Without a duration, or with
-a priority of 0, it is no wish. Priorities are not compared: every client would say 100.
+a priority of 0, it is not a wish. Priorities are not compared: every client would say 100.
 Source: https://github.com/vllm-project/vllm/issues/37003, https://github.com/vllm-project/vllm/pull/38514
 """
 

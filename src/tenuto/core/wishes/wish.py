@@ -36,7 +36,7 @@ _DURATION = re.compile(r"(\d{1,6})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 Place = tuple[str | int, ...]
-"""Where in a body a breakpoint stands, behind this part: `("system", 0)`, `("messages", 3, 1)`."""
+"""A breakpoint's place in a body, after this part: `("system", 0)`, `("messages", 3, 1)`."""
 
 
 class Mark(NamedTuple):
@@ -161,7 +161,7 @@ def _list_objects(values: Any, place: Place) -> Iterator[tuple[Place, Mapping[st
 
 
 def cut(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The body without what its prompt has behind a place of `list_parts`."""
+    """The body without the part of its prompt after a place of `list_parts`."""
     name, number, *inside = place
     names = ("tools", "system", "messages", "input")
     later = names[names.index(str(name)) + 1 :]
@@ -283,7 +283,7 @@ class MarkFinder:
         return first + low
 
     def _ends_at(self, end: int, tail: str, prompt: Sequence[int]) -> bool:
-        # Its last token may go on behind the mark.
+        # Its last token may extend beyond the mark.
         return tail in self._decode(prompt[max(0, end - MAX_TAIL_CHARS - 1) : end + 1])
 
 

@@ -197,7 +197,7 @@ class TtlEstimate:
         self._tool_times.observe(tool, tool_s)
 
     def on_turn_arrived(self, turn: Turn) -> None:
-        """Remember a turn that has to wait because nothing of its job was kept."""
+        """Remember a turn that waits because its job's KV was not kept."""
         if turn.job.num_turns > 1 and not turn.has_lease:
             self._evicted.add(turn.turn_id)
 

@@ -2,7 +2,7 @@
 
     a step with prefill = fixed + token_s · tokens + token_pair_s · pairs + request_s · requests
 
-The pairs of n tokens behind c others are (c + n)² − c²: those of a whole prompt are n², so a measured curve
+The pairs of n tokens after c others are (c + n)² − c²: those of a whole prompt are n², so a measured curve
 of prefill time over prompt length has the same coefficients (arXiv 2511.02230 profiles 1k, 2k, 4k, … tokens).
 """
 

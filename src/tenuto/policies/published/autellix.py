@@ -172,7 +172,7 @@ class ServiceQueues:
         for call in self._calls.values():
             self._count(call, now_s)
             while call.quantum_left_s <= 0:
-                # What it ran beyond its quantum, as it is looked at now and then only, counts in the next.
+                # It is examined only now and then. What it ran beyond its quantum counts in the next one.
                 self._join(call, call.level + 1, now_s, beyond_s=-call.quantum_left_s)
             waited_s = call.job.waited_s + call.waited_s
             served_s = call.job.served_s + call.served_s

@@ -86,7 +86,7 @@ class InferCept(LearnsPrefill):
     def _get_discard_waste(self, num_tokens: int, view: EngineView) -> float:
         """Token-seconds that computing it again wastes: T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other.
 
-        A chunk is what a step's budget leaves beside the running requests, whose memory waits meanwhile.
+        A chunk is the part of a step's budget that running requests leave; their memory waits meanwhile.
         """
         chunk_tokens = max(1, view.max_num_batched_tokens - view.num_running)
         num_chunks = math.ceil(num_tokens / chunk_tokens)

@@ -57,7 +57,7 @@ MAX_SAMPLES = 300
 """Samples drawn of a run; more are averaged over equal stretches of time."""
 MAX_STILL_JOBS = 24
 MAX_RIVALS = 3
-"""Names in the caption of those whom winners are compared with."""
+"""Names in the caption of the policies that winners are compared with."""
 
 
 @dataclass(frozen=True)
@@ -629,7 +629,7 @@ def _name_engine(engine: Mapping[str, Any], most: int) -> str:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a count or a time. What a server of others says of itself may be anything."""
+    """Whether it is a count or a time. Another server's figures may be anything."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 

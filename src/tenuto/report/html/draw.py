@@ -54,7 +54,7 @@ KEYS_INCHES = 0.6
 """What the longer one of two short texts needs in a tile."""
 _HATCHES = {"leased": "////", "cached": "---"}
 _TRACES: Mapping[str, tuple[str, float]] = {"host": ("solid", 3.2), "disk": ("dashed", 1.5)}
-"""Dashes and width: the host's line shows behind the disk's where both hold the same."""
+"""Dashes and width: the host's line is visible under the disk's where both hold the same."""
 Which = Literal["x", "y"]
 Legend = dict[str, Artist]
 """The text in place of a label."""

@@ -46,7 +46,7 @@ def run_report(
     trace_events: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Write the page and what else is wanted; prints the verdict. Raises DataError or ConfigError."""
+    """Write the page and the other wanted files, and print the verdict. Raises DataError or ConfigError."""
     say = _Progress()
     report = make_report(read_sources(records))
     with _writing("--out", "cannot write", out):

@@ -250,7 +250,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One picture and what stands around it."""
+    """One picture with its title, caption and notes."""
 
     name: str
     """For files and ids; unique in a report."""

@@ -61,7 +61,7 @@ def group_by_job(turns: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
 
 
 def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | None:
-    """When the turn's tool call was over: the next turn was due; without one, as long as it was to take."""
+    """The end of the turn's tool call: when the next turn was due; without one, its planned time later."""
     if turn.last_token_s is None:
         return None
     if following is not None and following.due_s >= turn.last_token_s:

@@ -33,7 +33,7 @@ class ReportVerdict:
     """Sentences."""
 
     headline: str
-    """Who wins, by how much, at which load, against whom."""
+    """The winner, by how much, at which load, against which policies."""
     splits: tuple[str, ...] = ()
     """Where each policy's difference to stock comes from: one for each policy and setting."""
     places: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
 
 
 def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
-    """Who wins, by how much, at which load, against whom; and whether it is simulated."""
+    """The winner, by how much, at which load, against which policies; and whether it is simulated."""
     if not places:
         text = _describe_no_comparison(groups)
     elif len(places) == 1:

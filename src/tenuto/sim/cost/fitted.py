@@ -338,7 +338,7 @@ def _describe_end(cost: FittedStepCost, out: Path, *, is_written: bool) -> str:
 
 
 def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[str, Any]]:
-    """Each step as it was and as it is fitted; mixed steps too, though they are not fitted to."""
+    """Each measured step and its fitted time; mixed steps too, although the fit does not use them."""
     return [
         {
             **step.batch._asdict(),

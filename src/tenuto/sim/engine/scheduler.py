@@ -9,7 +9,7 @@ until its computed tokens catch up with all it has: running requests first, then
                    what the step computes counts as computed: the next one can be scheduled at once
     finish_step    requests get output and finish ─► their blocks are leased or freed
 
-A step is told below in this order. Requests and the time are in `EngineState`, blocks in `KvCache`, and the
+The parts of a step are below in this order. Requests and the time are in `EngineState`, blocks in `KvCache`, the
 policy is asked through `Driver`. Decisions equal vLLM's step by step (`tests/differential`); the driver is
 asked where `tenuto.vllm.scheduler` asks it. Source: vllm/v1/core/sched/scheduler.py and
 async_scheduler.py@0.32.
@@ -375,7 +375,7 @@ class Scheduler:
             if request is None or not self._has_seat(request, step):
                 break
             if request.num_stale_tokens and not request.drops_stale:
-                # Its output in flight would arrive after tokens that it computes anew.
+                # Its output in flight would arrive after tokens that it computes again.
                 waiting.skip_first()
                 continue
             hit = self.kv.get_hit(request)
@@ -624,7 +624,7 @@ class Scheduler:
     # Preemption: who loses its blocks, and what that does to it.
 
     def _preempt_for_running(self, request: Request, step: Step) -> Request:
-        """Preempt one running request so that another can go on; it may be that request itself."""
+        """Preempt one running request so that another can continue; it may be that request itself."""
         running = self.state.running
         if self._by_priority:
             victim = max(running, key=lambda each: (each.priority, each.arrival_s))

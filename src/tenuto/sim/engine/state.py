@@ -129,7 +129,7 @@ class Load(NamedTuple):
 
     done_s: float
     number: int
-    """Loads are numbered as they begin: of those that end together, the first begun is the first done."""
+    """Loads are numbered in the order of their starts; this is also the order of loads that end together."""
     request: Request
 
 
@@ -159,7 +159,7 @@ class EngineState:
     num_executed_steps: int = 0
     """Steps that had tokens."""
     last_prefill_step: int | None = None
-    """The last of them that computed a part of a prompt."""
+    """The last of these steps that computed a part of a prompt."""
     is_capacity_bound: bool = False
     """Whether requests that may start were left waiting by the last step that started requests."""
 

@@ -190,7 +190,7 @@ class Model:
             num_by_window[window] = num_by_window.get(window, 0) + 1
         smallest, largest = min(num_by_window.values()), max(num_by_window.values())
         size = largest if largest < 1.5 * smallest else smallest
-        # States last: they are a kind of their own, behind windows of any size.
+        # States come last: they are another kind, after windows of any size.
         kinds = sorted(num_by_window.items(), key=lambda kind: math.inf if kind[0] == STATE else kind[0] or 0)
         return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
 

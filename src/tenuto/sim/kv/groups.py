@@ -254,7 +254,7 @@ class AttentionGroup(_Group):
         self._pool.give_back(table.num_blanks)
 
     def _get_seen(self, hit: Hit) -> Row:
-        """Of a hit's blocks those that are still seen from behind what a tier loads."""
+        """The blocks of a hit that the window still needs after a tier's load."""
         row = hit.rows[self._index]
         if not hit.num_loaded_tokens or self.window is None:
             return row
@@ -419,7 +419,7 @@ class StateGroup(_Group):
             self._pool.give_back(1)
 
     def _get_own_end(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """As `tenuto.vllm.compat.groups.FirstCheckpoints`: a chunk's end far enough behind the last."""
+        """As `tenuto.vllm.compat.groups.FirstCheckpoints`: a chunk's end far enough after the last."""
         if self._checkpoint_tokens is None:
             return ()
         num_tokens -= num_tokens % self.block_size

@@ -1,7 +1,7 @@
 """The simulator's block pool: vLLM's prefix cache, without tokens and without single blocks.
 
 *Content.* A sequence is a list of spans. Each span is the beginning of a named text. The tree of segments has
-a node for each span behind the spans before it:
+a node for each span after the spans before it:
 
     root ── system@0 ── job3/task@80 ── job3/out0@92 ── …
                    └─── job4/task@80 ── …
@@ -44,14 +44,14 @@ BlockHash = tuple["Segment", int]
 
 
 class Segment:
-    """One span at its place behind everything before it."""
+    """One span at its place after everything before it."""
 
     __slots__ = ("__weakref__", "_before", "_following", "_name", "copies")
 
     def __init__(self, num_groups: int, before: Segment | None = None, name: str = "") -> None:
         """`name`: the same for the same text, and for no other."""
         self._name = name
-        # What is cached behind a segment is found through it.
+        # Cached content after a segment is found through it.
         self._before = before
         self._following: WeakValueDictionary[tuple[Hashable, int], Segment] = WeakValueDictionary()
         self.copies: tuple[list[Extent], ...] = tuple([] for _ in range(num_groups))

@@ -38,7 +38,7 @@ LARGE_BODY_BYTES = 2**17
 
 
 async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of a request's body, in a thread if the body is large."""
+    """The result of `read` for a request's body, in a thread if the body is large."""
     raw = await http.read()
     return read(raw) if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(read, raw)
 

@@ -153,7 +153,7 @@ class GroupChunks:
         self.num_stored = 0
         """Chunks that were stored, loaded, or passed over for good."""
         self.num_unseen: int | None = None
-        """Blocks that its window had left behind when it started; None before it starts."""
+        """Blocks before its window when it started; None before it starts."""
         self.lost: set[int] = set()
         """Blocks that are not stored, because vLLM takes them for given to others."""
 
@@ -197,7 +197,7 @@ class GroupLayout:
         """The groups as they are asked: full attention, then from the widest window on."""
 
     def find(self, request: Request, num_hit_tokens: int, tiers: GroupedTiers) -> int:
-        """Up to where all layer groups can load behind a hit, in tokens; the hit itself, or less, if nowhere.
+        """Up to where all layer groups can load after a hit, in tokens; the hit itself, or less, if nowhere.
 
         Source: _lookup_complete_chunks. A group may shorten what others found, and then is asked again.
         """
@@ -482,7 +482,7 @@ class GroupedOffloader(Offloader):
         ]
 
     def _is_there(self, request: Request, group: int, block: int) -> bool:
-        """Whether a block is its request's still, or was given back but not to another one."""
+        """Whether a block still belongs to its request, or was freed and has no other owner yet."""
         if block in self._layout.get_chunks(request)[group].lost:
             return False
         if block >= request.tables[group].num_nulls:

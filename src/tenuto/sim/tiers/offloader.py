@@ -184,7 +184,7 @@ class Offloader(ABC):
         self._tell_held(now_s)
 
     def _tell_held(self, now_s: float) -> None:
-        """Tell the driver whose chunks the tiers have more or less of since they were last told."""
+        """Report to the driver how each job's number of chunks in the tiers has changed since last time."""
         for tier in self._all_tiers:
             for owner, num_chunks in tier.order.take_changes().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner

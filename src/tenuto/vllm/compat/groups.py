@@ -68,7 +68,7 @@ def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tu
 
 
 def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_tokens: int) -> list[Any]:
-    """The block behind a hit in one group, if it is cached."""
+    """The block after a hit in one group, if it is cached."""
     # A hash covers all tokens before it, so a larger block has the hash at its end.
     end = (num_tokens // manager.block_size + 1) * manager.block_size // scheduler.hash_block_size
     pool = scheduler.kv_cache_manager.block_pool
@@ -359,7 +359,7 @@ class FirstCheckpoints:
         manager.cache_blocks = cache_blocks
 
     def _get_state(self, manager: Any, request: Any, num_tokens: int) -> tuple[int, ...]:
-        """The end of a chunk of the prompt, if it is far enough behind the latest checkpoint.
+        """The end of a chunk of the prompt, if it is far enough after the latest checkpoint.
 
         A state is there only where a chunk ends. All groups with states are asked in turn.
         """

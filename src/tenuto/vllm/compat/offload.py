@@ -69,7 +69,7 @@ MAX_PENDING_S = 30.0
 """A request waits for a chunk that is on its way at most this long; then it computes it."""
 SHARED_MEMORY = Path("/dev/shm")
 MIN_LEFT_S = 120.0
-"""Age from which a file of shared memory that no process maps counts as left behind."""
+"""Age from which a file of shared memory that no process maps counts as abandoned."""
 ORDER = ("OrderedChunks", __name__)
 """The cache policy that our specs make vLLM's managers use, and its module."""
 
@@ -249,7 +249,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
     # Our own manager calls these.
 
     def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
-        """Give chunks up that do not go behind the present request's, for those of `keys` that are new."""
+        """Evict chunks that rank below the present request's, to make room for the new ones of `keys`."""
         windowed = self.windowed_groups
         needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
         return self.order.make_way(keys, needed, self._use.key, num_free)
@@ -261,7 +261,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         return max((full or groups).values(), default=0)
 
     def take(self, key: Any) -> Any:
-        """The chunk behind a key that left the order."""
+        """The chunk of a key that left the order."""
         return self._chunks.pop(key)
 
     def _keep(self, key: Any, end: int) -> None:
@@ -296,8 +296,8 @@ class _Waits:
 class HostManagerHooks:
     """Put before a host manager of vLLM: what is stored, and what goes for it, follow the policy's order.
 
-    A chunk is stored only behind the chunk that it continues, and only if the chunks that make room for it do
-    not go behind it. So host memory never holds what cannot be hit.
+    A chunk is stored only after the chunk that it continues, and only if the chunks that make room for it do
+    not rank above it. So host memory never holds what cannot be hit.
     """
 
     _policy: Any
@@ -443,7 +443,7 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
         self.prepare_write = self._prepare_write
 
     def _prepare_write(self, keys: Any, req_context: Any) -> Any:
-        """Room for chunks that come from a tier behind; None, as vLLM wants it, if there is none for them."""
+        """Room for chunks that come from a lower tier; None, as vLLM wants it, if there is none for them."""
         found = self._make_room(keys, req_context)
         return found if found is not None and found.keys_to_store else None
 
@@ -473,7 +473,7 @@ def get_copied_chunks(spec: Any) -> Any:
 
 
 class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
-    """A tier behind host memory."""
+    """A tier below host memory."""
 
     @property
     def offloading_config(self) -> Any:
@@ -588,7 +588,7 @@ def _is_mapped(name: str) -> bool:
 
 
 def report_failures() -> None:
-    """Let vLLM's connector tell of loads that failed, as `kv_load_failure_policy` wants it told.
+    """Let vLLM's connector report failed loads, as `kv_load_failure_policy` wants them reported.
 
     The connector itself knows no failures: it stops the engine at the first. A worker that knows of some has
     `take_failed_loads`. The scheduler's side then drops the chunks, or it would load them again and again.
@@ -684,7 +684,7 @@ class ConnectorPort:
         self.host: HostManagerHooks = host
         tiers = getattr(self._manager, "secondary_tiers", ())
         self.disks = [each for each in tiers if hasattr(each, "get_view")]
-        """Our own tiers behind host memory (`tenuto.vllm.tiers.disk`)."""
+        """Tenuto's own tiers below host memory (`tenuto.vllm.tiers.disk`)."""
         self._renews_disks = True
         config = self._scheduler.config
         groups = config.kv_group_configs
@@ -756,7 +756,7 @@ class ConnectorPort:
 
     @contextlib.contextmanager
     def keep_disks(self) -> Iterator[None]:
-        """Meanwhile a reset of the cache leaves our disks as they are."""
+        """In this context, a reset of the cache does not touch Tenuto's disks."""
         self._renews_disks = False
         try:
             yield

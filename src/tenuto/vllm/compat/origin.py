@@ -163,7 +163,7 @@ def _get_weights(model_config: Any, load_config: Any) -> list[str]:
     folder = _find_model(model_config, load_config)
     digest, changed_s = _get_files(folder)
     if changed_s >= _get_start_s():
-        # The weights in memory may be those of before, or those of after.
+        # The weights in memory may be the old ones or the new ones.
         raise UnknownOriginError(f"files of {folder} changed since the engine began to start")
     return [load_format, str(load_config.model_loader_extra_config), digest]
 

@@ -1,1 +1,1 @@
-"""Tiers below the GPU inside vLLM: host memory and disk, behind vLLM's own OffloadingConnector."""
+"""Tiers below the GPU inside vLLM: host memory and disk, through vLLM's own OffloadingConnector."""

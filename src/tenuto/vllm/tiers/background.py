@@ -86,7 +86,7 @@ class LaterStores:
     """The queue of such stores. All blocks in it are referenced."""
 
     def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: where the host's manager finds whose a store is, by its id."""
+        """`uses`: the job of a store by its id, for the host's manager."""
         self._port = port
         self._uses = uses
         self._queue: deque[_Wanted] = deque()
@@ -136,13 +136,13 @@ class LaterStores:
                 self._moving[job_id] = done
 
     def collect(self) -> None:
-        """Give back the blocks whose copies have ended."""
+        """Free the blocks whose copies have ended."""
         if self._moving:
             for job_id in [each for each in self._moving if not self._port.is_moving(each)]:
                 self._give_back(self._moving.pop(job_id))
 
     def cancel(self) -> None:
-        """Give back all blocks at once. Copies that have begun go on, and vLLM guards their blocks."""
+        """Free all blocks at once. Copies that have begun continue, and vLLM guards their blocks."""
         for blocks in self._moving.values():
             self._give_back(blocks)
         self._moving.clear()
@@ -182,7 +182,7 @@ class Prefetch:
     """Which jobs are about to return, and the loads for them; one load at a time."""
 
     def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: where the host's manager finds whose a load is, by its id."""
+        """`uses`: the job of a load by its id, for the host's manager."""
         self._port = port
         self._uses = uses
         self._away: OrderedDict[str, _Away] = OrderedDict()

@@ -1,4 +1,4 @@
-"""A disk behind host memory, as a tier of vLLM's TieringOffloadingSpec.
+"""A disk below host memory, as a tier of vLLM's TieringOffloadingSpec.
 
     FOLDER / engine / what KV depends on / ab / abcdef….kv     one file per chunk: a header, then its bytes
 
@@ -158,7 +158,7 @@ class DiskTier(SecondaryTier):
         self.num_not_written = 0
 
     def open(self, model: str, rank: int, origin: str | None) -> None:
-        """Take up the files whose KV depends on the same, and no others.
+        """Use the files whose KV depends on the same things, and no others.
 
         `model`: the name under which it is served. `rank`: data-parallel. `origin`: the digest of what KV
         depends on, 32 hex digits; None if that is not known, and then nothing of earlier starts is used.

@@ -62,7 +62,7 @@ class HostTier:
         self.num_declined_loads = 0
         self._num_copies = 0
         self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path, a digest of the files
-        self._is_mixed = False  # the GPU may have KV of before a reset
+        self._is_mixed = False  # the GPU may have KV from before a reset
         self._open_disks()
         port.host.asker = self
         port.on_load_question(self._answer_load)
@@ -218,14 +218,14 @@ class HostTier:
         self._tell_held()
 
     def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
-        """A request ended whose client wished chunks to be kept: behind host memory too."""
+        """A request ended whose client wished chunks to be kept: below host memory too."""
         for disk in self._port.disks:
             disk.keep(ends, req_context, use)
 
     # Inside.
 
     def _tell_held(self) -> None:
-        """Tell the driver whose chunks host memory has more or less of since it was last told."""
+        """Report to the driver how each job's number of chunks in host memory has changed since last time."""
         for owner, num_chunks in self._port.host.take_changes().items():
             job_id = owner[0] if isinstance(owner, tuple) else owner
             num_blocks = num_chunks * self._port.blocks_per_chunk
@@ -303,7 +303,7 @@ class HostTier:
             self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
 
     def _has_work(self) -> bool:
-        """Whether an idle engine must go on stepping."""
+        """Whether an idle engine must keep stepping."""
         return len(self.later) > 0 or (self.prefetch is not None and len(self.prefetch) > 0)
 
 
