@@ -25,12 +25,12 @@ An arm is NAME=URL, a server that runs already, or a server that is started here
 stopped afterwards: NAME=vllm is plain vLLM, NAME=policy:POLICY is vLLM with Tenuto's scheduler, and
 NAME=sim:POLICY is a simulated GPU. More than two arms are each compared with the first.
 
-The order turns around from repeat to repeat (A B, B A, …), so that a machine that slows down meets all arms
+The order alternates from repeat to repeat (A B, B A, …), so that a machine that slows down affects all arms
 alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
-throughput). Their geometric mean has a 95 % interval. If the interval holds 1, no difference was seen. Fewer
+throughput). Their geometric mean has a 95 % interval. If the interval includes 1, no difference was seen. Fewer
 than 6 pairs prove nothing, and the verdict says so.
 
-The prefix cache is emptied before each run where the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
+The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
 which servers started here have). The verdict says if it could not be emptied.
 
 Each run is kept when it ends (DIR/runs); the same command, given again, continues there. Ctrl-C gives the

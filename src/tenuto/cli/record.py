@@ -1,4 +1,4 @@
-"""`tenuto record`: write down what agents ask of a server."""
+"""`tenuto record`: record the requests of agents to a server."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ServeOptions(Options):
         above=0,
     )
     disk: str | None = option(
-        None, "keep KV in files in this folder too, behind the host memory", metavar="FOLDER"
+        None, "also keep KV in files in this folder, below host memory", metavar="FOLDER"
     )
     disk_gb: float | None = option(
         None, "most disk space that --disk takes", metavar="GIB", above=0, shown_default="no limit"

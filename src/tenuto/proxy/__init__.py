@@ -1,1 +1,1 @@
-"""Recording what agents ask of a server: a proxy that passes everything through, and what it writes down."""
+"""Records the requests of agents to a server: a proxy that passes everything on, and its recorder."""
