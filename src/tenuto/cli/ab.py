@@ -27,8 +27,8 @@ NAME=sim:POLICY is a simulated GPU. More than two arms are each compared with th
 
 The order alternates from repeat to repeat (A B, B A, …), so that a machine that slows down affects all arms
 alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
-throughput). Their geometric mean has a 95 % interval. If the interval includes 1, no difference was seen. Fewer
-than 6 pairs prove nothing, and the verdict says so.
+throughput). Their geometric mean has a 95 % interval. If the interval includes 1, no difference was seen.
+Fewer than 6 pairs prove nothing, and the verdict says so.
 
 The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
 which servers started here have). The verdict says if it could not be emptied.

@@ -10,8 +10,8 @@ until its computed tokens catch up with all it has: running requests first, then
     finish_step    requests get output and finish ─► their blocks are leased or freed
 
 The parts of a step are below in this order. Requests and the time are in `EngineState`, blocks in `KvCache`.
-The policy is asked through `Driver`. Decisions equal vLLM's step by step (`tests/differential`); the driver is
-asked where `tenuto.vllm.scheduler` asks it. Source: vllm/v1/core/sched/scheduler.py and
+The policy is asked through `Driver`. Decisions equal vLLM's step by step (`tests/differential`); the driver
+is asked where `tenuto.vllm.scheduler` asks it. Source: vllm/v1/core/sched/scheduler.py and
 async_scheduler.py@0.32.
 """
 
