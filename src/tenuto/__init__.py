@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from tenuto.api import Comparison, SimulationResult, check_policy, compare, simulate
     from tenuto.core.errors import ConfigError, DataError, PolicyError, TenutoError
     from tenuto.core.loader import PRESETS, get_policy_names, load_policy
-    from tenuto.core.policy import EngineSettings, Key, Learns, Needs, Oracle, Policy, Reports
+    from tenuto.core.policy import (
+        EngineSettings,
+        Key,
+        Learns,
+        LearnsDecodes,
+        Needs,
+        Oracle,
+        Policy,
+        Reports,
+    )
     from tenuto.core.settings import setting
     from tenuto.core.types import (
         Decision,
+        DecodeSteps,
         EngineView,
         Job,
         Keep,
@@ -42,12 +52,14 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Decision",
+    "DecodeSteps",
     "EngineSettings",
     "EngineView",
     "Job",
     "Keep",
     "Key",
     "Learns",
+    "LearnsDecodes",
     "Lease",
     "LeaseRefusal",
     "LoadOffer",
@@ -80,11 +92,13 @@ _MODULES = {
     "tenuto.api": ("Comparison", "SimulationResult", "check_policy", "compare", "simulate"),
     "tenuto.core.errors": ("ConfigError", "DataError", "PolicyError", "TenutoError"),
     "tenuto.core.loader": ("PRESETS", "get_policy_names", "load_policy"),
-    "tenuto.core.policy": ("EngineSettings", "Key", "Learns", "Needs", "Oracle", "Policy", "Reports"),
+    "tenuto.core.policy": (
+        *("EngineSettings", "Key", "Learns", "LearnsDecodes", "Needs", "Oracle", "Policy", "Reports"),
+    ),
     "tenuto.core.settings": ("setting",),
     "tenuto.core.types": (
-        *("Decision", "EngineView", "Job", "Keep", "Lease", "LeaseRefusal", "LoadOffer", "Offload"),
-        *("Release", "StepView", "TierView", "ToolCall", "Turn", "Yields"),
+        *("Decision", "DecodeSteps", "EngineView", "Job", "Keep", "Lease", "LeaseRefusal", "LoadOffer"),
+        *("Offload", "Release", "StepView", "TierView", "ToolCall", "Turn", "Yields"),
     ),
     "tenuto.workload": ("Workload", "load_workload"),
 }

@@ -44,6 +44,7 @@ from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks, count_computed_tokens, count_lost_tokens, count_missed_tokens
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import (
+    DecodeSteps,
     EngineView,
     LeaseEnd,
     LeaseRefusal,
@@ -427,6 +428,13 @@ class Driver:
             self._step_chooser.observe_step(step)
         if "on_step" in self._caller.heard:
             self._caller.tell("on_step", step)
+
+    def decode(self, steps: DecodeSteps) -> None:
+        """The same of several steps that only decode, one after the other."""
+        if self._step_chooser is not None:
+            self._step_chooser.observe_decodes(steps)
+        if "on_step" in self._caller.heard:
+            self._caller.tell_decodes(steps)
 
     def admit(self, first_id: str | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now; `first_id` is the first parked turn. Call until the list is empty."""

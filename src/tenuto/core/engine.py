@@ -7,11 +7,12 @@ The engine owns the step size, not the policy: it works beside any policy. A pol
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.core.wishes.wish import Wish
 
 
@@ -154,6 +155,9 @@ class StepChooser(Protocol):
     def observe_step(self, step: StepView) -> None:
         """The engine computed a step."""
 
+    def observe_decodes(self, steps: DecodeSteps) -> None:
+        """The same of several steps that only decode, one after the other."""
+
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
         """A turn arrived; this many tokens of its prompt are new to its job."""
 
@@ -211,3 +215,15 @@ class StepClock:
         duration_s = now_s - max(self._ended_s, scheduled_s)
         self._ended_s = now_s
         return StepView(now_s, duration_s, num_tokens, num_requests, is_full)
+
+    def finish_decodes(
+        self, ends_s: Sequence[float], scheduled_s: float, num_requests: int, *, is_full: bool
+    ) -> DecodeSteps:
+        """The same of several steps that only decode: each but the first was scheduled before the last ended.
+
+        `scheduled_s`: when the first was.
+        """
+        first_s = ends_s[0] - max(self._ended_s, scheduled_s)
+        self._ended_s = ends_s[-1]
+        durations_s = [first_s, *map(operator.sub, ends_s[1:], ends_s)]
+        return DecodeSteps(ends_s, durations_s, num_requests, is_full)

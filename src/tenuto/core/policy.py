@@ -16,6 +16,7 @@ from tenuto.core.errors import PolicyError, suggest
 from tenuto.core.settings import setting
 from tenuto.core.types import (
     Decision,
+    DecodeSteps,
     EngineView,
     Job,
     Lease,
@@ -26,7 +27,10 @@ from tenuto.core.types import (
     Turn,
 )
 
-__all__ = ["ANSWERS", "TOLD_HOOKS", "Key", "Learns", "Needs", "Oracle", "Policy", "Reports", "setting"]
+__all__ = [
+    *("ANSWERS", "TOLD_HOOKS", "Key", "Learns", "LearnsDecodes", "Needs", "Oracle", "Policy", "Reports"),
+    "setting",
+]
 
 Key = tuple[float | int | str, ...]
 """A sort key: the smaller key goes first. All keys of one hook have the same length and types."""
@@ -215,6 +219,17 @@ class Learns(ABC):
         """Restore what `get_state` returned in an earlier run. If it raises, nothing has changed."""
 
 
+class LearnsDecodes(ABC):
+    """A policy that is quick to learn from many steps: `class Mine(Policy, LearnsDecodes)`.
+
+    Most of a simulation's steps only decode, in long stretches.
+    """
+
+    @abstractmethod
+    def learn_decodes(self, steps: DecodeSteps) -> None:
+        """Learn, to the last bit, what `on_step` would of each of these steps in turn."""
+
+
 class Reports(ABC):
     """A policy that shows what it learned on `/metrics`: `class Mine(Policy, Reports)`."""
 
@@ -258,15 +273,18 @@ _OF_0_1 = {
 """Names of version 0.1, and what replaced each."""
 
 
+_MIXINS = (Learns, LearnsDecodes, Oracle, Reports)
+
+
 def _check_names(cls: type[Policy]) -> None:
-    mixins = [base for base in (Learns, Oracle, Reports) if issubclass(cls, base)]
+    mixins = [base for base in _MIXINS if issubclass(cls, base)]
     check_hooks(cls, _HOOKS, [name for base in mixins for name in base.__abstractmethods__], _explain)
 
 
 def _explain(name: str) -> str | None:
     if name in _OF_0_1:
         return f"is now {_OF_0_1[name]}"
-    for base in (Learns, Oracle, Reports):
+    for base in _MIXINS:
         if name in base.__abstractmethods__:
             return f"is for policies that also inherit from tenuto.{base.__name__}"
     return None

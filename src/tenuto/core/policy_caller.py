@@ -21,7 +21,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from tenuto.core import types
 from tenuto.core.errors import DataError, PolicyError
-from tenuto.core.policy import ANSWERS, TOLD_HOOKS, Policy, Reports
+from tenuto.core.policy import ANSWERS, TOLD_HOOKS, LearnsDecodes, Policy, Reports
+from tenuto.core.types import DecodeSteps
 
 logger = logging.getLogger("tenuto")
 
@@ -80,6 +81,17 @@ class PolicyCaller:
             getattr(self.policy, hook)(*inputs)
         except Exception as error:
             self._fault(hook, inputs, error)
+
+    def tell_decodes(self, steps: DecodeSteps) -> None:
+        """Tell `on_step` of each step; at once if the policy learns from them at once, and none is logged."""
+        if self.log is not None or not isinstance(self.policy, LearnsDecodes):
+            for step in steps:
+                self.tell("on_step", step)
+            return
+        try:
+            self.policy.learn_decodes(steps)
+        except Exception as error:
+            self._fault("on_step", (steps,), error)
 
     def get_figures(self) -> dict[str, float]:
         """The figures that the policy reports about what it learned; a fault is counted and gives none."""

@@ -6,7 +6,7 @@ All times are in seconds on the engine's own clock, including `now_s`. A view is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Self
@@ -201,6 +201,23 @@ class StepView:
     """Number of requests in the step; a decoding request contributes one token."""
     is_full: bool = False
     """Whether the step used its whole token budget, so that work was left over."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Steps one after the other that were computed, each with one token for the same requests."""
+
+    ends_s: Sequence[float]
+    durations_s: Sequence[float]
+    """As `StepView.duration_s`, of each."""
+    num_requests: int
+    is_full: bool
+
+    def __iter__(self) -> Iterator[StepView]:
+        """Each step."""
+        num = self.num_requests
+        for now_s, duration_s in zip(self.ends_s, self.durations_s, strict=True):
+            yield StepView(now_s, duration_s, num, num, self.is_full)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tenuto.core.engine import PROMPT_WAIT, StepChooser, StepSize, StepTokens, get_prompt_wait
-from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
@@ -117,11 +117,18 @@ class AdaptiveSteps:
         """Learn how long steps take."""
         self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
         self._since_s = min(self._since_s, step.now_s - step.duration_s)
-        elapsed_s = step.now_s - self._now_s
-        if elapsed_s > 0:
-            self._num_prompt_tokens *= math.exp(-elapsed_s / RATE_S)
-            self._now_s = step.now_s
+        self._fade(step.now_s)
         self._num_steps += 1
+
+    def observe_decodes(self, steps: DecodeSteps) -> None:
+        """The same of many steps."""
+        self._times.observe_decodes(steps.durations_s, steps.num_requests)
+        self._since_s = min(self._since_s, steps.ends_s[0] - steps.durations_s[0])
+        if self._num_prompt_tokens:
+            for now_s in steps.ends_s:
+                self._fade(now_s)
+        self._now_s = max(self._now_s, steps.ends_s[-1])
+        self._num_steps += len(steps.ends_s)
 
     def observe_turn(self, turn: Turn) -> None:
         """Learn how many prompt tokens come, and which jobs call tools."""
@@ -141,6 +148,12 @@ class AdaptiveSteps:
         # Where layers have states, prompts are computed in whole blocks, and blocks are large.
         chosen = max(chosen, min(num_decoding + view.block_size, budget))
         return self._add_plain(chosen, view)
+
+    def _fade(self, now_s: float) -> None:
+        elapsed_s = now_s - self._now_s
+        if elapsed_s > 0:
+            self._num_prompt_tokens *= math.exp(-elapsed_s / RATE_S)
+            self._now_s = now_s
 
     def _get_prompt_rate(self) -> float:
         """Prompt tokens a second of turns that finished recently. About as many arrive, or a few more."""

@@ -9,6 +9,8 @@ fit is of the time that prefill adds to a step with the same number of decodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 DECAY = 0.998
 """Factor on a step's weight for each later step: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
@@ -41,6 +43,18 @@ class _Moments:
         self.y = self.y * DECAY + y
         self.xx = self.xx * DECAY + x * x
         self.xy = self.xy * DECAY + x * y
+
+    def observe_each(self, x: float, ys: Iterable[float]) -> None:
+        """The same as observing each y at this x."""
+        weight, sum_x, sum_y, sum_xx, sum_xy = self.weight, self.x, self.y, self.xx, self.xy
+        square = x * x
+        for y in ys:
+            weight = weight * DECAY + 1.0
+            sum_x = sum_x * DECAY + x
+            sum_y = sum_y * DECAY + y
+            sum_xx = sum_xx * DECAY + square
+            sum_xy = sum_xy * DECAY + x * y
+        self.weight, self.x, self.y, self.xx, self.xy = weight, sum_x, sum_y, sum_xx, sum_xy
 
     def try_get_line(self) -> tuple[float, float] | None:
         """Intercept and slope, neither negative; None where all x are alike."""
@@ -128,6 +142,20 @@ class StepTimes:
             self._prefill.observe(num_tokens, duration_s)
             decode_s = self.get_decode_s(num_requests)
             self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s, num_requests)
+
+    def observe_decodes(
+        self, durations_s: Sequence[float], num_requests: int, *, is_full: bool = False
+    ) -> None:
+        """The same as observing each of these steps, which have one token for each request."""
+        full_share = self._full_share
+        if full_share or is_full:
+            for _ in durations_s:
+                full_share += LATEST_STEP_WEIGHT * (is_full - full_share)
+            self._full_share = full_share
+        known_s = durations_s if min(durations_s) > 0 else [each_s for each_s in durations_s if each_s > 0]
+        if known_s:
+            self._lines = self._added_line = None
+            self._decode.observe_each(num_requests, known_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen."""

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tenuto.core.engine import ADAPTIVE
-from tenuto.core.policy import EngineSettings, Key, Learns, Needs, Policy, Reports, setting
+from tenuto.core.policy import EngineSettings, Key, Learns, LearnsDecodes, Needs, Policy, Reports, setting
 from tenuto.core.turn_work import get_work
 from tenuto.core.types import (
     Decision,
+    DecodeSteps,
     EngineView,
     Job,
     Keep,
@@ -46,7 +47,7 @@ MAX_LOOK_UPS = 64
 
 
 @dataclass
-class Tenuto(Policy, Learns, Reports):
+class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     """The five rules at the top of this file. Step times, lengths and tool times are learned.
 
     The engine decides the step size (`--step-tokens`); the driver bounds how long a turn may wait.
@@ -177,6 +178,10 @@ class Tenuto(Policy, Learns, Reports):
     def on_step(self, step: StepView) -> None:
         """Learn how long steps take, and whether they are full."""
         self._steps.observe(step.num_tokens, step.num_requests, step.duration_s, is_full=step.is_full)
+
+    def learn_decodes(self, steps: DecodeSteps) -> None:
+        """The same of many steps."""
+        self._steps.observe_decodes(steps.durations_s, steps.num_requests, is_full=steps.is_full)
 
     def on_tick(self, view: EngineView) -> None:
         """Learn what the engine computes in one step."""

@@ -7,6 +7,7 @@ returns None if the turns do not contain the necessary values.
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
@@ -370,6 +371,18 @@ class Gaps:
         else:
             self._seconds.append(seconds)
             self._counts.append(count)
+
+    def add_between(self, times_s: Sequence[float], count: int) -> None:
+        """Add the gaps between these times, each `count` times."""
+        seconds, counts = self._seconds, self._counts
+        last = seconds[-1] if seconds else None
+        for gap in map(operator.sub, times_s[1:], times_s):
+            if gap == last:
+                counts[-1] += count
+            else:
+                seconds.append(gap)
+                counts.append(count)
+                last = gap
 
     def summarise(self) -> Stats | None:
         """Mean, percentiles and extremes of all gaps, as `metrics.summarise`; None if there is no gap."""

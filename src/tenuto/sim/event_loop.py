@@ -16,12 +16,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tenuto.core.engine import StepClock
-from tenuto.sim.cost.batch import StepBatch, StepCost
+from tenuto.sim.cost.batch import StepCost, price_stretch
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.kv.request import Request
@@ -30,6 +31,8 @@ ENDS, SENDS, STARTS = 0, 1, 2
 """At one moment, steps end first, then turns are sent, then steps are scheduled."""
 MAX_PLANNED_STEPS = 64
 """A turn may come before a planned stretch has ended; then the rest was planned for nothing."""
+FIRST_PRICED, MOST_PRICED = 16, 1024
+"""Steps of a stretch that are priced at once: what is priced beyond its end is for nothing."""
 
 
 class Wake(NamedTuple):
@@ -280,59 +283,85 @@ class SteppedEngine:
         if num_steps < 2:  # not worth a stretch
             return False
         until_s = min(horizon_s, self._get_limit_s())
-        num_run = self._run_stretch(num_steps, until_s, self._get_quiet_costs())
+        num_run = self._run_stretch(num_steps, until_s)
         if plans and num_run < num_steps and self.now_s >= horizon_s:
-            num_planned = min(num_steps - num_run, MAX_PLANNED_STEPS)
-            self._stretch = list(itertools.islice(self._get_quiet_costs(), num_planned))
+            self._stretch = self._price(0, min(num_steps - num_run, MAX_PLANNED_STEPS))
             del self._stretch[self._walk_stretch()[0] :]
         return num_run > 0 or bool(self._stretch)
 
-    def _get_quiet_costs(self) -> Iterator[float]:
-        """Seconds of each step of a quiet stretch, one after the other."""
+    def _price(self, first: int, num_steps: int) -> list[float]:
+        """Seconds of each of so many quiet steps, from number `first` of those to come."""
         running = self.scheduler.state.running
-        num_context_tokens = sum(request.num_computed_tokens for request in running)
-        while True:
-            yield self._step_cost.seconds(StepBatch(0, 0, 0, 0.0, len(running), num_context_tokens))
-            num_context_tokens += len(running)
+        num_context_tokens = sum(request.num_computed_tokens for request in running) + first * len(running)
+        return price_stretch(self._step_cost, len(running), num_context_tokens, num_steps)
 
     def _get_limit_s(self) -> float:
         """The time of the next event other than a step."""
         event_s, tick_s = self.scheduler.get_next_event_s(), self.scheduler.driver.get_next_tick_s()
         return tick_s if event_s is None else min(event_s, tick_s)
 
-    def _run_stretch(self, num_quiet_steps: int, until_s: float, costs: Iterator[float]) -> int:
-        """Advance by quiet steps, with these costs, until `until_s` at least. Returns how many there were."""
+    def _run_stretch(self, num_quiet_steps: int, until_s: float, costs_s: Sequence[float] = ()) -> int:
+        """Advance by quiet steps until `until_s` at least. Returns how many there were.
+
+        `costs_s`: seconds of each, if they are known.
+
+            ends_s    │ before │ quiet steps ……… │      before: of the steps in flight
+                        ●        ●   ●   ●   ●          with two in flight, each step is scheduled
+                              ↑   ↑   ↑   ↑             when the last but one ends
+        """
         if self.now_s >= until_s:
             return 0
         assert self._last_step is not None
-        scheduler, in_flight, ends_s = self.scheduler, self._in_flight, list[float]()
-        depth, driver = scheduler.config.max_steps_in_flight, scheduler.driver
-        tells_steps = driver.hears_steps
-        # The steps are taken to be as full as the last one: a policy that bounds steps sees no new reason.
-        running = scheduler.state.running
-        quiet_step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in running})
-        size, is_full, finish = len(running), quiet_step.budget == 0, self._step_clock.finish
-        before_s = max(self.now_s, self._last_end_s)
-        num_steps, now_s, last_end_s = 0, self.now_s, self._last_end_s
-        while num_steps < num_quiet_steps and now_s < until_s:
-            last_end_s = max(now_s, last_end_s) + next(costs)
-            in_flight.append((quiet_step, now_s, last_end_s))
-            if len(in_flight) == depth:
-                step, scheduled_s, now_s = in_flight.popleft()
-                ends_s.append(now_s)
-                if tells_steps and step is quiet_step:
-                    # As `_tell_step`, without counting: most steps are reported here.
-                    driver.step(finish(now_s, scheduled_s, size, size, is_full=is_full))
-                elif tells_steps:
-                    self._tell_step(step, scheduled_s, now_s)
-            num_steps += 1
-        self.now_s, self._last_end_s = now_s, last_end_s
-        self.busy_s += last_end_s - before_s
+        scheduler, in_flight = self.scheduler, self._in_flight
+        num_before, num_beside = len(in_flight), scheduler.config.max_steps_in_flight - 1
+        begin_s = max(self.now_s, self._last_end_s)
+        ends_s = [end_s for _, _, end_s in in_flight]
+        if costs_s:
+            ends_s += _add_up(begin_s, costs_s)
+        else:
+            self._price_until(ends_s, begin_s, num_quiet_steps, until_s)
+        # The first that would be scheduled at `until_s` or later is not.
+        num_steps = min(num_quiet_steps, bisect_left(ends_s, until_s) + 1 + num_beside - num_before)
+        del ends_s[num_before + num_steps :]
+        num_ended = max(0, len(ends_s) - num_beside)
+        scheduled_s = [self.now_s] * (1 + num_beside - num_before) + ends_s
+        # They are taken to be as full as the last one: a policy that bounds steps sees no new reason.
+        step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in scheduler.state.running})
+        ended = [in_flight.popleft() for _ in range(min(num_before, num_ended))]
+        first = num_ended - len(ended)
+        for number in range(first, num_steps):
+            in_flight.append((step, scheduled_s[number], ends_s[num_before + number]))
+        if scheduler.driver.hears_steps:
+            for each in ended:
+                self._tell_step(*each)
+            if first:
+                told_s, is_full = ends_s[num_before:num_ended], step.budget == 0
+                scheduler.driver.decode(
+                    self._step_clock.finish_decodes(
+                        told_s, scheduled_s[0], len(step.num_tokens), is_full=is_full
+                    )
+                )
+        self.busy_s += ends_s[-1] - begin_s
         self.num_steps += num_steps
+        self._last_end_s = ends_s[-1]
+        del ends_s[num_ended:]
         if ends_s:
+            self.now_s = ends_s[-1]
             self._listener.on_quiet_steps(self, ends_s)
         scheduler.run_quiet_steps(num_steps)
         return num_steps
+
+    def _price_until(self, ends_s: list[float], begin_s: float, num_steps: int, until_s: float) -> None:
+        """Append the ends of quiet steps from `begin_s` on: all, or so many that one is scheduled in time."""
+        num_beside, num_priced, num_next = self.scheduler.config.max_steps_in_flight - 1, 0, FIRST_PRICED
+        while num_priced < num_steps:
+            costs_s = self._price(num_priced, min(num_next, num_steps - num_priced))
+            ends_s += _add_up(begin_s, costs_s)
+            num_priced, begin_s = num_priced + len(costs_s), ends_s[-1]
+            if num_priced > num_beside and ends_s[-1 - num_beside] >= until_s:
+                return
+            num_left = (until_s - begin_s) / costs_s[-1] if costs_s[-1] > 0 else MOST_PRICED
+            num_next = math.ceil(min(max(num_left + num_beside + 1, FIRST_PRICED), MOST_PRICED))
 
     def _walk_stretch(self) -> tuple[int, float]:
         """How many of the planned steps there will be if nothing comes, and the time after them."""
@@ -354,4 +383,11 @@ class SteppedEngine:
     def _end_stretch(self, now_s: float) -> None:
         """Carry out the planned stretch, its steps that start before `now_s`."""
         costs_s, self._stretch = self._stretch, []
-        self._run_stretch(len(costs_s), min(now_s, self._get_limit_s()), iter(costs_s))
+        self._run_stretch(len(costs_s), min(now_s, self._get_limit_s()), costs_s)
+
+
+def _add_up(begin_s: float, costs_s: Sequence[float]) -> Iterator[float]:
+    """When each of some steps ends, one after the other."""
+    ends_s = itertools.accumulate(costs_s, initial=begin_s)
+    next(ends_s)
+    return ends_s

@@ -314,6 +314,4 @@ class Simulation:
         for turn in turns:
             self.gaps.add(before_s - turn.last_token_s)
             turn.last_token_s = last_s
-        for end_s in ends_s[1:]:
-            self.gaps.add(end_s - before_s, len(turns))
-            before_s = end_s
+        self.gaps.add_between(ends_s, len(turns))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -61,6 +62,30 @@ class StepCost(Protocol):
         ...
 
 
+class StretchCost(ABC):
+    """A step cost that prices a stretch of steps at once. Most of all steps are in one."""
+
+    @abstractmethod
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """As `price_stretch`, to the last bit what `seconds` says of each step."""
+
+
+def price_stretch(cost: StepCost, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+    """Seconds of each of some steps that decode for the same requests, one after the other.
+
+    Args:
+        cost: the step cost; one that is no `StretchCost` is asked step by step.
+        num_decodes: how many requests.
+        num_context_tokens: the sum of their contexts in the first step; each step adds one token to each.
+        num_steps: how many steps.
+    """
+    if isinstance(cost, StretchCost):
+        return cost.price_stretch(num_decodes, num_context_tokens, num_steps)
+    stop = num_context_tokens + num_steps * num_decodes
+    contexts = range(num_context_tokens, stop, num_decodes)
+    return [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
+
+
 @dataclass(frozen=True)
 class HostOverhead:
     """CPU time of one engine step: scheduling, input preparation, sampling, handing over outputs.
@@ -94,7 +119,7 @@ PREFILL_SCALE = 1.1
 DECODE_SCALE = 1.08
 
 
-class HostedStepCost:
+class HostedStepCost(StretchCost):
     """The step of a whole model, host time included, from the sum of its operators."""
 
     def __init__(self, gpu_cost: StepCost, host: HostOverhead) -> None:
@@ -110,9 +135,17 @@ class HostedStepCost:
         host_s = self.host.per_step_s + self.host.per_request_s * num_requests
         return max(gpu_s, host_s) if self.host.overlapped else gpu_s + host_s
 
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """See `StretchCost`."""
+        scale, host_s = DECODE_SCALE, self.host.per_step_s + self.host.per_request_s * num_decodes
+        gpu_s = price_stretch(self.gpu_cost, num_decodes, num_context_tokens, num_steps)
+        if self.host.overlapped:
+            return [own_s if (own_s := each_s * scale) > host_s else host_s for each_s in gpu_s]
+        return [each_s * scale + host_s for each_s in gpu_s]
+
 
 @dataclass(frozen=True)
-class ScaledStepCost:
+class ScaledStepCost(StretchCost):
     """Another step cost, with every step longer or shorter by one factor."""
 
     step_cost: StepCost
@@ -121,6 +154,11 @@ class ScaledStepCost:
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step."""
         return self.step_cost.seconds(batch) * self.factor
+
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """See `StretchCost`."""
+        times_s = price_stretch(self.step_cost, num_decodes, num_context_tokens, num_steps)
+        return [each_s * self.factor for each_s in times_s]
 
 
 def split_prompt(num_tokens: int, max_step_tokens: int, num_cached: int = 0) -> Iterator[StepBatch]:
@@ -166,7 +204,7 @@ class PartedCost(Protocol):
         ...
 
 
-class MixedStepCost:
+class MixedStepCost(StretchCost):
     """Step times under a variant's assumptions: GPU work alone, `HostedStepCost` adds the host.
 
     The operator tables time each kernel alone, so a mixed step is priced as the sum of its parts. No public
@@ -200,6 +238,10 @@ class MixedStepCost:
             + SERIAL_ATTENTION * parts.decode_attention_s
             + self._fixed_s
         )
+
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """See `StretchCost`."""
+        return price_stretch(self._cost, num_decodes, num_context_tokens, num_steps)
 
 
 def split_variant(name: str | None) -> tuple[str | None, Variant | None]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import StepBatch, StepParts
+from tenuto.sim.cost.batch import StepBatch, StepParts, StretchCost
 from tenuto.sim.hardware.gpus import GPUS, Gpu
 from tenuto.sim.hardware.models import Model
 
@@ -51,7 +51,7 @@ class OperatorTables(Protocol):
         ...
 
 
-class TableStepCost:
+class TableStepCost(StretchCost):
     """Step times interpolated from operator tables: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, tables: OperatorTables) -> None:
@@ -72,13 +72,7 @@ class TableStepCost:
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
             return StepParts(0.0, 0.0, 0.0)
-        linear_s = self._linear_s.get(num_tokens)
-        if linear_s is None:
-            linear_s = self._linear_s[num_tokens] = self._tables.linear_s(num_tokens)
-        num_requests = batch.num_prefills + batch.num_decodes
-        head_s = self._head_s.get(num_requests)
-        if head_s is None:
-            head_s = self._head_s[num_requests] = self._tables.head_s(num_requests)
+        others_s = self._get_others_s(num_tokens, batch.num_prefills + batch.num_decodes)
         prefill_s = decode_s = 0.0
         if batch.num_prefills:
             num_cached = batch.num_prefill_tokens + batch.num_prefill_context_tokens
@@ -88,7 +82,23 @@ class TableStepCost:
             decode_s = self._decode_curve(batch.num_decodes).at(
                 batch.num_decode_context_tokens / batch.num_decodes
             )
-        return StepParts(linear_s + head_s, prefill_s, decode_s)
+        return StepParts(others_s, prefill_s, decode_s)
+
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """See `StretchCost`."""
+        others_s = self._get_others_s(num_decodes, num_decodes)
+        attention_s = self._decode_curve(num_decodes).at_each(num_decodes, num_context_tokens, num_steps)
+        return [others_s + each_s for each_s in attention_s]
+
+    def _get_others_s(self, num_tokens: int, num_requests: int) -> float:
+        """Everything but attention."""
+        linear_s = self._linear_s.get(num_tokens)
+        if linear_s is None:
+            linear_s = self._linear_s[num_tokens] = self._tables.linear_s(num_tokens)
+        head_s = self._head_s.get(num_requests)
+        if head_s is None:
+            head_s = self._head_s[num_requests] = self._tables.head_s(num_requests)
+        return linear_s + head_s
 
     def _prefill_curve(self, num_chunks: int) -> _Curve:
         curve = self._prefill_s_per_pair.get(num_chunks)
@@ -129,6 +139,25 @@ class _Curve:
     def __init__(self, read: Callable[[int], float]) -> None:
         self._read = read
         self._values: list[float | None] = [None] * len(LENGTHS)
+
+    def at_each(self, num: int, total: int, num_steps: int) -> list[float]:
+        """At the mean of so many lengths, of this sum, and after each step, which adds 1 to each length."""
+        values: list[float] = []
+        stop = total + num_steps * num
+        while total < stop:
+            if total < num:
+                values.append(self.at(total / num))
+                total += num
+                continue
+            i = min(bisect_right(LENGTHS, total / num) - 1, len(LENGTHS) - 2)
+            left, start, end = self._value(i), LENGTHS[i], LENGTHS[i + 1]
+            rise, width = self._value(i + 1) - left, end - start
+            # Up to where the next part of the curve begins.
+            last = stop if i == len(LENGTHS) - 2 else min(stop, end * num)
+            part = range(total, last, num)
+            values += [left + rise * (each / num - start) / width for each in part]
+            total = part[-1] + num
+        return values
 
     def at(self, length: float) -> float:
         i = min(max(bisect_right(LENGTHS, length) - 1, 0), len(LENGTHS) - 2)
