@@ -391,6 +391,11 @@ class Driver:
             self._apply(event)
         return self._engine.get_num_free_blocks() - num_free_before
 
+    def refuses_steadily(self, turn_id: str, now_s: float) -> bool:
+        """Whether leases give a waiting turn nothing, however often it asks, while steps only decode."""
+        turn = self._turns.get(turn_id)
+        return turn is not None and self._retention.refuses_steadily(turn, now_s)
+
     def settle(self) -> None:
         """Reorder the waiting turns whose lease was reclaimed.
 

@@ -742,6 +742,20 @@ class Retention:
                 yield self._shrink(lease, num_blocks - num_freed, taken_by, now_s)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
 
+    def refuses_steadily(self, turn: TurnState, now_s: float) -> bool:
+        """Whether `reclaim` frees nothing for a waiting turn, now and in each step that only decodes.
+
+        False if in doubt. Until the next deadline, and the next turn that has waited too long.
+        """
+        if len(self.pins) or not self._caller.refuses_steadily:
+            return False
+        lease = self.get_claimed(turn)
+        spare = None if lease is None else lease.job_id
+        return all(
+            self._yielding.choose(yields, spare, turn, now_s, stalled=False) is None
+            for yields in self._yielding.get_kinds()
+        )
+
     # Inside.
 
     def _make_room(

@@ -78,6 +78,12 @@ class Needs:
 
     Each turn costs one cache look-up; see `Policy.wants_hits`.
     """
+    steady_reclaim: bool = False
+    """Whether `may_reclaim` answers the same question alike until a turn comes, starts or ends, or `on_tick`.
+
+    So it reads no times and no free memory, and learns nothing for it from steps that only decode. Then the
+    simulator passes over the steps in which it would be asked again.
+    """
     commands: bool = False
     """Whether the policy reads `ToolCall.command`.
 

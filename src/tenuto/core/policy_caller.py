@@ -56,6 +56,14 @@ class PolicyCaller:
         """How many hook calls have failed so far."""
         return self.faults.total()
 
+    @property
+    def refuses_steadily(self) -> bool:
+        """Whether a lease that may not be reclaimed need not be asked for in each step.
+
+        In a log each answer stands, so that it can be replayed.
+        """
+        return self.log is None and self.policy.needs.steady_reclaim
+
     def ask(self, hook: str, *inputs: Any) -> Any:
         """The policy's answer to an asked hook, or stock's if it faults. Raises PolicyError if strict."""
         try:

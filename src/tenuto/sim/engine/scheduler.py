@@ -893,7 +893,12 @@ class Scheduler:
         ):
             # A lease could be shortened while something runs.
             num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
-        return num_missing <= num_reclaimable
+        if not 0 < num_missing <= num_reclaimable:
+            return num_missing <= 0
+        # With whole prompts, a turn needs as many blocks whether it loads or not.
+        takes_whole = self.offloader is None or self.offloader.takes_whole_prompts
+        is_whole = takes_whole and self.config.kv.reserve_full_sequence
+        return not (is_whole and driver.refuses_steadily(request.turn_id, self.state.now_s))
 
 
 def _get_priority_key(request: Request) -> Key:
