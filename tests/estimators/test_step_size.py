@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
 from tenuto.core.engine import StepSize, get_prompt_wait
-from tenuto.core.types import EngineView, Job, StepView, ToolCall, Turn
+from tenuto.core.types import DecodeSteps, EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
@@ -189,3 +190,22 @@ def test_a_step_has_room_for_a_block_of_a_prompt_beside_those_who_decode() -> No
     block_size = usual.num_tokens + 100
     assert chooser.choose(dataclasses.replace(view, block_size=block_size)) == StepSize(block_size + 9)
     assert chooser.choose(dataclasses.replace(view, block_size=10_000)) == StepSize(8192)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_stretch_of_decodes_teaches_what_its_steps_do(is_full: bool) -> None:
+    stepped, told = make_chooser(), make_chooser()
+    stepped_times, told_times = make_times(), make_times()
+    for chooser in (stepped, told):
+        chooser.observe_turn(make_turn("t", 1000))
+    # A step of no time, as a clock that stands still gives it, teaches nothing.
+    ends_s = [5.0, 5.0, *(5.0 + 0.1 * n / 3 for n in range(1, 200))]
+    durations_s = [0.5, *(end_s - before_s for before_s, end_s in itertools.pairwise(ends_s))]
+    steps = DecodeSteps(ends_s, durations_s, 12, is_full)
+    for step in steps:
+        stepped.observe_step(step)
+        stepped_times.observe(step.num_tokens, step.num_requests, step.duration_s, is_full=is_full)
+    told.observe_decodes(steps)
+    told_times.observe_decodes(durations_s, 12, is_full=is_full)
+    assert repr(told) == repr(stepped)
+    assert repr(told_times) == repr(stepped_times)

@@ -7,17 +7,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tenuto.core.policy import Key, Needs, Policy
+from tenuto.core.policy import Key, LearnsDecodes, Needs, Policy
 from tenuto.core.requests import Hints
-from tenuto.core.types import EngineView, StepView, Turn
+from tenuto.core.types import Decision, DecodeSteps, EngineView, Keep, Lease, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.config import KvConfig
 from tenuto.sim.kv.request import Request
+from tenuto.sim.run import prepare
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
 from tests.sim.test_scheduler import make_request, make_scheduler, run, step
@@ -282,6 +285,59 @@ def test_skipping_quiet_stretches_tells_the_same(depth: int, num_blocks: int) ->
         after.now_s - after.duration_s >= before.now_s - 1e-9
         for before, after in zip(skipped.steps, skipped.steps[1:], strict=False)
     )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_policy_that_learns_stretches_is_told_of_the_same_steps(depth: int) -> None:
+    @dataclass
+    class Quick(Watching, LearnsDecodes):
+        def learn_decodes(self, steps: DecodeSteps) -> None:
+            assert steps.num_requests > 0
+            self.steps += steps
+
+    jobs = load_workload("ab8", jps=1, window_s=4).jobs
+    told, quick = Watching(), Quick()
+    for policy in (told, quick):
+        simulate(policy, jobs, depth=depth)
+    assert quick.steps == told.steps
+
+
+@pytest.mark.parametrize("is_steady", [False, True])
+def test_refused_leases_are_asked_for_in_each_step_unless_the_policy_is_steady(is_steady: bool) -> None:
+    @dataclass
+    class Holding(Policy):
+        needs: ClassVar[Needs] = Needs(steady_reclaim=is_steady)
+        num_asked: int = field(init=False, default=0)
+
+        def retain(self, turn: Turn, view: EngineView) -> Decision:
+            return Keep(view.now_s + 30.0)
+
+        def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
+            self.num_asked += 1
+            return lease.turn.job.job_id > turn.job.job_id
+
+    jobs = load_workload("ab8", jps=2, window_s=4).jobs
+    stepped, skipped = Holding(), Holding()
+    records, _ = simulate(stepped, jobs, depth=2, num_blocks=2500, skips=False)
+    again, _ = simulate(skipped, jobs, depth=2, num_blocks=2500)
+    assert again == records
+    assert stepped.num_asked > 100
+    if is_steady:
+        assert skipped.num_asked < 0.8 * stepped.num_asked
+    else:
+        assert skipped.num_asked == stepped.num_asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_tokens", [30_000, 60_000])
+def test_skipping_changes_nothing_with_the_default_policy(kv_tokens: int) -> None:
+    setup = Setup(policy="tenuto", step_cost="roofline", kv_tokens=kv_tokens, host_gb=4.0)
+    found = []
+    for skips in (False, True):
+        prepared = prepare(setup, LoadOptions(workload="ab8", jps=2.0, window_s=15.0))
+        prepared.simulation.engines[0].fast_forwards = skips
+        found.append((prepared.simulation.run(), repr(prepared.machine.policy)))
+    assert found[0] == found[1]
 
 
 def test_a_policy_that_does_not_listen_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

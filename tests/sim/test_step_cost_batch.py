@@ -2,7 +2,13 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.cost import default_backend, load_step_cost, tables
-from tenuto.sim.cost.batch import HostedStepCost, HostOverhead, StepBatch
+from tenuto.sim.cost.batch import (
+    HostedStepCost,
+    HostOverhead,
+    ScaledStepCost,
+    StepBatch,
+    price_stretch,
+)
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import load_model
 
@@ -92,3 +98,21 @@ def test_a_missing_or_other_package_version_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(tables, "installed_version", lambda: None)
     with pytest.raises(ConfigError, match=r"need aiconfigurator-core==0\.12\.0, not None"):
         tables.AiconfiguratorTables(GPUS["H200"], load_model("llama-3.1-8b"), 1)
+
+
+class GrowingSteps:
+    """A GPU whose steps grow with the contexts of their decodes."""
+
+    def seconds(self, batch: StepBatch) -> float:
+        return 0.010 + 1e-7 * batch.num_decode_context_tokens
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize("num_decodes", [1, 7, 400])
+def test_a_stretch_is_priced_as_its_steps(num_decodes: int, overlapped: bool) -> None:
+    host = HostOverhead(per_step_s=0.003, per_request_s=20e-6, overlapped=overlapped)
+    cost = ScaledStepCost(HostedStepCost(GrowingSteps(), host), 1.1)
+    contexts = range(5000, 5000 + 40 * num_decodes, num_decodes)
+    steps = [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
+    assert price_stretch(cost, num_decodes, 5000, 40) == steps
+    assert steps == sorted(steps)

@@ -285,3 +285,11 @@ def test_what_the_tables_lack_is_an_error_that_names_the_way_out(gpu: str, name:
         ConfigError, match=f"no measured tables for {name} on {gpu}, tp 1; choose the roofline: "
     ):
         load_table_step_cost(GPUS[gpu], load_model(name), 1)
+
+
+@pytest.mark.parametrize(("num_decodes", "num_context_tokens"), [(1, 1), (3, 1), (7, 6_000), (5, 5_000_000)])
+def test_a_stretch_of_decodes_is_priced_as_its_steps(num_decodes: int, num_context_tokens: int) -> None:
+    cost = TableStepCost(SimpleTables())
+    contexts = [num_context_tokens + number * num_decodes for number in range(3000)]
+    steps = [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
+    assert cost.price_stretch(num_decodes, num_context_tokens, 3000) == steps
