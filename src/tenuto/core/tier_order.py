@@ -208,10 +208,7 @@ class TierOrder:
                 new.append(chunk)
                 spared.add(before)
             present.add(chunk)
-        gone: list[Hashable] = []
-        num_short = len(new) - num_free
-        while len(gone) < num_short and (first := self.pop_first(key, spared)) is not None:
-            gone.append(first)
+        gone = self._pop_firsts(len(new) - num_free, key, spared)
         num_new = min(len(new), num_free + len(gone))
         return Way(new[:num_new], gone, len(new) - num_new)
 
@@ -220,28 +217,20 @@ class TierOrder:
 
         `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.
         """
-        chosen = self._find_first(up_to, spared)
-        if chosen is not None:
-            self.remove(chosen)
-        return chosen
+        return next(iter(self._pop_firsts(1, up_to, spared)), None)
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
         """Remove and return the first `number` chunks; None, and all stay, if fewer may go.
 
         Kept chunks (`keep`) lose this state: call it only where no client's wish counts.
         """
-        gone: list[tuple[Hashable, _Chunk]] = []
-        while len(gone) < number:
-            chunk = self._find_first(None, spared)
-            if chunk is None:
-                for each, found in reversed(gone):
-                    self.put(
-                        each, found.before, found.rank, owner=found.owner, needs_before=found.needs_before
-                    )
-                return None
-            gone.append((chunk, self._chunks[chunk]))
-            self.remove(chunk)
-        return [chunk for chunk, _ in gone]
+        removed: list[_Chunk] = []
+        gone = self._pop_firsts(number, None, spared, removed)
+        if len(gone) >= number:
+            return gone
+        for chunk, found in zip(reversed(gone), reversed(removed), strict=True):
+            self.put(chunk, found.before, found.rank, owner=found.owner, needs_before=found.needs_before)
+        return None
 
     def drop(self, owner: Hashable) -> list[Hashable]:
         """Remove what nobody but this owner used, from the end of its sequence backwards; returns the chunks.
@@ -303,27 +292,36 @@ class TierOrder:
         if owner is not None:
             self._changes[owner] = self._changes.get(owner, 0) + change
 
-    def _find_first(self, up_to: Key | None, spared: Container[Hashable]) -> Hashable | None:
-        """Take the first chunk that may go out of the heap, other than `spared`; None if there is none."""
+    def _pop_firsts(
+        self,
+        number: int,
+        up_to: Key | None,
+        spared: Container[Hashable],
+        removed: list[_Chunk] | None = None,
+    ) -> list[Hashable]:
+        """Remove and return the chunks that go first: so many, or as many as may go. See `pop_first`.
+
+        `removed`: gets what was known of them.
+        """
+        gone: list[Hashable] = []
         passed: list[tuple[bool, Rank, int, Hashable]] = []
-        chosen: Hashable | None = None
-        while self._heap:
+        while len(gone) < number and self._heap:
             entry = self._heap[0]
-            chunk = entry[3]
-            if not self._is_current(entry):
-                heapq.heappop(self._heap)
-                continue
-            if up_to is not None and entry[1][0] > up_to:
+            is_current = self._is_current(entry)
+            if is_current and up_to is not None and entry[1][0] > up_to:
                 break
             heapq.heappop(self._heap)
-            if chunk in spared:
+            chunk = entry[3]
+            if is_current and chunk in spared:
                 passed.append(entry)
-                continue
-            chosen = chunk
-            break
+            elif is_current:
+                gone.append(chunk)
+                if removed is not None:
+                    removed.append(self._chunks[chunk])
+                self.remove(chunk)
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return chosen
+        return gone
 
     def _leave(self, found: _Chunk) -> bool:
         """A chunk is gone; whether nothing continues the chunk before it any more."""
