@@ -114,10 +114,10 @@ class Engine(Protocol):
 
 ADAPTIVE = "adaptive"
 """Before each step, a `StepChooser` chooses the number of tokens."""
-PROMPT_WAIT = 1.5
+PROMPT_WAIT = 1.1
 """How many times as long prompts may wait under adaptive steps as with the engine's whole budget."""
 StepTokens = str | int
-"""The most tokens of a step: "adaptive", "adaptive:1.5" with another `PROMPT_WAIT`, or always the same."""
+"""The most tokens of a step: "adaptive", "adaptive:3" with another `PROMPT_WAIT`, or always the same."""
 
 
 def get_prompt_wait(step_tokens: StepTokens | None) -> float | None:

@@ -89,7 +89,7 @@ def choose_step_tokens(
 class AdaptiveSteps:
     """Chooses the token count of each step from the steps and turns of its engine, beside any policy.
 
-    `--step-tokens adaptive`, or `adaptive:1.5` for another `prompt_wait`.
+    `--step-tokens adaptive`, or `adaptive:3` for another `prompt_wait`.
     """
 
     prompt_wait: float = PROMPT_WAIT

@@ -111,7 +111,7 @@ class Setup(Options):
     step_tokens: StepTokens | None = option(
         None,
         "most tokens in a step, within that budget: a number, or adaptive, which chooses it for each step; "
-        "adaptive:X lets prompts wait X times as long as with the whole budget (1.5)",
+        "adaptive:X lets prompts wait X times as long as with the whole budget (1.1)",
         metavar="adaptive[:X]|N",
         read=read_step_tokens,
         shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",

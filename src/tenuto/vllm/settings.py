@@ -39,7 +39,7 @@ class Settings:
     step_tokens: str | int | None = setting(
         None,
         "most tokens in a step: a number within vLLM's budget, or adaptive; adaptive:X lets prompts wait X "
-        "times as long as with vLLM's whole budget (1.5); unset: what the policy wants",
+        "times as long as with vLLM's whole budget (1.1); unset: what the policy wants",
     )
     offload: str | None = setting(
         None,
