@@ -266,7 +266,7 @@ def test_forced_formats(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("regex:[", "is no regular expression"),
+        ("regex:[", "is not a regular expression"),
         ("regex:", "is empty"),
         ("nowhere.json", "wants json, regex:PATTERN or a file"),
     ],

@@ -54,7 +54,7 @@ class ReportOptions(Options):
     out: Path = option(Path("report.html"), "the page")
     figures: Path | None = option(None, "write every picture there, as PNG and SVG", metavar="DIR")
     trace_events: Path | None = option(None, "write the turns as Chrome trace events, for Perfetto")
-    as_json: bool = option(False, "print what came out as JSON instead of text", flag="--json")
+    as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
 
 
 def run(given: Given) -> int:

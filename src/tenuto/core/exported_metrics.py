@@ -1,7 +1,7 @@
 """The metrics of a driver on `/metrics`: of vLLM with Tenuto, and of the simulated server.
 
-One row says a metric's name, kind, help and labels, and where its value is. Each exporter makes of that what
-its page needs.
+One row has a metric's name, kind, help and labels, and says where its value is. Each exporter makes the lines
+of its page from the rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OWN_NAMES = {NOBODY, UNVERIFIED}
 """The names of tenants that no client has."""
 
 Value = float | Mapping[Any, float]
-"""A number; of a metric with labels one for each value of its label, or for each tuple of several labels'."""
+"""A number. A metric with labels has one for each value of its label, or for each tuple of labels."""
 
 
 class Metric(NamedTuple):
-    """One metric. `read` takes what its table says, and returns the value now."""
+    """One metric. `read` takes the object of its table, and returns the present value."""
 
     kind: Literal["gauge", "counter"]
     name: str
@@ -95,7 +95,7 @@ LEASES = (
     Metric(
         "counter",
         "malformed_wishes",
-        "Cache wishes that make no sense and were ignored{}, by dialect.",
+        "Malformed cache wishes, which were ignored{}, by dialect.",
         lambda of: {**dict.fromkeys(DIALECTS, 0), **of.stats.num_malformed_wishes},
         ("dialect",),
     ),
@@ -124,7 +124,7 @@ LEASES = (
         lambda of: of.stats.num_overdue_turns,
     ),
 )
-"""What becomes of leases; the help has a place for what holds of all of them."""
+"""What becomes of leases; `{}` in the help is a place for a note on all of them."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,10 @@ DRIVER = (
     Metric(
         "counter",
         "prefixes_demoted",
-        "Pinned prefixes that were given up again.",
+        "Pinned prefixes that were unpinned again.",
         lambda of: of.stats.num_prefixes_demoted,
     ),
-    Metric("gauge", "kv_blocks", "KV cache blocks there are.", lambda of: of.view.num_blocks),
+    Metric("gauge", "kv_blocks", "Total number of KV cache blocks.", lambda of: of.view.num_blocks),
     Metric(
         "gauge",
         "next_lease_deadline_timestamp_seconds",
@@ -217,7 +217,7 @@ DRIVER = (
     Metric(
         "gauge",
         "policy_figure",
-        "What the policy shows of what it learned, by name.",
+        "Figures that the policy learned, by name.",
         lambda of: of.driver.get_policy_figures(),
         ("figure",),
     ),
@@ -230,7 +230,7 @@ DRIVER = (
     Metric(
         "counter",
         "short_hit_tokens",
-        "Prompt tokens that another layer group still had behind a hit, by the group that ended it.",
+        "Prompt tokens that another layer group still had after a hit, by the group that ended it.",
         lambda of: {**dict.fromkeys(of.groups, 0), **of.stats.num_short_tokens},
         ("group",),
     ),
@@ -302,7 +302,7 @@ HISTOGRAMS = (
     HistogramMetric(
         "parted_at",
         "prompt_parted_at_tokens",
-        "Turns whose prompt changes text of the job's last prompt, by where the two part.",
+        "Turns whose prompt changes text of the job's last prompt, by the first token that differs.",
         PARTED_BUCKETS,
     ),
     HistogramMetric(

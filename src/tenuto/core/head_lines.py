@@ -112,7 +112,7 @@ def _compile(pattern: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{name}: {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{name}: {pattern!r} is not a regular expression: {error}") from None
 
 
 def _add_lines(messages: list[Any], lines: Sequence[str]) -> list[Any] | None:

@@ -83,7 +83,7 @@ class Setup(Options):
         minimum=0,
         shown_default="that of the machine with this GPU in the published sweeps",
     )
-    disk_gb: float = option(0.0, "disk behind the host memory", metavar="GIB", minimum=0)
+    disk_gb: float = option(0.0, "disk below the host memory", metavar="GIB", minimum=0)
     offload: Literal["none", "async", "sync", "serial", "asked", "native"] | None = option(
         None,
         "copy KV to host memory beside the steps (async), while each step waits (sync), loads before and "
@@ -249,7 +249,7 @@ def read_fault(text: str) -> Fault:
     try:
         at_s = float(match["at_s"])
     except ValueError:
-        raise ConfigError(f"--fault {text}: {match['at_s']!r} is no time in seconds") from None
+        raise ConfigError(f"--fault {text}: {match['at_s']!r} is not a time in seconds") from None
     if not 0 <= at_s < float("inf"):
         raise ConfigError(f"--fault {text}: the time must be 0 or more")
     return Fault(at_s, kind, what)  # type: ignore[arg-type]  # checked above

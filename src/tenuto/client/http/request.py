@@ -230,7 +230,7 @@ def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"--force-format: {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"--force-format: {pattern!r} is not a regular expression: {error}") from error
     if not pattern:
         raise ConfigError("--force-format: the regular expression is empty")
     return pattern

@@ -74,7 +74,7 @@ def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None
     `origin`: 16 bytes that say what the KV depends on. The folder above the file's own must be there.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise FileExistsError(f"{path} is no plain file")
+        raise FileExistsError(f"{path} is not a plain file")
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)
     if path.parent.is_symlink():
@@ -98,7 +98,7 @@ def _open(path: Path, flags: int) -> FileIO:
     descriptor = os.open(path, flags | _FLAGS, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a plain file")
     return FileIO(descriptor, "wb" if flags & os.O_WRONLY else "rb")
 
 
