@@ -93,7 +93,7 @@ def test_jobs_at_the_door_are_counted(clock: Clock) -> None:
         engine.scheduler.add_request(
             make_request(name, [ord(name)] * 30, max_tokens=2, xargs={"job_id": name})
         )
-    engine.scheduler.schedule()
+    engine.step()
     assert engine.scheduler.get_num_parked() == 2
     assert get_metric("tenuto:parked_jobs") == 2
     engine.scheduler.shutdown()

@@ -88,8 +88,8 @@ def test_only_steps_that_may_have_prefill_are_asked_for(monkeypatch: pytest.Monk
         if step == 5:
             engine.scheduler.add_request(make_request("second", [6] * 8, max_tokens=3))
         engine.step()
-    # Its prompt takes 40, 40 and 20 tokens; the last of these steps is not full.
-    assert only_decodes == [False, False, False, True, True, False, True]
+    # Its prompt takes 40, 40 and 20 tokens; the last of these steps is not full. Then the second one comes.
+    assert only_decodes == [False, False, False, False]
     engine.run()
 
 

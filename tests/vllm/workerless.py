@@ -166,6 +166,9 @@ class Engine:
         """Schedule one step, and process the one whose turn it is; returns the scheduler's output."""
         output = self.scheduler.schedule()
         self._in_flight.append((output, self._run(output)))
+        if output.total_num_scheduled_tokens:
+            # As vLLM's engine does, while the GPU computes.
+            self.scheduler.get_grammar_bitmask(output)
         keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
         while len(self._in_flight) > keep:
             self._process()
@@ -175,12 +178,16 @@ class Engine:
         """Step until no request is left; returns the number of steps. Fails if that takes too many."""
         for num_steps in range(max_steps):
             if not self.scheduler.has_unfinished_requests() and not self._in_flight:
-                self.scheduler.schedule()
+                self.rest()
                 return num_steps
             self.step()
         raise AssertionError(
             f"the engine stalled: {self.scheduler.get_request_counts()} after {max_steps} steps"
         )
+
+    def rest(self) -> None:
+        """Nothing is left to compute."""
+        self.scheduler.schedule()
 
     def abort(self, request_id: str) -> None:
         """The client went away."""

@@ -124,7 +124,9 @@ class Driver:
         self.leases, self.pins = self._retention.leases, self._retention.pins
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
-        self._ticked_s = -math.inf
+        self._rekey_s = math.inf if policy.needs.rekey_s is None else policy.needs.rekey_s
+        self.next_rekey_s = math.inf if policy.needs.rekey_s is None else -math.inf
+        """When the policy is told of a tick, and asked for all keys again."""
 
     # What happens to turns.
 
@@ -420,9 +422,9 @@ class Driver:
         for turn_id in self._order.pop_overdue(now_s):
             self.decided.num_overdue_turns += 1
             self._engine.reorder(turn_id)
-        if now_s < self._get_next_rekey_s():
+        if now_s < self.next_rekey_s:
             return False
-        self._ticked_s = now_s
+        self.next_rekey_s = now_s + self._rekey_s
         if "on_tick" in self._caller.heard:
             self._caller.tell("on_tick", self.get_view(now_s))
         return True
@@ -645,7 +647,7 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
-        return min(self._fairness.get_next_overdue_s(), self._get_next_rekey_s())
+        return min(self._fairness.get_next_overdue_s(), self.next_rekey_s)
 
     @property
     def hears_steps(self) -> bool:
@@ -659,6 +661,13 @@ class Driver:
         """
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
+
+    def may_keep(self, turn_id: str) -> bool:
+        """Whether the end of a turn may leave a lease, as far as its request tells."""
+        turn = self._turns.get(turn_id)
+        if turn is None or not self._retains or turn.job.runs_as_stock:
+            return False
+        return turn.arrival.hints.is_last is not True or turn.arrival.hints.wish is not None
 
     def is_first_turn(self, turn_id: str) -> bool:
         """Whether a turn is its job's first, and its beginning may be pinned if other jobs share it."""
@@ -845,10 +854,6 @@ class Driver:
         """Tell the policy what happened to a turn, unless the turn runs as in stock."""
         if hook in self._caller.heard and not turn.job.runs_as_stock:
             self._caller.tell(hook, self._retention.get_turn_view(turn) if view is None else view, *inputs)
-
-    def _get_next_rekey_s(self) -> float:
-        rekey_s = self.policy.needs.rekey_s
-        return math.inf if rekey_s is None else self._ticked_s + rekey_s
 
 
 class History:

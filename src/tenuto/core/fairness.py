@@ -370,6 +370,8 @@ class FairOrder:
             self._shares.take(turn)
 
     def _get_first_lane(self) -> _Lane | None:
+        if len(self._lanes) == 1:
+            return next(iter(self._lanes.values()))
         while (name := self._order.get_first()) is not None:
             lane = self._lanes[name]
             key = self._get_key(lane)
@@ -419,9 +421,12 @@ class BlockRefCounts:
         """How many of these blocks are not covered by any lease yet."""
         return len(block_ids) - len(self._covered.intersection(block_ids))
 
-    def get_count(self, block_id: Hashable) -> int:
-        """How many leases cover this block."""
-        return self._more[block_id] + 1 if block_id in self._more else int(block_id in self._covered)
+    def find_used(self, num_refs: Mapping[Hashable, int]) -> list[Hashable]:
+        """Of blocks with so many references each, those that leases cover and somebody else uses too."""
+        more = self._more
+        return [
+            each for each in self._covered.intersection(num_refs) if num_refs[each] > more.get(each, 0) + 1
+        ]
 
 
 @dataclass(slots=True)

@@ -61,8 +61,8 @@ class Account:
         self.num_held_blocks = 0
         """In all places."""
         self.turns = 0
-        for kind in TOKENS:
-            setattr(self, kind, 0)
+        self.prompt = self.cached = self.loaded = self.computed = 0
+        self.recomputed = self.output = self.stored = 0
 
     def start(self, num_prompt_tokens: int, num_cached_tokens: int, num_missed_tokens: int) -> None:
         """A turn got its first step. `num_missed_tokens` of its prompt are computed again."""

@@ -101,6 +101,9 @@ class Hints:
         return None if name is None else name.rpartition("\t")[2]
 
 
+NO_HINTS = Hints()
+
+
 def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None) -> Hints:
     """Read hints from request fields. Unusable values are ignored; nothing raises.
 
@@ -108,6 +111,8 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     name, so that a router can pin the session, it says no more here than the content does. A job id is
     private to its tenant: two tenants with the same id have two jobs.
     """
+    if not fields and session_id is None:
+        return NO_HINTS
     said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
     tenant = said.get("tenant")
     job_id, session_id = said.get("job_id"), get_bounded_id(session_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.types import EngineView, Turn
@@ -11,14 +13,30 @@ from tenuto.core.wishes.wish import Wish
 from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, get_tokens_per_block
 from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
+    can_take_blocks,
     can_truncate_leases,
+    find_first_copies,
     get_block_size,
     get_num_cached_tokens,
     get_own_cached_blocks,
     has_content,
     reads_cache,
-    try_take_blocks,
+    take_blocks,
 )
+
+
+@dataclass(slots=True)
+class Ended:
+    """A request that ended, as it was then: the driver may hear of it later."""
+
+    request: Any
+    now_s: float
+    num_running: int
+    """Requests that ran then, this one included, if it ran."""
+    blocks: list[Any] | None = None
+    """Its cached blocks, which are set aside until the driver has decided what becomes of them."""
+    num_kept: int = 0
+    """Of these, the first ones that a lease took over."""
 
 
 class GroupedBlocks(list[Any]):
@@ -41,13 +59,19 @@ class VllmEngine:
         self.can_truncate = can_truncate_leases(scheduler)
         self.hit_alignment = get_hit_alignment(scheduler)
         self._tokens_per_block = get_tokens_per_block(scheduler)
-        self._finishing: tuple[str, list[Any]] = ("", [])
-        """The finishing request that was asked about last, and its cached blocks."""
+        self.can_set_aside = self.can_truncate and can_take_blocks(scheduler)
+        """Whether a request that ends can leave its blocks to us before the driver has decided."""
+        self._ending: Ended | None = None
+        """The request whose end the driver hears of now."""
+        self._found: list[Any] = []
+        """What was found last that the end of a request may keep."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
+        if self._ending is not None:
+            num_running = self._ending.num_running
         num_parked = scheduler.get_num_parked()
         return EngineView(
             now_s=now_s,
@@ -67,13 +91,31 @@ class VllmEngine:
         """Number of blocks that an allocation could take now."""
         return self._leased.get_num_free_blocks()
 
+    def set_aside(self, ended: Ended) -> None:
+        """Keep what a request that ends has cached, until the driver hears of its end (`ending`)."""
+        ended.blocks = take_blocks(self._scheduler, ended.request)
+        self._leased.set_aside(ended.blocks)
+
+    @contextlib.contextmanager
+    def ending(self, ended: Ended) -> Iterator[None]:
+        """The driver hears that a request ended. What it does not keep is free afterwards."""
+        self._ending = ended
+        try:
+            yield
+        finally:
+            self._ending, self._found = None, []
+            if ended.blocks is not None:
+                self._leased.give_back(ended.blocks, ended.num_kept)
+
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
-        request = self._scheduler.requests[turn_id]
+        assert self._ending is not None
+        request = self._ending.request
         if self.can_truncate:
-            found = get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
-            self._finishing = turn_id, found
-            return found
+            own = self._ending.blocks
+            own = get_own_cached_blocks(self._scheduler, request) if own is None else own
+            self._found = find_first_copies(self._scheduler, own, num_hit_tokens)
+            return self._found
         self._cache_ends(request)
         if not reads_cache(request):
             return []
@@ -142,9 +184,12 @@ class VllmEngine:
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
-        """Take one reference to each block: that of the finishing request, if the blocks are its own."""
-        turn_id, found = self._finishing
-        if found is blocks and try_take_blocks(self._scheduler, turn_id, blocks):
+        """Take one reference to each block: that of the finishing request, if the blocks were set aside."""
+        ended = self._ending
+        own = None if ended is None or blocks is not self._found else ended.blocks
+        # Compared as a whole, in C, which looks at the blocks' identity first.
+        if ended is not None and own is not None and own[: len(blocks)] == blocks:
+            ended.num_kept = len(blocks)
             self._leased.take_over(blocks)
         else:
             self._leased.hold(blocks)

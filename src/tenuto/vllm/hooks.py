@@ -26,13 +26,16 @@ from tenuto.vllm.compat.scheduler import (
     is_running,
     make_waiting_queue,
 )
-from tenuto.vllm.engine import VllmEngine
+from tenuto.vllm.engine import Ended, VllmEngine
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
 from tenuto.vllm.steps import StepTeller
 from tenuto.vllm.waiting import SplitQueue, TurnQueue
 
+MAX_RENEWALS = 32
+"""Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
+cost of a step even with 10,000 leases."""
 MAX_ORDERING_SHARE = 0.02
 """Largest share of time spent on reordering all waiting turns; with thousands, this is done less often."""
 
@@ -59,7 +62,7 @@ class Hooks:
         self._scheduler = scheduler
         self._clock = clock
         self._is_shadow = settings.mode == "shadow"
-        engine = ShadowEngine(scheduler) if self._is_shadow else VllmEngine(scheduler)
+        self.engine = engine = ShadowEngine(scheduler) if self._is_shadow else VllmEngine(scheduler)
         self._step_tokens, self.asks_budget = self._find_step_tokens()
         self.driver = Driver(
             asked,
@@ -76,6 +79,7 @@ class Hooks:
         # The output shows what follows a turn: a tool call, or the end of the job.
         self.reads_output = any(map(asked.overrides, ("retain", "on_tool_returned", "on_job_ended")))
         self.asks_admission = asked.overrides("admit")
+        self._asks_policy_budget = self.asks_budget and asked.overrides("step_budget")
         self._has_order = self.asks_admission or asked.overrides("queue_key")
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
@@ -87,6 +91,14 @@ class Hooks:
         self._checkpoints: FirstCheckpoints | None = None
         self._pressure: Pressure | None = None
         self._next_keys_s = 0.0
+        self.is_followed = (
+            self._has_order
+            or self._retains
+            or self.asks_budget
+            or self._is_shadow
+            or asked.needs.rekey_s is not None
+        )
+        """Whether a step depends on what the driver answers. If not, the driver only counts."""
         self.shadow: Shadow | None = None
         if isinstance(engine, ShadowEngine):
             self.shadow = Shadow(self.driver, engine, metrics.shadow_stats, log)
@@ -172,16 +184,42 @@ class Hooks:
         if self._checkpoints is not None:
             self._checkpoints.discard(request.request_id)
 
+    def can_wait_with(self, ended: Ended) -> bool:
+        """Whether the driver may hear later that a turn ended: what it may keep is set aside until then."""
+        if self._scheduler.tier is not None:
+            return False
+        if not self._keeps_blocks:
+            return True
+        if self._is_shadow or not self.engine.can_set_aside:
+            return False
+        if self.driver.may_keep(ended.request.request_id):
+            self.engine.set_aside(ended)
+        return True
+
+    def prepare_memory(self, now_s: float) -> None:
+        """A step is about to be scheduled: it may run out of memory."""
+        if self._pressure is not None:
+            self._pressure.begin_step(now_s)
+
+    def is_quiet(self, now_s: float, *, was_cut: bool) -> bool:
+        """Whether the driver decides nothing about the next step, unless it runs out of memory.
+
+        `was_cut`: whether the step before may have left a part of a prompt to this one.
+        """
+        if not self.is_followed:
+            return True
+        if self._is_shadow or now_s >= self.driver.next_rekey_s or self._scheduler.get_request_counts()[1]:
+            return False
+        return not (self.asks_budget and (was_cut or self._asks_policy_budget))
+
     def begin_step(self, now_s: float) -> None:
-        """A step is about to be scheduled."""
+        """A step is about to be scheduled that is not quiet."""
         if self.driver.tick(now_s) and self.order is not None:
             self._ask_all_keys(self.order, now_s)
         if self.order is not None:
             self.order.begin_step()
             if self.asks_admission:
                 self._admit_parked(self.order, now_s)
-        if self._pressure is not None:
-            self._pressure.begin_step(now_s)
         if self.shadow is not None:
             self.shadow.begin_step(now_s)
 
@@ -268,10 +306,14 @@ class Pressure:
         self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
     ) -> Any:
         """Reclaim leases until vLLM's allocation succeeds; if it still fails, return None."""
+        # In a quiet step, the driver may not know yet which blocks are free since turns ended.
         scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
+        driver.expire(now_s, MAX_RENEWALS)
         runs = is_running(request)
         stalled = len(scheduler.running) <= (1 if runs else 0)
         missing = count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
+        if missing <= 0 and (blocks := allocate(request, num_new_tokens, **kwargs)) is not None:
+            return blocks
         # If all leases together are not enough, reclaiming them would not help.
         can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
         wanted = max(1, missing)

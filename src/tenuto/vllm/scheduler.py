@@ -13,11 +13,13 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.control import ADMIN_VARIABLE, Control
+from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import Policy
@@ -42,7 +44,8 @@ from tenuto.vllm.compat.scheduler import (
     set_tokens_per_prompt,
 )
 from tenuto.vllm.control_http import CALL
-from tenuto.vllm.hooks import Hooks
+from tenuto.vllm.engine import Ended
+from tenuto.vllm.hooks import MAX_RENEWALS, Hooks
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.requests import OutputReader, describe
 from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
@@ -51,10 +54,6 @@ from tenuto.vllm.steps import StepTracer
 from tenuto.vllm.tenants import INTRODUCE, TenantVerifier, check_names
 
 logger = logging.getLogger("vllm.tenuto")
-
-MAX_RENEWALS = 32
-"""Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
-cost of a step even with 10,000 leases."""
 
 
 class _DrivenScheduler(PrivateHooks):
@@ -69,6 +68,8 @@ class _DrivenScheduler(PrivateHooks):
     get_request_counts: Any
 
     _hooks: Any = None
+    _is_telling = False
+    """Whether the driver is being told what it has not heard yet."""
     _was_cut = True
     """Whether the last step may have left a part of a prompt to the next."""
     tier: Any = None
@@ -82,6 +83,9 @@ class _DrivenScheduler(PrivateHooks):
             serve_by_priority(vllm_config)
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
         check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
+        self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        """What the driver has not heard yet, in the order in which it happened."""
+        self._has_untold_step = False
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         check_attributes(self)
         engine_core = find_engine_core()
@@ -102,12 +106,11 @@ class _DrivenScheduler(PrivateHooks):
         self.short_hits = ShortHits(self)
         self._metrics.watch_tenants(self.tenants)
         self._metrics.watch_groups(self.short_hits.names.values())
-        self.leased_blocks = LeasedBlocks(self, lambda: self.driver.limits.always_yield)
+        self.leased_blocks = LeasedBlocks(self, lambda: self._hooks.driver.limits.always_yield)
         self.tier = _find_tier(self, settings, policy)
         if self.tier is not None:
             self._metrics.watch_tier(self.tier)
         self._hooks = self._make_hooks(settings, policy)
-        self.driver = self._hooks.driver
         self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
         reads_output = self._hooks.reads_output or bool(os.environ.get(ADMIN_VARIABLE))
@@ -141,54 +144,66 @@ class _DrivenScheduler(PrivateHooks):
     def add_request(self, request: Any) -> None:
         """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
         if request.request_id not in self.requests:
-            started_s = time.perf_counter()
-            arrival = describe(request, self.tenants, self._reader)
-            self.driver.arrive(request.request_id, time.monotonic(), arrival)
-            self._hooks.arrive(request)
-            self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
+            self._tell_later(self._tell_arrival, request, time.monotonic())
+            if self._hooks.is_followed:
+                # Its place in the queue is the driver's answer.
+                self._catch_up()
         super().add_request(request)  # type: ignore[misc]
         if self.tier is not None:
             self.tier.arrive(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: expire leases, admit, set the budget; then vLLM's own schedule."""
+        """One step: vLLM's own schedule. The driver is asked if there is something to decide."""
         now_s = time.monotonic()
-        hooks = self._hooks
-        self.driver.expire(now_s, MAX_RENEWALS)
+        if self._has_untold_step:
+            self._catch_up()
+        max_tokens = self.max_num_scheduled_tokens
+        self._hooks.prepare_memory(now_s)
+        if self._hooks.is_quiet(now_s, was_cut=self._was_cut):
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self._was_cut = output.total_num_scheduled_tokens >= max_tokens
+        else:
+            self._catch_up()
+            output, max_tokens = self._schedule_as_decided(now_s, *args, **kwargs)
+        self._has_untold_step = True
+        self._tell_later(self._tell_step, output, now_s, max_tokens)
+        if not output.total_num_scheduled_tokens:
+            # There is no step to compute, and so no time beside it.
+            self._use_free_time()
+        return output
+
+    def _schedule_as_decided(self, now_s: float, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+        """Expire leases, admit, set the budget; then vLLM's own schedule. Returns the budget too."""
+        hooks, full_budget = self._hooks, self.max_num_scheduled_tokens
+        hooks.driver.expire(now_s, MAX_RENEWALS)
         hooks.begin_step(now_s)
-        self.short_hits.begin_step()
-        full_budget = self.max_num_scheduled_tokens
+        if not hooks.asks_budget:
+            return super().schedule(*args, **kwargs), full_budget  # type: ignore[misc]
         per_prompt = get_tokens_per_prompt(self)
-        if hooks.asks_budget:
-            only_decodes = not self._was_cut and not self.get_request_counts()[1]
-            size = self.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
-            self.max_num_scheduled_tokens = size.num_tokens
-            set_tokens_per_prompt(self, per_prompt or size.per_prompt)
+        only_decodes = not self._was_cut and not self.get_request_counts()[1]
+        size = hooks.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
+        self.max_num_scheduled_tokens = size.num_tokens
+        set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            max_tokens = self.max_num_scheduled_tokens
-            is_full = output.total_num_scheduled_tokens >= max_tokens
+            is_full = output.total_num_scheduled_tokens >= size.num_tokens
             self._was_cut = is_full or get_tokens_per_prompt(self) > 0
-            if hooks.steps is not None:
-                hooks.steps.schedule(output, now_s, is_full=is_full)
         finally:
             self.max_num_scheduled_tokens = full_budget
             set_tokens_per_prompt(self, per_prompt)
-            self.driver.settle()
-        hooks.start(list(get_started(output)), now_s)
-        if self._steps is not None:
-            self._steps.record(output, now_s, max_tokens)
-        if self._state is not None:
-            self._state.save_if_due(now_s)
-        self._metrics.refresh(self.driver, now_s)
-        return output
+        return output, size.num_tokens
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """VLLM asks for this between a step's schedule and its results, while the GPU computes."""
+        self._use_free_time()
+        return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step was computed. The policy is told of the step before vLLM processes its results."""
-        if self._hooks.steps is not None:
-            self._hooks.steps.finish(scheduler_output, time.monotonic())
-        if self._steps is not None:
-            self._steps.finish(scheduler_output)
+        if self._has_untold_step:
+            self._catch_up()
+        if self._hooks.steps is not None or self._steps is not None:
+            self._tell_later(self._tell_result, scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._hooks.first_tokens is not None:
             self._hooks.first_tokens.look(time.monotonic())
@@ -196,15 +211,11 @@ class _DrivenScheduler(PrivateHooks):
 
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended and still has its blocks, so the driver may grant a lease on them."""
-        started_s = time.perf_counter()
-        reads = self._hooks.reads_output and self.driver.needs_output(request.request_id)
-        finish = self._reader.get_finish(request, reads_output=reads)
-        now_s = time.monotonic()
-        self._hooks.leave(request, now_s)
-        if self.tier is not None:
-            self.tier.finish(request, self.driver.get_finished_turn(request.request_id, finish))
-        self.driver.finish(request.request_id, now_s, finish)
-        self.driver.stats.decision_s.observe(time.perf_counter() - started_s)
+        ended = Ended(request, time.monotonic(), len(self.running))
+        self._hooks.leave(request, ended.now_s)
+        self._tell_later(self._tell_end, ended)
+        if not self._hooks.can_wait_with(ended):
+            self._catch_up()
 
     def on_turn_preempting(self, request: Any) -> None:
         """A running request is about to be preempted."""
@@ -214,6 +225,7 @@ class _DrivenScheduler(PrivateHooks):
         """Also true when a lease has passed its deadline, so that an idle engine runs a step that ends it."""
         if super().has_requests():  # type: ignore[misc]
             return True
+        self._catch_up()
         now_s = time.monotonic()
         deadline_s = self._get_next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
@@ -260,6 +272,78 @@ class _DrivenScheduler(PrivateHooks):
         """When an idle engine must run a step: a lease ends, or KV is fetched for a job that returns."""
         deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
         return min((each for each in deadlines if each is not None), default=None)
+
+    # What the driver is told, in the order in which it happened. Most of it can wait until the GPU computes.
+    # Whoever asks the driver something lets it catch up first.
+
+    @property
+    def driver(self) -> Driver:
+        """The driver, told of all that has happened."""
+        self._catch_up()
+        driver: Driver = self._hooks.driver
+        return driver
+
+    def _tell_later(self, tell: Callable[..., None], *facts: Any) -> None:
+        self._untold.append((tell, facts))
+
+    def _catch_up(self) -> None:
+        """Tell the driver what it has not heard yet."""
+        if self._is_telling:
+            return
+        self._is_telling = True
+        try:
+            while self._untold:
+                tell, facts = self._untold.popleft()
+                tell(*facts)
+        finally:
+            self._is_telling = self._has_untold_step = False
+
+    def _use_free_time(self) -> None:
+        """Do what no step waits for."""
+        self._catch_up()
+        now_s = time.monotonic()
+        driver = self._hooks.driver
+        driver.expire(now_s, MAX_RENEWALS)
+        if self._state is not None:
+            self._state.save_if_due(now_s)
+        self._metrics.refresh(driver, now_s)
+
+    def _tell_arrival(self, request: Any, now_s: float) -> None:
+        started_s = time.perf_counter()
+        driver = self._hooks.driver
+        driver.arrive(request.request_id, now_s, describe(request, self.tenants, self._reader))
+        self._hooks.arrive(request)
+        driver.stats.decision_s.observe(time.perf_counter() - started_s)
+
+    def _tell_step(self, output: Any, now_s: float, max_tokens: int) -> None:
+        """A step was scheduled, with a budget of so many tokens."""
+        hooks = self._hooks
+        if hooks.steps is not None:
+            hooks.steps.schedule(output, now_s, is_full=output.total_num_scheduled_tokens >= max_tokens)
+        hooks.driver.settle()
+        hooks.start(list(get_started(output)), now_s)
+        self.short_hits.forget()
+        if self._steps is not None:
+            self._steps.record(output, now_s, max_tokens)
+
+    def _tell_result(self, output: Any, now_s: float) -> None:
+        """The results of a step arrived."""
+        if self._hooks.steps is not None:
+            self._hooks.steps.finish(output, now_s)
+        if self._steps is not None:
+            self._steps.finish(output)
+
+    def _tell_end(self, ended: Ended) -> None:
+        started_s = time.perf_counter()
+        request, hooks = ended.request, self._hooks
+        driver = hooks.driver
+        reads = hooks.reads_output and driver.needs_output(request.request_id)
+        finish = self._reader.get_finish(request, reads_output=reads)
+        if self.tier is not None:
+            self.tier.finish(request, driver.get_finished_turn(request.request_id, finish))
+        with hooks.engine.ending(ended):
+            driver.finish(request.request_id, ended.now_s, finish)
+        driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     # The engine adapter calls these.
 
@@ -314,7 +398,7 @@ class _DrivenScheduler(PrivateHooks):
         if self._trace is not None:
             self._trace.begin_run(hooks.driver.policy, *_get_header(hooks.settings))
         hooks.driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
-        self._hooks, self.driver = hooks, hooks.driver
+        self._hooks = hooks
         if self.tier is not None:
             self.tier.follow_policy(hooks.settings, hooks.policy)
         hooks.install(before)

@@ -148,7 +148,7 @@ class TenantVerifier:
     def read(self, xargs: Any) -> Mapping[str, Any] | None:
         """A request's fields, with the verified tenant for the client's own; None if it is not verified."""
         fields = xargs if isinstance(xargs, Mapping) else {}
-        if self._trusts_clients:
+        if self._trusts_clients or not (fields or self._has_tenants):
             return fields
         tenant = self._verify(fields)
         self._has_tenants |= tenant is not None

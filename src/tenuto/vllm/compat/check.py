@@ -37,6 +37,7 @@ NAMES = {
     # callable: parameters we rely on
     f"{_SCHEDULER}.schedule": "",
     f"{_SCHEDULER}.add_request": "request",
+    f"{_SCHEDULER}.get_grammar_bitmask": "scheduler_output",
     f"{_SCHEDULER}.update_from_output": "scheduler_output",
     f"{_SCHEDULER}.has_requests": "",
     f"{_SCHEDULER}.reset_prefix_cache": "reset_running_requests reset_connector",

@@ -123,8 +123,8 @@ class ShortHits:
 
         manager.get_computed_blocks = get_computed_blocks
 
-    def begin_step(self) -> None:
-        """A step is about to be scheduled: forget the look-ups of requests that did not start."""
+    def forget(self) -> None:
+        """A step is told of: forget its look-ups, those of requests that did not start too."""
         self._found.clear()
 
     def get(self, request_id: str) -> ShortHit | None:

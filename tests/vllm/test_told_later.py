@@ -1,0 +1,151 @@
+"""What the driver hears while the GPU computes: it decides the same as if it had heard it at once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import tenuto.vllm
+from tenuto.core.driver import Driver
+from tenuto.core.policy_caller import PolicyCaller
+from tenuto.vllm.engine import VllmEngine
+from tests.support.checks import check_integrity
+from tests.vllm.conftest import Clock
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
+
+
+class PromptEngine(Engine):
+    """Tells the driver everything at once."""
+
+    def step(self) -> Any:
+        output = super().step()
+        assert self.scheduler.driver is not None
+        return output
+
+    def _process(self) -> None:
+        super()._process()
+        assert self.scheduler.driver is not None
+
+
+class BusyEngine(Engine):
+    """Has no time beside its steps: the driver hears of everything when it is asked."""
+
+    def step(self) -> Any:
+        bitmask = self.scheduler.get_grammar_bitmask
+        self.scheduler.get_grammar_bitmask = lambda output: None
+        try:
+            return super().step()
+        finally:
+            self.scheduler.get_grammar_bitmask = bitmask
+
+
+def start(cls: type[Engine], depth: int, *, policy: str = "tenuto", num_blocks: int = 120) -> Engine:
+    config = make_config(is_async=depth > 1, tenuto={"policy": policy, "step_tokens": 256})
+    return cls(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=num_blocks), depth=depth)
+
+
+def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
+    """Jobs of some turns under memory pressure, some aborted: what was decided, and what came of it."""
+    rng = random.Random(seed)
+    scheduler = engine.scheduler
+    prompts = {f"j{n}": [n] * rng.randint(20, 400) for n in range(12)}
+    turns = [(name, turn) for turn in range(4) for name in prompts]
+    leases = []
+    clock.now_s = 1000.0
+    while turns or scheduler.has_unfinished_requests():
+        for name, turn in turns[: rng.randint(0, 3)]:
+            turns.remove((name, turn))
+            hints = {"job_id": name, "tool": "ls"}
+            scheduler.add_request(
+                make_request(f"{name}-{turn}", prompts[name], max_tokens=rng.randint(1, 20), xargs=hints)
+            )
+            prompts[name] = prompts[name] + [rng.randint(5, 900) for _ in range(rng.randint(1, 60))]
+        for _ in range(rng.randint(1, 6)):
+            clock.now_s += 0.05
+            engine.step()
+        if rng.random() < 0.1 and scheduler.running:
+            engine.abort(rng.choice([each.request_id for each in scheduler.running]))
+        leases.append(len(scheduler.driver.leases))
+        check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases)
+    engine.run()
+    stats = scheduler.driver.stats
+    counts = {name: value for name, value in vars(stats).items() if name.startswith("num_")}
+    return {**counts, "leases": leases, "outputs": engine.outputs}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("other", [PromptEngine, BusyEngine])
+def test_it_decides_the_same_whenever_it_hears(clock: Clock, depth: int, other: type[Engine]) -> None:
+    for seed in range(4):
+        expected = run(start(Engine, depth), clock, seed)
+        assert expected["num_leases_granted"] > 20
+        assert sum(expected["num_takes"].values()) > 5
+        assert run(start(other, depth), clock, seed) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_quiet_step_asks_and_tells_nothing(
+    clock: Clock, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(Engine, depth)
+    engine.scheduler.add_request(make_request("short", [3] * 40, max_tokens=6, xargs={"job_id": "a"}))
+    engine.scheduler.add_request(make_request("long", [5] * 40, max_tokens=30))
+    while not engine.outputs.get("long"):
+        engine.step()
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        for cls, names in (
+            (PolicyCaller, ("ask", "tell")),
+            (VllmEngine, ("get_view",)),
+            (Driver, ("finish",)),
+        ):
+            for name in names:
+                patch.setattr(cls, name, lambda *_, name=name, **__: calls.append(name))
+        use_free_time = engine.scheduler.get_grammar_bitmask
+        patch.setattr(
+            engine.scheduler, "get_grammar_bitmask", lambda output: (use_free_time(output), calls.clear())
+        )
+        for _ in range(3):
+            engine.step()
+            # With two steps in flight, the results come after the next step was scheduled.
+            assert calls == []
+    engine.run()
+    assert {name: len(tokens) for name, tokens in engine.outputs.items()} == {"short": 6, "long": 30}
+
+
+def test_a_turn_that_ended_is_heard_of_while_the_gpu_computes(clock: Clock) -> None:
+    engine = start(Engine, 1)
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("long", [5] * 40, max_tokens=30))
+    scheduler.add_request(make_request("short", [3] * 40, max_tokens=4, xargs={"job_id": "a", "tool": "ls"}))
+    while len(engine.outputs.get("short", ())) < 4:
+        engine.step()
+    leases, pool = scheduler._hooks.driver.leases, scheduler.kv_cache_manager.block_pool
+    assert "short" not in scheduler.requests
+    assert len(leases) == 0
+    # 43 tokens were computed: two full blocks wait for the decision, and count as free already.
+    assert round(pool.get_usage() * scheduler.leased_blocks.num_blocks) == 3
+    assert pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == 3 + 2
+    engine.step()
+    assert len(leases) == 1
+    assert round(pool.get_usage() * scheduler.leased_blocks.num_blocks) == 3
+    engine.run()
+    check_integrity(pool, scheduler.driver.leases, idle=True)
+
+
+def test_an_idle_engine_reports_no_usage_before_the_driver_has_heard(clock: Clock) -> None:
+    engine = start(Engine, 1)
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("only", [3] * 40, max_tokens=4, xargs={"job_id": "a", "tool": "ls"}))
+    while scheduler.has_unfinished_requests():
+        engine.step()
+    assert len(scheduler._hooks.driver.leases) == 0
+    assert scheduler.kv_cache_manager.block_pool.get_usage() == 0
+    # The next step tells the workers that the request ended, and computes nothing.
+    engine.rest()
+    assert len(scheduler._hooks.driver.leases) == 1
+    assert scheduler.kv_cache_manager.block_pool.get_usage() == 0
