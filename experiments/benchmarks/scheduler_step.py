@@ -2,18 +2,19 @@
 
     make bench
 
-vLLM's real scheduler, without workers or a model, so that nothing hides the scheduler's own time. Two
-schedulers in one process take turns step by step; each round prints one ratio. Absolute times depend on the
-machine, the ratios much less.
+vLLM's real scheduler, without workers or a model, so that nothing hides the scheduler's own time. Each arm is
+a process of its own, as on a server, because Python's own caches suffer where two schedulers share one. The
+arms take turns of some milliseconds; each round prints one ratio. One arm is stock a second time: its ratio
+is the noise. Counted is the scheduler's processor time, so that other processes and the harness do not count.
+Absolute times depend on the machine, the ratios much less.
 
 Step: 256 requests decode, and with Tenuto 1,000 further jobs are retained. Asynchronous scheduling, two steps
 in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) from arrival to finish. Finish:
 the end of an agent's turn of 6,000 tokens, whose KV is retained, in microseconds beyond stock's; the agents
-come back, or the policy would stop holding their KV. Counted is the scheduler's own processor time, so that
-other processes and the harness do not count.
+come back, or the policy would stop holding their KV.
 
-What the scheduler does between `schedule` and a step's results, while a GPU computes, delays no step; it is
-shown beside, and what it does when nothing is left to compute with it.
+What the scheduler does between `schedule` and a step's results, while a GPU computes, delays no step. It is
+shown beside, with what is done when nothing is left to compute.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import argparse
 import gc
 import json
 import logging
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +43,8 @@ NUM_RUNNING = 256
 NUM_RETAINED = 1000
 NUM_BLOCKS = 40_000
 FINISH_TOKENS = 6000
+WARM_UP = 4
+"""Turns of work before those that count."""
 OPTIONS = {"continuum-fixed": {"ttl_s": 500.0}}
 """So that no lease runs out while it is measured; `tenuto` renews its own."""
 
@@ -86,11 +90,23 @@ class TimedEngine(Engine):
         self.scheduler_s += time.process_time() - before_s
 
 
-def start(cls: type, settings: dict[str, Any] | None) -> TimedEngine:
+def start(settings: dict[str, Any] | None) -> TimedEngine:
+    """An engine with these settings of Tenuto; None for stock vLLM."""
+    cls = AsyncScheduler if settings is None else tenuto.vllm.Scheduler
     config = make_config(
         is_async=True, tenuto=settings, max_num_seqs=NUM_RUNNING + 8, max_num_batched_tokens=8192
     )
     return TimedEngine(make_scheduler(cls, config, num_blocks=NUM_BLOCKS), depth=2)
+
+
+def start_full(settings: dict[str, Any] | None, num_steps: int) -> TimedEngine:
+    """The same with retained jobs, if it is Tenuto's, and with requests that decode for so many steps."""
+    engine = start(settings)
+    if settings is not None:
+        retain(engine, NUM_RETAINED)
+        assert len(engine.scheduler.driver.leases) == NUM_RETAINED
+    fill(engine, NUM_RUNNING, num_steps)
+    return engine
 
 
 def retain(engine: TimedEngine, num_jobs: int) -> None:
@@ -117,88 +133,111 @@ def fill(engine: TimedEngine, num_requests: int, num_steps: int) -> None:
 class Spent(NamedTuple):
     """Seconds of one arm's scheduler."""
 
-    waited_s: float = 0.0
+    waited_s: float
     """While a step, its results or a request waited."""
-    beside_s: float = 0.0
+    beside_s: float
 
-    def plus(self, waited_s: float, beside_s: float) -> Spent:
-        """The sum."""
-        return Spent(self.waited_s + waited_s, self.beside_s + beside_s)
+
+def take_steps(engine: TimedEngine, number: int) -> None:
+    """Take some steps."""
+    for _ in range(10):
+        engine.step()
+
+
+def serve_plain(engine: TimedEngine, number: int) -> None:
+    """Serve plain requests of 256 prompt and 64 output tokens, which arrive at once."""
+    for n in range(32):
+        prompt = [(n * 13 + number * 29 + i * 5) % 1000 for i in range(256)]
+        engine.add(make_request(f"plain{number}-{n}", prompt, max_tokens=64))
+    engine.run()
+
+
+def end_turn(engine: TimedEngine, number: int) -> Spent:
+    """End a turn of `FINISH_TOKENS` tokens after one token, the first turn of a job of two.
+
+    What its last step's results took.
+    """
+    name = f"finish{number}"
+    prompt = [(number * 37 + i * 3) % 1000 for i in range(FINISH_TOKENS)]
+    hints: dict[str, Any] = {"job_id": name, "tool": "ls"}
+    engine.add(make_request(name, prompt, max_tokens=1, xargs=hints))
+    while engine.scheduler.has_unfinished_requests():
+        before = engine.update_s, engine.beside_s
+        engine.step()
+    engine.run()
+    spent = Spent(engine.update_s - before[0], engine.beside_s - before[1])
+    hints["is_last_step"] = True
+    engine.add(make_request(f"{name}-last", [*prompt, *range(40)], max_tokens=1, xargs=hints))
+    engine.run()
+    return spent
+
+
+class Arm:
+    """A scheduler in a process of its own, which does one thing again and again, when it is asked to."""
+
+    def __init__(
+        self, make: Callable[[], TimedEngine], work: Callable[[TimedEngine, int], Spent | None]
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=self._run, args=(theirs, make, work), daemon=True)
+        self._process.start()
+
+    def work(self, number: int) -> Spent:
+        """Do it once; what the scheduler took."""
+        self._pipe.send(number)
+        spent = self._pipe.recv()
+        assert isinstance(spent, Spent)
+        return spent
+
+    def end(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+    @staticmethod
+    def _run(
+        pipe: Any, make: Callable[[], TimedEngine], work: Callable[[TimedEngine, int], Spent | None]
+    ) -> None:
+        engine = make()
+        for number in range(-WARM_UP, 0):
+            work(engine, number)
+        gc.collect()
+        gc.freeze()
+        while (number := pipe.recv()) is not None:
+            waited_s, beside_s = engine.scheduler_s, engine.beside_s
+            spent = work(engine, number)
+            pipe.send(spent or Spent(engine.scheduler_s - waited_s, engine.beside_s - beside_s))
+
+
+def measure(
+    settings: dict[str, dict[str, Any] | None],
+    make: Callable[[dict[str, Any] | None], TimedEngine],
+    work: Callable[[TimedEngine, int], Spent | None],
+    num_rounds: int,
+    num_turns: int,
+) -> list[Round]:
+    """What each arm spends in each round of so many turns of work; None are stock vLLM's settings."""
+    arms = {name: Arm(partial(make, each), work) for name, each in settings.items()}
+    rounds: list[Round] = []
+    for number in range(num_rounds):
+        sums = dict.fromkeys(arms, Spent(0.0, 0.0))
+        for turn in range(number * num_turns, (number + 1) * num_turns):
+            # The first is now one arm, now another.
+            shift = turn % len(arms)
+            for name in [*list(arms)[shift:], *list(arms)[:shift]]:
+                spent = arms[name].work(turn)
+                sums[name] = Spent(sums[name][0] + spent[0], sums[name][1] + spent[1])
+        rounds.append(sums)
+    for arm in arms.values():
+        arm.end()
+    return rounds
 
 
 Round = dict[str, Spent]
 
 
-def take_turns(engines: dict[str, TimedEngine], number: int) -> list[str]:
-    """The arms in an order that changes: whoever is first is now one arm, now another."""
-    names = sorted(engines)
-    return names[number % len(names) :] + names[: number % len(names)]
-
-
-def measure(engines: dict[str, TimedEngine], name: str, spent: Round, do: Callable[[], object]) -> None:
-    """Add what one arm's scheduler takes for something."""
-    engine = engines[name]
-    waited_s, beside_s = engine.scheduler_s, engine.beside_s
-    do()
-    spent[name] = spent[name].plus(engine.scheduler_s - waited_s, engine.beside_s - beside_s)
-
-
-def measure_steps(engines: dict[str, TimedEngine], num_steps: int) -> Round:
-    """What steps take, taken in turns."""
-    spent = dict.fromkeys(engines, Spent())
-    for step in range(num_steps):
-        for name in take_turns(engines, step):
-            measure(engines, name, spent, engines[name].step)
-    return spent
-
-
-def measure_requests(engines: dict[str, TimedEngine], num_requests: int, round_number: int) -> Round:
-    """What plain requests of 256 prompt and 64 output tokens take."""
-    spent = dict.fromkeys(engines, Spent())
-    for batch in range(num_requests // 32):
-        for name in take_turns(engines, batch):
-            requests = []
-            for n in range(32):
-                name_ = f"plain{round_number}-{batch}-{n}"
-                prompt = [(n * 13 + batch * 29 + i * 5) % 1000 for i in range(256)]
-                requests.append(make_request(name_, prompt, max_tokens=64))
-            measure(engines, name, spent, partial(serve, engines[name], requests))
-    return spent
-
-
-def serve(engine: TimedEngine, requests: Iterable[Any]) -> None:
-    """Let requests arrive at once and end."""
-    for request in requests:
-        engine.add(request)
-    engine.run()
-
-
-def measure_finishes(engines: dict[str, TimedEngine], num_requests: int, round_number: int) -> Round:
-    """What the ends of turns of `FINISH_TOKENS` tokens take, one at a time, after one token.
-
-    Each is the first turn of a job of two; the last one is not counted.
-    """
-    spent = dict.fromkeys(engines, Spent())
-    for n in range(num_requests):
-        name_ = f"finish{round_number}-{n}"
-        prompt = [(n * 37 + round_number * 11 + i * 3) % 1000 for i in range(FINISH_TOKENS)]
-        for name in take_turns(engines, n):
-            engine = engines[name]
-            hints: dict[str, Any] = {"job_id": name_, "tool": "ls"}
-            engine.add(make_request(name_, prompt, max_tokens=1, xargs=hints))
-            while engine.scheduler.has_unfinished_requests():
-                update_s, beside_s = engine.update_s, engine.beside_s
-                engine.step()
-            engine.run()
-            spent[name] = spent[name].plus(engine.update_s - update_s, engine.beside_s - beside_s)
-            hints["is_last_step"] = True
-            last = [*prompt, *range(40)]
-            engine.add(make_request(f"{name_}-last", last, max_tokens=1, xargs=hints))
-            engine.run()
-    return spent
-
-
-def report(what: str, rounds: list[Round], per: int, arm: str = "tenuto") -> dict[str, Any]:
+def report(what: str, rounds: list[Round], per: int, arm: str) -> dict[str, Any]:
     """Print the ratios of an arm to stock, without and with what it does beside."""
     waited = sorted(each[arm].waited_s / each["stock"].waited_s for each in rounds)
     both = sorted(sum(each[arm]) / sum(each["stock"]) for each in rounds)
@@ -210,16 +249,16 @@ def report(what: str, rounds: list[Round], per: int, arm: str = "tenuto") -> dic
     return {"what": what, "arm": arm, "ratios": waited, "with_beside": both, "stock_us": stock_us}
 
 
-def report_difference(what: str, rounds: list[Round], per: int) -> dict[str, Any]:
-    """Print by how many microseconds Tenuto is beyond stock, without and with what it does beside."""
-    more_us = sorted((each["tenuto"][0] - each["stock"][0]) / per * 1e6 for each in rounds)
-    all_us = sorted((sum(each["tenuto"]) - sum(each["stock"])) / per * 1e6 for each in rounds)
+def report_difference(what: str, rounds: list[Round], per: int, arm: str) -> dict[str, Any]:
+    """Print by how many microseconds an arm is beyond stock, without and with what it does beside."""
+    more_us = sorted((each[arm][0] - each["stock"][0]) / per * 1e6 for each in rounds)
+    all_us = sorted((sum(each[arm]) - sum(each["stock"])) / per * 1e6 for each in rounds)
     stock_us = statistics.median(each["stock"].waited_s for each in rounds) / per * 1e6
     print(
-        f"{what}: {describe(more_us, '.0f')} us beyond stock's {stock_us:.0f} us, "
+        f"{what}: {arm} {describe(more_us, '.0f')} us beyond stock's {stock_us:.0f} us, "
         f"with what is done beside the GPU {describe(all_us, '.0f')} us"
     )
-    return {"what": what, "more_us": more_us, "all_us": all_us, "stock_us": stock_us}
+    return {"what": what, "arm": arm, "more_us": more_us, "all_us": all_us, "stock_us": stock_us}
 
 
 def describe(values: list[float], form: str) -> str:
@@ -235,43 +274,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=150, help="steps per round")
     parser.add_argument("--requests", type=int, default=256, help="plain requests per round")
+    parser.add_argument("--ends", type=int, default=64, help="ends of turns per round")
     parser.add_argument(
         "--policy", default="continuum-fixed", help="what retains the jobs; plain requests have the default"
     )
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     logging.disable(logging.INFO)
-    print(f"filling: {NUM_RUNNING} running, {NUM_RETAINED} retained jobs", flush=True)
+    stock = {"stock": None, "stock again": None}
     keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
-    engines = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, keep)}
-    retain(engines["tenuto"], NUM_RETAINED)
-    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
-    for engine in engines.values():
-        fill(engine, NUM_RUNNING, args.rounds * args.steps)
-    gc.collect()
-    gc.freeze()
-    steps = [measure_steps(engines, args.steps) for _ in range(args.rounds)]
-    assert len(engines["tenuto"].scheduler.driver.leases) == NUM_RETAINED
-    assert all(len(engine.scheduler.running) == NUM_RUNNING for engine in engines.values())
-    figures = [report("scheduler time per step, 256 running, 1,000 retained", steps, args.steps)]
-    plain = {
-        "stock": start(AsyncScheduler, None),
-        "tenuto": start(tenuto.vllm.Scheduler, {}),
-        "policy stock": start(tenuto.vllm.Scheduler, {"policy": "stock"}),
-    }
-    measure_requests(plain, 64, -1)
-    requests = [measure_requests(plain, args.requests, n) for n in range(args.rounds)]
-    for arm in ("tenuto", "policy stock"):
-        figures.append(report("scheduler time per plain request", requests, args.requests, arm))
-    agents = {"stock": start(AsyncScheduler, None), "tenuto": start(tenuto.vllm.Scheduler, {})}
-    measure_finishes(agents, 16, -1)
-    finishes = [measure_finishes(agents, 64, n) for n in range(args.rounds)]
-    granted = agents["tenuto"].scheduler.driver.decided.num_leases_granted
-    assert granted == 16 + 64 * args.rounds, "every turn that was counted got its lease"
-    figures.append(report_difference(f"a finish at {FINISH_TOKENS} tokens", finishes, 64))
-    decisions = engines["tenuto"].scheduler.driver.stats.decision_s
-    num_events = 4 * NUM_RETAINED + NUM_RUNNING
-    print(f"driver time per turn event: mean {decisions._sum.get() / num_events * 1e6:.0f} us")
+    num_steps = args.rounds * args.steps + 10 * WARM_UP
+    steps = measure(
+        {**stock, "tenuto": keep},
+        partial(start_full, num_steps=num_steps),
+        take_steps,
+        args.rounds,
+        args.steps // 10,
+    )
+    what = f"scheduler time per step, {NUM_RUNNING} running, {NUM_RETAINED:,} retained"
+    figures = [report(what, steps, args.steps // 10 * 10, arm) for arm in ("tenuto", "stock again")]
+    plain = measure(
+        {**stock, "tenuto": {}, "policy stock": {"policy": "stock"}},
+        start,
+        serve_plain,
+        args.rounds,
+        args.requests // 32,
+    )
+    for arm in ("tenuto", "policy stock", "stock again"):
+        figures.append(report("scheduler time per plain request", plain, args.requests // 32 * 32, arm))
+    ends = measure({**stock, "tenuto": {}}, start, end_turn, args.rounds, args.ends)
+    for arm in ("tenuto", "stock again"):
+        figures.append(report_difference(f"a finish at {FINISH_TOKENS} tokens", ends, args.ends, arm))
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))
 

@@ -20,7 +20,6 @@ import gc
 import json
 import logging
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import tenuto.vllm
-from experiments.benchmarks.scheduler_step import TimedEngine
+from experiments.benchmarks.scheduler_step import Spent, TimedEngine, describe
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
@@ -121,35 +120,35 @@ def make_turn(round_number: int, turn: int, job: int) -> Any:
     return make_request(name, tokens, max_tokens=OUTPUT_TOKENS, xargs=hints, ignore_eos=True)
 
 
-def run_round(engines: dict[str, TieredEngine], number: int) -> dict[str, float]:
+def run_round(engines: dict[str, TieredEngine], number: int) -> dict[str, Spent]:
     """Seconds of processor time per step of each arm's scheduler, requests included."""
-    before = {name: (each.scheduler_s, each.num_steps) for name, each in engines.items()}
+    before = {name: (each.scheduler_s, each.beside_s, each.num_steps) for name, each in engines.items()}
     for turn in range(NUM_TURNS):
         for engine in engines.values():
             for job in range(NUM_JOBS):
-                request = make_turn(number, turn, job)
-                started_s = time.process_time()
-                engine.scheduler.add_request(request)
-                engine.scheduler_s += time.process_time() - started_s
+                engine.add(make_turn(number, turn, job))
         while any(each.is_busy for each in engines.values()):
             for engine in engines.values():
                 if engine.is_busy:
                     engine.step()
-    return {
-        name: (each.scheduler_s - before[name][0]) / (each.num_steps - before[name][1])
-        for name, each in engines.items()
-    }
+    spent = {}
+    for name, each in engines.items():
+        waited_s, beside_s, num_steps = before[name]
+        num_steps = each.num_steps - num_steps
+        spent[name] = Spent((each.scheduler_s - waited_s) / num_steps, (each.beside_s - beside_s) / num_steps)
+    return spent
 
 
-def report(rounds: list[dict[str, float]], arm: str, to: str) -> dict[str, Any]:
-    """Print one ratio with its spread."""
-    ratios = sorted(each[arm] / each[to] for each in rounds)
-    step_us = statistics.median(each[to] for each in rounds) * 1e6
+def report(rounds: list[dict[str, Spent]], arm: str, to: str) -> dict[str, Any]:
+    """Print one ratio with its spread, without and with what is done beside the GPU."""
+    ratios = sorted(each[arm].waited_s / each[to].waited_s for each in rounds)
+    both = sorted(sum(each[arm]) / sum(each[to]) for each in rounds)
+    step_us = statistics.median(each[to].waited_s for each in rounds) * 1e6
     print(
-        f"scheduler time per step: {arm} / {to} = {statistics.median(ratios):.3f} "
-        f"(min {ratios[0]:.3f}, max {ratios[-1]:.3f}, {len(ratios)} rounds); {to} {step_us:.0f} us each"
+        f"scheduler time per step: {arm} / {to} = {describe(ratios, '.3f')}, "
+        f"with what is done beside the GPU {describe(both, '.3f')}; {to} {step_us:.0f} us each"
     )
-    return {"arm": arm, "to": to, "ratios": ratios, "step_us": step_us}
+    return {"arm": arm, "to": to, "ratios": ratios, "with_beside": both, "step_us": step_us}
 
 
 def main() -> None:

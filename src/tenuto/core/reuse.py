@@ -60,7 +60,7 @@ class PrefixMarks:
     Each hash also covers the blocks before its own.
     """
 
-    __slots__ = ("_block_size", "_marks", "_num_computed_tokens", "_num_prompt_tokens")
+    __slots__ = ("_block_size", "_hashes", "_num_computed_tokens", "_num_prompt_tokens", "_positions")
 
     def __init__(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, num_computed_tokens: int, block_size: int
@@ -76,10 +76,10 @@ class PrefixMarks:
         self._num_computed_tokens = num_computed_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
-        self._marks = [
-            (position, hashes[position - 1]) for position in sorted(positions, reverse=True) if position > 0
-        ]
-        """For each kept prefix, longest first: its number of blocks, and the hash of its last block."""
+        self._positions = tuple([each for each in sorted(positions, reverse=True) if each > 0])
+        """For each kept prefix, longest first: its number of blocks."""
+        self._hashes = tuple([hashes[each - 1] for each in self._positions])
+        """The hash of its last block; in two tuples, because there is one such object for each idle job."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
@@ -115,7 +115,7 @@ class PrefixMarks:
 
     def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
         """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
-        for position, block_hash in self._marks:
+        for position, block_hash in zip(self._positions, self._hashes, strict=True):
             if position <= len(hashes) and hashes[position - 1] == block_hash:
                 return position
         return 0

@@ -201,19 +201,26 @@ class Hooks:
         if self._pressure is not None:
             self._pressure.begin_step(now_s)
 
-    def is_quiet(self, now_s: float, *, was_cut: bool) -> bool:
+    def is_quiet(self, *, was_cut: bool) -> bool:
         """Whether the driver decides nothing about the next step, unless it runs out of memory.
 
         `was_cut`: whether the step before may have left a part of a prompt to this one.
         """
         if not self.is_followed:
             return True
-        if self._is_shadow or now_s >= self.driver.next_rekey_s or self._scheduler.get_request_counts()[1]:
+        if self._is_shadow or self._scheduler.get_request_counts()[1]:
             return False
         return not (self.asks_budget and (was_cut or self._asks_policy_budget))
 
+    def use_free_time(self, now_s: float) -> None:
+        """Do what no step waits for, and only time asks for."""
+        self.driver.expire(now_s, MAX_RENEWALS)
+        if now_s >= self.driver.next_rekey_s and not self._scheduler.get_request_counts()[1]:
+            self.driver.tick(now_s)
+
     def begin_step(self, now_s: float) -> None:
         """A step is about to be scheduled that is not quiet."""
+        self.driver.expire(now_s, MAX_RENEWALS)
         if self.driver.tick(now_s) and self.order is not None:
             self._ask_all_keys(self.order, now_s)
         if self.order is not None:

@@ -45,7 +45,7 @@ from tenuto.vllm.compat.scheduler import (
 )
 from tenuto.vllm.control_http import CALL
 from tenuto.vllm.engine import Ended
-from tenuto.vllm.hooks import MAX_RENEWALS, Hooks
+from tenuto.vllm.hooks import Hooks
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.requests import OutputReader, describe
 from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
@@ -159,7 +159,7 @@ class _DrivenScheduler(PrivateHooks):
             self._catch_up()
         max_tokens = self.max_num_scheduled_tokens
         self._hooks.prepare_memory(now_s)
-        if self._hooks.is_quiet(now_s, was_cut=self._was_cut):
+        if self._hooks.is_quiet(was_cut=self._was_cut):
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._was_cut = output.total_num_scheduled_tokens >= max_tokens
         else:
@@ -175,7 +175,6 @@ class _DrivenScheduler(PrivateHooks):
     def _schedule_as_decided(self, now_s: float, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         """Expire leases, admit, set the budget; then vLLM's own schedule. Returns the budget too."""
         hooks, full_budget = self._hooks, self.max_num_scheduled_tokens
-        hooks.driver.expire(now_s, MAX_RENEWALS)
         hooks.begin_step(now_s)
         if not hooks.asks_budget:
             return super().schedule(*args, **kwargs), full_budget  # type: ignore[misc]
@@ -302,11 +301,10 @@ class _DrivenScheduler(PrivateHooks):
         """Do what no step waits for."""
         self._catch_up()
         now_s = time.monotonic()
-        driver = self._hooks.driver
-        driver.expire(now_s, MAX_RENEWALS)
+        self._hooks.use_free_time(now_s)
         if self._state is not None:
             self._state.save_if_due(now_s)
-        self._metrics.refresh(driver, now_s)
+        self._metrics.refresh(self._hooks.driver, now_s)
 
     def _tell_arrival(self, request: Any, now_s: float) -> None:
         started_s = time.perf_counter()
