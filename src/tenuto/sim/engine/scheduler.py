@@ -830,10 +830,7 @@ class Scheduler:
             or state.loaded
         ):
             return 0
-        num_steps = self._count_steps_to_end(running)
-        # All requests may fill their last blocks in the same step: free blocks must do for all of them.
-        num_free_each = self.kv.pool.num_free_blocks // len(running)
-        num_steps = min(num_steps, num_free_each * config.kv.block_size)
+        num_steps = min(self._count_steps_to_end(running), self._count_steps_in_blocks(running))
         if num_steps == 0 or self._may_start_one() or _has_equal_outputs(running):
             return 0
         return num_steps
@@ -868,6 +865,20 @@ class Scheduler:
                 return 0
             num_left = min(num_left, request.num_tokens_at_end - num_tokens, max_model_len - num_tokens)
         return max(0, num_left - 1)
+
+    def _count_steps_in_blocks(self, running: list[Request]) -> int:
+        """Steps for which the free blocks surely suffice, if each running request computes one token a step.
+
+        free slots in own blocks    request 1 │····      block size 16, 5 free blocks, 3 requests:
+                                    request 2 │··        one more for each, and two of the three get a second;
+                                    request 3 │·······   after 16 + 7 steps the third has none
+        """
+        size = self.config.kv.block_size
+        num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
+        if num_each >= self.config.kv.max_model_len // size:
+            return num_each * size
+        slots = sorted(each.tables[0].num_blocks * size - each.num_computed_tokens for each in running)
+        return num_each * size + min(slots[num_more], size)
 
     def _may_start_one(self) -> bool:
         """Whether a waiting request could start in one of the next steps; True if in doubt."""

@@ -170,8 +170,8 @@ class KvCache:
         A request that starts brings its hit, a running one None. Blocks of a running one that its sliding
         window has left are freed in any case. Source: kv_cache_manager.py:allocate_slots@0.32.
         """
-        if hit is None and self.has_slots(request, num_new_tokens):
-            return True
+        if hit is None and self.can_truncate and request.status is Status.RUNNING:
+            return self._try_extend(request, num_new_tokens)
         if hit is None and not self.can_truncate:
             self.leave(request)
         if self.count_missing(request, num_new_tokens, hit, is_busy=is_busy) > 0:
@@ -291,6 +291,28 @@ class KvCache:
         )
 
     # Inside.
+
+    def _try_extend(self, request: Request, num_new_tokens: int) -> bool:
+        """`try_allocate` of a running request with full attention, whose blocks most allocations are for."""
+        table: BlockTable = request.tables[0]
+        size = self._block_size
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        num_slots = min(num_tokens + self._num_lookahead_tokens, self.config.max_model_len)
+        num_full = table.num_nulls + table.row.num_blocks
+        num_wanted = -(-num_slots // size) - num_full - table.num_blanks
+        if num_wanted > 0:
+            if num_wanted > self.pool.num_free_blocks:
+                return False
+            self.pool.take(num_wanted)
+            table.num_blanks += num_wanted
+        # Drafts may be rejected: only what is certain is cached.
+        num_certain = min(num_tokens, request.num_tokens)
+        if num_certain // size > num_full:
+            self._groups[0].cache(table, request, num_certain)
+            self._note_slots(request)
+        elif num_wanted > 0:
+            self._note_slots(request)
+        return True
 
     def _note_slots(self, request: Request) -> None:
         if self.can_truncate:
