@@ -35,6 +35,7 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
+from tenuto.sim.kv.groups import BlockTable
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers import make_offloader
@@ -877,7 +878,11 @@ class Scheduler:
         num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
         if num_each >= self.config.kv.max_model_len // size:
             return num_each * size
-        slots = sorted(each.tables[0].num_blocks * size - each.num_computed_tokens for each in running)
+        tables: list[BlockTable] = [each.tables[0] for each in running]
+        slots = sorted(
+            table.num_blocks * size - each.num_computed_tokens
+            for table, each in zip(tables, running, strict=True)
+        )
         return num_each * size + min(slots[num_more], size)
 
     def _may_start_one(self) -> bool:

@@ -308,7 +308,8 @@ class KvCache:
         # Drafts may be rejected: only what is certain is cached.
         num_certain = min(num_tokens, request.num_tokens)
         if num_certain // size > num_full:
-            self._groups[0].cache(table, request, num_certain)
+            for group in self._groups:
+                group.cache(request.tables[0], request, num_certain)
             self._note_slots(request)
         elif num_wanted > 0:
             self._note_slots(request)
