@@ -53,7 +53,7 @@ def make_tier() -> Any:
     return SimpleNamespace(
         get_views=lambda: [TierView("host", 100, 0, 1e-3, 0.0)], loads=link, stores=link, later=nothing,
         host=SimpleNamespace(num_refused=0, num_evicted=0, num_dropped=0),
-        num_declined_loads=0, prefetch=None,
+        num_declined_loads=0, num_events=0, prefetch=None,
     )  # fmt: skip
 
 
