@@ -7,11 +7,12 @@ import itertools
 
 import pytest
 
-from tenuto.core.engine import StepSize, get_prompt_wait
+from tenuto.core.engine import StepSize, get_prompt_weight
 from tenuto.core.types import DecodeSteps, EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
+    SLACK,
     AdaptiveSteps,
     choose_step_tokens,
     make_step_chooser,
@@ -33,8 +34,8 @@ def make_times(*, pass_s: float = 0.01, token_s: float = 4e-5) -> StepTimes:
 
 
 def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
-    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.5, BUDGET) == FIRST_STEP_TOKENS
-    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.5, 700) == 700
+    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.0, BUDGET) == FIRST_STEP_TOKENS
+    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.0, 700) == 700
 
 
 def get_speed(num_tokens: int, num_decoding: int = 10) -> float:
@@ -43,52 +44,54 @@ def get_speed(num_tokens: int, num_decoding: int = 10) -> float:
     return num_prompt_tokens / (0.01 + 1e-4 * num_decoding + 4e-5 * num_prompt_tokens)
 
 
-@pytest.mark.parametrize("rate", [0.0, 5_000.0, 10_000.0, 15_000.0, 20_000.0])
-@pytest.mark.parametrize("prompt_wait", [1.2, 1.5, 3.0])
-def test_it_is_the_smallest_at_which_prompts_wait_no_longer_than_allowed(
-    rate: float, prompt_wait: float
-) -> None:
-    """A queue that is served at v and fed at r lasts about 1 / (v - r)."""
-    least = (get_speed(BUDGET) - rate) / prompt_wait
-    wanted = next(size for size in (512, 1024, 2048, 4096, BUDGET) if get_speed(size) - rate >= least)
-    assert choose_step_tokens(make_times(), 10, rate, prompt_wait, BUDGET) == wanted
+SIZES = (512, 1024, 2048, 4096, BUDGET)
+
+
+@pytest.mark.parametrize("rate", [0.0, 5_000.0, 12_000.0])
+def test_while_prompts_take_less_than_half_they_are_a_tenth_slower_at_most(rate: float) -> None:
+    """Prompt tokens take 40 us each, so 12,500 a second take half."""
+    wanted = next(size for size in SIZES if get_speed(size) >= get_speed(BUDGET) / SLACK)
+    assert choose_step_tokens(make_times(), 10, rate, 1.0, BUDGET) == wanted == 2048
+
+
+@pytest.mark.parametrize("rate", [13_000.0, 15_000.0, 18_000.0, 20_000.0, 21_000.0])
+def test_when_they_take_more_steps_are_as_small_as_keeps_up_with_them(rate: float) -> None:
+    wanted = next(size for size in SIZES if get_speed(size) >= SLACK * rate)
+    assert choose_step_tokens(make_times(), 10, rate, 1.0, BUDGET) == wanted
+
+
+@pytest.mark.parametrize(("weight", "size"), [(0.0, 512), (0.4, 512), (0.6, 2048), (3.0, 2048)])
+def test_a_weight_says_from_which_share_on_decoding_goes_first(weight: float, size: int) -> None:
+    """At 8,500 tokens a second prompts take a third."""
+    assert choose_step_tokens(make_times(), 10, 8_500.0, weight, BUDGET) == size
 
 
 def test_steps_are_smaller_where_the_pass_over_the_weights_hardly_counts() -> None:
     """A prompt token takes 3 ms, as on a CPU."""
-    assert choose_step_tokens(make_times(token_s=3e-3), 10, 0.0, 1.5, 1024) == 256
-    assert choose_step_tokens(make_times(token_s=3e-3, pass_s=1.0), 10, 0.0, 1.5, 1024) == 512
-
-
-def test_the_more_prompts_come_the_larger_the_steps() -> None:
-    sizes = [choose_step_tokens(make_times(), 10, rate, 1.5, BUDGET) for rate in (0.0, 1.5e4, 2e4, 2.2e4)]
-    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == BUDGET
+    assert choose_step_tokens(make_times(token_s=3e-3), 10, 0.0, 0.0, 1024) == 256
+    assert choose_step_tokens(make_times(token_s=3e-3, pass_s=1.0), 10, 0.0, 0.0, 1024) == 512
 
 
 def test_if_prompts_come_faster_than_any_step_computes_them_steps_are_full() -> None:
-    assert choose_step_tokens(make_times(), 10, 1e6, 5.0, BUDGET) == BUDGET
-
-
-def test_a_wait_of_one_is_the_engines_whole_budget() -> None:
-    assert choose_step_tokens(make_times(), 10, 0.0, 1.0, BUDGET) == BUDGET
+    assert choose_step_tokens(make_times(), 10, 1e6, 1.0, BUDGET) == BUDGET
 
 
 @pytest.mark.parametrize("budget", [64, 300, 512, 700, 2048])
 def test_it_stays_within_the_engines_own_limit(budget: int) -> None:
-    assert min(256, budget) <= choose_step_tokens(make_times(), 10, 0.0, 5.0, budget) <= budget
+    assert min(256, budget) <= choose_step_tokens(make_times(), 10, 0.0, 0.0, budget) <= budget
 
 
 @pytest.mark.parametrize("num_decoding", [200, 400, 900])
 def test_half_of_a_step_is_for_prompts(num_decoding: int) -> None:
-    assert choose_step_tokens(make_times(), num_decoding, 0.0, 100.0, BUDGET) >= 2 * num_decoding
+    assert choose_step_tokens(make_times(), num_decoding, 0.0, 0.0, BUDGET) >= 2 * num_decoding
 
 
 VIEW = EngineView(100.0, 16, 1000, 900, 11, 0, BUDGET)
 
 
-def make_chooser(prompt_wait: float = 1.5) -> AdaptiveSteps:
+def make_chooser(prompt_weight: float = 1.0) -> AdaptiveSteps:
     """One that has seen the steps of `make_times`."""
-    chooser = AdaptiveSteps(prompt_wait)
+    chooser = AdaptiveSteps(prompt_weight)
     for n in range(80):
         count = n % 40 + 1
         chooser.observe_step(StepView(0.05 * n, 0.01 + 1e-4 * count, count, count))
@@ -99,7 +102,7 @@ def make_chooser(prompt_wait: float = 1.5) -> AdaptiveSteps:
 
 
 def test_the_rate_is_that_of_the_turns_that_finished_of_late() -> None:
-    chooser = make_chooser()
+    chooser = make_chooser(prompt_weight=0.0)
     assert chooser.choose(VIEW) == StepSize(512)
     for n in range(80):
         chooser.observe_turn(make_turn(f"t{n}", 1000, kind="agent", tool=ToolCall("ls")))
@@ -119,7 +122,7 @@ def test_if_nobody_else_runs_nobody_is_delayed() -> None:
 
 
 def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
-    chooser = make_chooser()
+    chooser = make_chooser(prompt_weight=0.0)
     chosen = []
     for n in range(4 * LOOK_EVERY):
         chooser.observe_step(StepView(5 + 0.05 * n, 0.051, 1010, 10))
@@ -132,12 +135,12 @@ def test_only_adaptive_steps_need_a_chooser() -> None:
     assert make_step_chooser(512) is None and make_step_chooser(None) is None
 
 
-def test_the_operator_says_how_long_prompts_may_wait() -> None:
+def test_the_operator_says_how_much_prompts_weigh() -> None:
     chooser = make_step_chooser("adaptive:3")
-    assert isinstance(chooser, AdaptiveSteps) and chooser.prompt_wait == 3.0
-    for text in ("adaptive:", "adaptive:0.5", "adaptive:nan", "adaptive:inf", "adaptive:x", "fast"):
+    assert isinstance(chooser, AdaptiveSteps) and chooser.prompt_weight == 3.0
+    for text in ("adaptive:", "adaptive:-1", "adaptive:nan", "adaptive:inf", "adaptive:x", "fast"):
         with pytest.raises(ValueError):
-            get_prompt_wait(text)
+            get_prompt_weight(text)
 
 
 def make_busy() -> tuple[AdaptiveSteps, EngineView, StepSize]:

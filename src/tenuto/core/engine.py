@@ -114,23 +114,23 @@ class Engine(Protocol):
 
 ADAPTIVE = "adaptive"
 """Before each step, a `StepChooser` chooses the number of tokens."""
-PROMPT_WAIT = 1.1
-"""How many times as long prompts may wait under adaptive steps as with the engine's whole budget."""
+PROMPT_WEIGHT = 1.0
+"""How much a second that a prompt waits weighs under adaptive steps, beside one that a decoding turn waits."""
 StepTokens = str | int
-"""The most tokens of a step: "adaptive", "adaptive:3" with another `PROMPT_WAIT`, or always the same."""
+"""The most tokens of a step: "adaptive", "adaptive:3" with another `PROMPT_WEIGHT`, or always the same."""
 
 
-def get_prompt_wait(step_tokens: StepTokens | None) -> float | None:
-    """The `PROMPT_WAIT` of adaptive steps; None for steps of a fixed size. Raises ValueError."""
+def get_prompt_weight(step_tokens: StepTokens | None) -> float | None:
+    """The `PROMPT_WEIGHT` of adaptive steps; None for steps of a fixed size. Raises ValueError."""
     if not isinstance(step_tokens, str):
         return None
-    name, colon, wait = step_tokens.partition(":")
+    name, colon, weight = step_tokens.partition(":")
     if name != ADAPTIVE:
         raise ValueError(step_tokens)
-    prompt_wait = float(wait) if colon else PROMPT_WAIT
-    if not 1 <= prompt_wait < math.inf:
+    prompt_weight = float(weight) if colon else PROMPT_WEIGHT
+    if not 0 <= prompt_weight < math.inf:
         raise ValueError(step_tokens)
-    return prompt_wait
+    return prompt_weight
 
 
 def get_max_step_tokens(step_tokens: StepTokens | None, max_num_batched_tokens: int) -> int:
@@ -181,7 +181,7 @@ def check_step_tokens(given: StepTokens | None, where: str) -> None:
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
         return
     try:
-        if get_prompt_wait(given) is not None:
+        if get_prompt_weight(given) is not None:
             return
     except ValueError:
         pass

@@ -1,20 +1,25 @@
 """How many tokens a step should have, while some turns decode and others have prompts to compute.
 
-Every step passes over the weights once, for any number of tokens. So large steps compute prompts faster, and
-small steps give each decoding turn its next token sooner. A step of T tokens beside n decoding turns takes
+Every step passes over the weights once, whatever it computes. Large steps put prompts first, and decoding
+turns wait for their next token. Small steps put decoding first. A step of T tokens beside n decoding turns
+takes
 
     f(T) = d(n) + fixed + (T - n) · token         seconds
     v(T) = (T - n) / f(T)                         prompt tokens a second
 
-with d(n) what decoding alone takes, and `fixed` and `token` the line that `StepTimes` learns. Prompts arrive
-at some rate r, in tokens a second. A queue that is served at v and fed at r lasts about 1 / (v - r) (the mean
-wait of an M/M/1 queue). The step is the smallest T at which prompts wait at most `prompt_wait` times as long
-as with the engine's whole budget:
+with d(n) what decoding alone takes, and `fixed` and `token` the line that `StepTimes` learns.
 
-    v(T) - r  >=  (v(budget) - r) / prompt_wait
+Who goes first decides who waits; it hardly changes what the engine computes. Waits are least, in sum, if
+those go first who take less of the engine (the cμ rule; Cox and Smith, 1961). Each turn has one prompt and
+one answer. So it is enough to compare their shares of the engine's time. If prompt tokens come at a rate r,
+prompts take ρ = r · token of it, and answers the rest:
 
-If no smaller step does that, it is the whole budget. So first tokens are never far from stock vLLM's, and
-decoding turns get what is left.
+    ρ < weight · (1 - ρ)     prompts first:    v(T) >= v(budget) / SLACK
+    otherwise                answers first:    v(T) >= SLACK · r
+
+The step is the smallest T that fulfils this; if no smaller step does, it is the whole budget. So while prompts
+are the lesser part, first tokens are never far from those of stock vLLM. When they are the larger part, the
+turns that already run end first, and fewer run at a time.
 
 Plain requests, those of jobs that call no tools, shall not pay for small steps. What waits of them, and what
 stock vLLM would compute in one step, gets room of its own in the next step. No prompt may then take more than
@@ -27,11 +32,14 @@ import math
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tenuto.core.engine import PROMPT_WAIT, StepChooser, StepSize, StepTokens, get_prompt_wait
+from tenuto.core.engine import PROMPT_WEIGHT, StepChooser, StepSize, StepTokens, get_prompt_weight
 from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
+SLACK = 1.1
+"""If prompts go first, they take at most a tenth longer than in full steps. If answers do, prompts are computed
+a tenth faster than they come, so that their queue empties."""
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 SMALL_STEP_TOKENS = 256
@@ -50,12 +58,12 @@ MAX_PLAIN = 64
 
 def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
     """The chooser of adaptive steps; None where the step size is fixed."""
-    prompt_wait = get_prompt_wait(step_tokens)
-    return None if prompt_wait is None else AdaptiveSteps(prompt_wait)
+    prompt_weight = get_prompt_weight(step_tokens)
+    return None if prompt_weight is None else AdaptiveSteps(prompt_weight)
 
 
 def choose_step_tokens(
-    times: StepTimes, num_decoding: int, prompt_rate: float, prompt_wait: float, budget: int
+    times: StepTimes, num_decoding: int, prompt_rate: float, prompt_weight: float, budget: int
 ) -> int:
     """Tokens of the next step, decode tokens included: a power of two from 512 or 256 up, or `budget`.
 
@@ -73,13 +81,15 @@ def choose_step_tokens(
         return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
     most = get_speed(budget)
-    needed = (most - prompt_rate) / prompt_wait
+    share = min(1.0, prompt_rate * token_s)
+    is_prompts_turn = share < prompt_weight * (1 - share)
+    needed = most / SLACK if is_prompts_turn else SLACK * prompt_rate
     # Not before a step that only decodes was seen: until then the pass seems to cost nothing.
     is_same = decode_s > 0 and get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most
     size = SMALL_STEP_TOKENS if is_same else MIN_STEP_TOKENS
     while size < budget:
         # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-        if size >= 2 * num_decoding and get_speed(size) - prompt_rate >= needed > 0:
+        if size >= 2 * num_decoding and get_speed(size) >= needed:
             return size
         size *= 2
     return budget
@@ -89,11 +99,11 @@ def choose_step_tokens(
 class AdaptiveSteps:
     """Chooses the token count of each step from the steps and turns of its engine, beside any policy.
 
-    `--step-tokens adaptive`, or `adaptive:3` for another `prompt_wait`.
+    `--step-tokens adaptive`, or `adaptive:3` for another `prompt_weight`.
     """
 
-    prompt_wait: float = PROMPT_WAIT
-    """How many times as long prompts may wait as with the engine's whole budget; 1: always the budget."""
+    prompt_weight: float = PROMPT_WEIGHT
+    """How much a second that a prompt waits weighs beside one that a decoding turn waits."""
     _times: StepTimes = field(default_factory=StepTimes)
     _num_prompt_tokens: float = 0.0
     """Computed for the turns that finished last; they fade over `RATE_S`."""
@@ -142,7 +152,7 @@ class AdaptiveSteps:
             return None
         budget = view.max_num_batched_tokens
         rate = self._get_prompt_rate()
-        chosen = choose_step_tokens(self._times, num_decoding, rate, self.prompt_wait, budget)
+        chosen = choose_step_tokens(self._times, num_decoding, rate, self.prompt_weight, budget)
         if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Where layers have states, prompts are computed in whole blocks, and blocks are large.

@@ -111,7 +111,7 @@ class Setup(Options):
     step_tokens: StepTokens | None = option(
         None,
         "most tokens in a step, within that budget: a number, or adaptive, which chooses it for each step; "
-        "adaptive:X lets prompts wait X times as long as with the whole budget (1.1)",
+        "adaptive:X weighs a second of a prompt's wait X times as much as one of a decoding turn (1)",
         metavar="adaptive[:X]|N",
         read=read_step_tokens,
         shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",

@@ -38,8 +38,8 @@ class Settings:
     """Policies, as my.module:Class, that an operator may switch to beside those that ship with Tenuto."""
     step_tokens: str | int | None = setting(
         None,
-        "most tokens in a step: a number within vLLM's budget, or adaptive; adaptive:X lets prompts wait X "
-        "times as long as with vLLM's whole budget (1.1); unset: what the policy wants",
+        "most tokens in a step: a number within vLLM's budget, or adaptive; adaptive:X weighs a second of a "
+        "prompt's wait X times as much as one of a decoding turn (1); unset: what the policy wants",
     )
     offload: str | None = setting(
         None,
