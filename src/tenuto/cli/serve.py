@@ -51,7 +51,7 @@ class ServeOptions(Options):
     step_tokens: StepTokens | None = option(
         None,
         "most tokens in a step, within vLLM's --max-num-batched-tokens: a number, or adaptive; adaptive:X "
-        "lets prompts wait X times as long as with vLLM's whole budget (1.5)",
+        "weighs a second of a prompt's wait X times as much as one of a decoding turn (1)",
         metavar="adaptive[:X]|N",
         read=read_step_tokens,
         shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",

@@ -115,7 +115,7 @@ class Engine(Protocol):
 ADAPTIVE = "adaptive"
 """Before each step, a `StepChooser` chooses the number of tokens."""
 PROMPT_WEIGHT = 1.0
-"""How much a second that a prompt waits weighs under adaptive steps, beside one that a decoding turn waits."""
+"""How much a second that a prompt waits weighs under adaptive steps, beside one of a decoding turn."""
 StepTokens = str | int
 """The most tokens of a step: "adaptive", "adaptive:3" with another `PROMPT_WEIGHT`, or always the same."""
 

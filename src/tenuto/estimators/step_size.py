@@ -17,9 +17,9 @@ prompts take ρ = r · token of it, and answers the rest:
     ρ < weight · (1 - ρ)     prompts first:    v(T) >= v(budget) / SLACK
     otherwise                answers first:    v(T) >= SLACK · r
 
-The step is the smallest T that fulfils this; if no smaller step does, it is the whole budget. So while prompts
-are the lesser part, first tokens are never far from those of stock vLLM. When they are the larger part, the
-turns that already run end first, and fewer run at a time.
+The step is the smallest T that fulfils this; if no smaller step does, it is the whole budget. So while
+prompts are the lesser part, first tokens are never far from those of stock vLLM. When they are the larger
+part, the turns that already run end first, and fewer run at a time.
 
 Plain requests, those of jobs that call no tools, shall not pay for small steps. What waits of them, and what
 stock vLLM would compute in one step, gets room of its own in the next step. No prompt may then take more than
@@ -38,8 +38,8 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""If prompts go first, they take at most a tenth longer than in full steps. If answers do, prompts are computed
-a tenth faster than they come, so that their queue empties."""
+"""If prompts go first, they take at most a tenth longer than in full steps. If answers do, prompts are
+computed a tenth faster than they come, so that their queue empties."""
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 SMALL_STEP_TOKENS = 256
