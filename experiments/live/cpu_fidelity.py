@@ -110,7 +110,7 @@ def say(text: str) -> None:
 
 
 def read_policy(policy: str) -> tuple[str, str]:
-    """The policy's name, and its size of steps or an empty string."""
+    """The policy's name, and its step size or an empty string."""
     name, _, size = policy.removesuffix("+host").partition("@")
     return name, size
 

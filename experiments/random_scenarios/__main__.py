@@ -42,7 +42,7 @@ def read_chosen() -> set[int]:
 
 
 def read_step(text: str) -> Step:
-    """A size of steps; `default` is what the policy wants, else the engine's whole budget."""
+    """A step size; `default` is what the policy wants, else the engine's whole budget."""
     return None if text == "default" else int(text)
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="draws of the jobs of each (%(default)s)")
     parser.add_argument("--policies", default=",".join(RIVALS), help="the rivals, with commas")
-    parser.add_argument("--steps", default="default,512,2048", help="their sizes of steps, with commas")
+    parser.add_argument("--steps", default="default,512,2048", help="their step sizes, with commas")
     parser.add_argument("--intervals", default="1,2,4,8", help="and their prefill_schedule_interval")
     parser.add_argument("--out", type=Path, default=OUT, help="the file of what has run (%(default)s)")
     parser.add_argument("--against", type=Path, help="another such file: compare `tenuto` of two codes")

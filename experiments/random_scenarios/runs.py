@@ -207,7 +207,7 @@ def _shorten(value: Any) -> Any:
 def list_settings(
     policies: Sequence[str], steps: Sequence[Step], intervals: Sequence[int] = (1,)
 ) -> list[Setting]:
-    """All settings of a scenario: ours, the bounds, and each rival at each size of steps, and each interval.
+    """All settings of a scenario: ours, the bounds, and each rival at each step size, and each interval.
 
     Both spread the prompts over more steps, so each is tried with the other at its default.
     """

@@ -247,7 +247,7 @@ class LeaseTable:
     def get_tenants_first_to_yield(
         self, tenant: str, yields: Yields, spare_job_id: str | None = None
     ) -> LeaseState | None:
-        """Of one tenant's leases the one that yields first; None if the leases of tenants are not counted."""
+        """The lease of one tenant that yields first; None if the leases of tenants are not counted."""
         own = self._by_tenant.get(tenant)
         first = None if own is None else own.evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]

@@ -55,7 +55,7 @@ MIN_ENDS = 40
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at a system showed. Rates are jobs per second after the warm-up."""
+    """The result of one check of a system. Rates are jobs per second after the warm-up."""
 
     state: State
     warm_up_s: float

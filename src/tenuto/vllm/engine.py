@@ -64,7 +64,7 @@ class VllmEngine:
         self._ending: Ended | None = None
         """The request whose end the driver hears of now."""
         self._found: list[Any] = []
-        """What was found last that the end of a request may keep."""
+        """The latest look-up result, which the end of a request may keep."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""

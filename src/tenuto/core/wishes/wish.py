@@ -106,7 +106,7 @@ def _resolve(span: Span, find: Callable[[Mark], int]) -> Span:
 
 @dataclass
 class Said:
-    """What one reader found in a request."""
+    """The wishes that one reader found in a request."""
 
     asked: list[tuple[float, Place | int | None]] = field(default_factory=list)
     """Seconds, and the part that is wanted: up to a place in the body, a number of tokens, or all of it."""

@@ -284,7 +284,7 @@ class LearnsTtl(Policy, Learns):
         self._ttl.on_turn_stopped(turn)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its prefill is over, and it waits no longer."""
+        """The turn's prefill is over, and it no longer waits."""
         self._ttl.on_turn_stopped(turn)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:

@@ -155,7 +155,7 @@ class FittedStepCost:
     decode: Line
     link: Line | None = None
     poor: tuple[str, ...] = ()
-    """Why it does not describe the steps that it was fitted to, a sentence for each reason."""
+    """Why the fit is poor: a sentence for each reason."""
 
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step; 0.0 for an empty batch. Contains the host time that the observed steps had."""

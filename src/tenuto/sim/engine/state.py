@@ -170,7 +170,7 @@ class EngineState:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that did not start yet, those that load included."""
+        """Requests that did not start yet, including loading ones."""
         return len(self.waiting) + self.num_loading
 
 

@@ -179,7 +179,7 @@ class _Load:
 
 
 class Prefetch:
-    """Which jobs are about to return, and the loads for them; one load at a time."""
+    """Knows the jobs that are about to return, and loads their KV, one load at a time."""
 
     def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
         """`uses`: the job of a load by its id, for the host's manager."""

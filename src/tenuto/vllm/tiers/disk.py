@@ -342,7 +342,7 @@ class DiskTier(SecondaryTier):
         return space
 
     def _find_files(self) -> None:
-        """Take up what an earlier server left: whole files, the least recently written first."""
+        """Use the files of an earlier server: whole ones, the least recently written first."""
         assert self._space is not None
         found: list[tuple[float, bytes]] = []
         for entry, facts in _scan(self._space.folder):

@@ -39,7 +39,7 @@ def agent_mix_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
 
 
 def shift_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Traffic that changes in the middle: what was learned from the first half does not hold any more."""
+    """Traffic that changes in the middle: what was learned from the first half is wrong for the second."""
     times_s = list(arrivals)
     half = len(times_s) // 2
     return [*swe_bench_jobs(times_s[:half], seed), *bfcl_jobs(times_s[half:], seed)]
