@@ -25,6 +25,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "figures.jobs_picture": "",
         "figures.report_picture": "playwright and Chromium",
         "tables.fidelity": "",
+        "tables.field_results": "",
         "tables.first_ab": "",
         "tables.mixed_steps": "",
         "tables.tier_pressure": "",

@@ -76,5 +76,5 @@ def test_every_page_is_in_the_site_s_table_of_contents() -> None:
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
     navigation = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
-    listed = set(re.findall(r"[\w/]+\.md", str(navigation)))
+    listed = set(re.findall(r"[\w/-]+\.md", str(navigation)))
     assert listed == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "control": ("ACTION --url URL", "switch a server on, off or to shadow; change its policy"),
     "bench": ("--url URL", "run agent jobs against any OpenAI-compatible server"),
     "ab": ("--arm A=… --arm B=…", "compare servers or policies under the same load"),
+    "validate": ("MODEL", "what Tenuto gains on this machine, in thirty minutes, with a verdict"),
     "record": ("--url URL", "record the requests of agents to a server, without their text"),
     "replay": ("TRACE --url URL", "run a recording again, or a scheduler's decisions"),
     "convert": ("IN OUT", "change a trace's format, or import agents' logs"),

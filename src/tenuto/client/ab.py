@@ -32,6 +32,7 @@ import httpx
 
 from tenuto.client.ab_verdict import (
     VERDICT,
+    Comparison,
     Values,
     compare,
     find_invalid,
@@ -71,19 +72,19 @@ def run_ab(options: AbOptions) -> int:
     make_workload(options.bench.load)  # what is wrong with the load is said before a server is started
     for arm in options.arms:
         check_arm(arm, options.bench.api_key)
-    slots = make_order([arm.name for arm in options.arms], options.repeats)
+    slots = make_order([arm.name for arm in options.arms], options.repeats, options.runs_per_start)
     is_interrupted = False
     with AbFolder(options.out, describe(options)) as folder:
         failure: TenutoError | None = None
         try:
-            with _sigterm_as_sigint():
-                _run_slots(options, folder, slots)
+            with sigterm_as_sigint():
+                run_slots(options, folder, slots)
         except KeyboardInterrupt:
             is_interrupted = True
             say("interrupted; the same command again goes on from here")
         except TenutoError as error:
             failure = error
-        is_whole = _conclude(options, folder, slots)
+        is_whole = _show(options, folder, conclude(options, folder, slots))
         if failure is not None:
             raise failure
     if is_interrupted:
@@ -112,7 +113,13 @@ def describe(options: AbOptions) -> dict[str, Any]:
     }
 
 
-def _run_slots(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> None:
+def run_slots(
+    options: AbOptions,
+    folder: AbFolder,
+    slots: Sequence[Slot],
+    after: Callable[[Slot, Ready], bool] = lambda slot, server: True,
+) -> None:
+    """Make the runs that are missing. `after` is told of each while its server is up; False ends them all."""
     arms = {arm.name: arm for arm in options.arms}
     todo = [slot for slot in slots if not folder.has_run(slot)]
     if len(todo) < len(slots):
@@ -123,6 +130,8 @@ def _run_slots(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> N
             folder.clear(slot)
             with servers.open(arms[slot.arm]) as server:
                 _run_slot(options, folder, slot, server)
+                if not after(slot, server):
+                    return
 
 
 def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -> None:
@@ -135,7 +144,7 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -
         _warm_up(run_options, options.warmup_jobs)
     is_emptied = empty_cache(run_options.urls, run_options.api_key, run_options.engine_urls)
     with RunFiles(folder.get_run(slot)) as files:
-        result = _measure(run_options, files)
+        result = measure_run(run_options, files)
         server.check()
         result["client"]["cache_emptied"] = is_emptied
         # result.json marks the run as complete, so it must not exist without all of the run's turns.
@@ -151,10 +160,11 @@ def _warm_up(options: BenchOptions, num_jobs: int) -> None:
     say(f"warming up with {num_jobs} job{'s' if num_jobs > 1 else ''}")
     warm_up = replace(options, load=load, run_id=f"{options.run_id}-warm-up")
     with RunFiles(None) as files:
-        _measure(warm_up, files)
+        measure_run(warm_up, files)
 
 
-def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
+def measure_run(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
+    """The record of one run. Raises KeyboardInterrupt if it was interrupted."""
     try:
         result = asyncio.run(measure(options, make_workload(options.load), files))
     finally:
@@ -165,8 +175,25 @@ def _measure(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
     return result
 
 
-def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bool:
-    """Write and print the verdict so far. Return whether all turns of all existing runs were answered."""
+class Conclusion(NamedTuple):
+    """What all runs so far say."""
+
+    done: Mapping[str, Sequence[Mapping[str, Any]]]
+    """By arm, the results of its complete runs."""
+    pairs: Sequence[Mapping[str, Values]]
+    """The repeats that ran on all arms."""
+    comparisons: Sequence[Comparison]
+    notes: Sequence[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all turns of all existing runs were answered."""
+        turns = [run["turns"] for runs in self.done.values() for run in runs]
+        return all(each["ok"] == each["planned"] for each in turns)
+
+
+def conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> Conclusion:
+    """Compare what has run; write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
     folder.write_results(slots, _describe_terms(options))
     pairs = _read_pairs(options.arms, folder, options.repeats)
     done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
@@ -174,27 +201,37 @@ def _conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> bo
         if folder.has_run(slot):
             done[slot.arm].append(folder.read_result(slot))
     if not any(done.values()):
-        return True
+        return Conclusion(done, (), (), ())
     comparisons = compare(pairs, options.threshold, is_valid=not find_invalid(done))
-    notes = make_notes(done)
-    verdict = {
+    found = Conclusion(done, pairs, comparisons, make_notes(done))
+    folder.write_verdict(_describe_verdict(options, found))
+    return found
+
+
+def _describe_verdict(options: AbOptions, found: Conclusion) -> dict[str, Any]:
+    return {
         "arms": [str(arm) for arm in options.arms],
         "baseline": options.arms[0].name,
-        "pairs": len(pairs),
+        "pairs": len(found.pairs),
         "pairs_planned": options.repeats,
         "threshold": options.threshold,
-        "comparisons": [each.to_json() for each in comparisons],
-        "notes": notes,
+        "comparisons": [each.to_json() for each in found.comparisons],
+        "notes": found.notes,
     }
-    folder.write_verdict(verdict)
+
+
+def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> bool:
+    """Print the verdict so far. Return whether all turns of all existing runs were answered."""
+    if not any(found.done.values()):
+        return True
     if options.csv:
-        write_csv(options.csv, [each.to_json() for each in comparisons])
+        write_csv(options.csv, [each.to_json() for each in found.comparisons])
     if options.as_json:
-        print(json.dumps(verdict))
+        print(json.dumps(_describe_verdict(options, found)))
     else:
-        print(format_verdict(comparisons, len(pairs), options.repeats, notes))
+        print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
     say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
-    return all(run["turns"]["ok"] == run["turns"]["planned"] for runs in done.values() for run in runs)
+    return found.is_whole
 
 
 def _describe_terms(options: AbOptions) -> dict[str, Any]:
@@ -224,7 +261,7 @@ def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dic
 
 
 @contextmanager
-def _sigterm_as_sigint() -> Iterator[None]:
+def sigterm_as_sigint() -> Iterator[None]:
     """Make SIGTERM end the comparison like Ctrl-C does, so that the servers are stopped."""
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -250,15 +287,17 @@ class Slot(NamedTuple):
         return f"{self.repeat + 1:03}-{self.arm}"
 
 
-def make_order(arms: Sequence[str], repeats: int) -> list[Slot]:
+def make_order(arms: Sequence[str], repeats: int, runs_per_start: int = 1) -> list[Slot]:
     """Order the runs so that each repeat reverses the order of the one before: A B, B A, A B.
 
-    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally.
+    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally. With
+    several runs on one start of a server, so many repeats are one: A A B B, B B A A.
     """
     return [
         Slot(repeat, arm)
-        for repeat in range(repeats)
-        for arm in (arms if repeat % 2 == 0 else reversed(arms))
+        for number, first in enumerate(range(0, repeats, runs_per_start))
+        for arm in (arms if number % 2 == 0 else reversed(arms))
+        for repeat in range(first, min(first + runs_per_start, repeats))
     ]
 
 
@@ -400,7 +439,10 @@ class Ready:
 
 
 class Servers:
-    """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager."""
+    """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager.
+
+    Where a start serves several runs, the last server stays up until another arm's is opened.
+    """
 
     def __init__(
         self, options: AbOptions, make_log_path: Callable[[str], Path], say: Callable[[str], None]
@@ -410,6 +452,7 @@ class Servers:
         self._say = say
         self._kept: dict[str, LocalServer] = {}
         self._used: set[str] = set()
+        self._last: tuple[str, LocalServer] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Servers:
@@ -424,12 +467,23 @@ class Servers:
     def open(self, arm: Arm) -> Iterator[Ready]:
         """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
         if arm.is_local and not self._options.keep_up:
-            with self._start(arm, self._options.port) as server:
-                yield Ready(server.url, True, server)
+            is_fresh = self._last is None or self._last[0] != arm.name
+            if self._last is None or is_fresh:
+                self._stop_last()
+                self._last = arm.name, self._stack.enter_context(self._start(arm, self._options.port))
+            try:
+                yield Ready(self._last[1].url, is_fresh, self._last[1])
+            finally:
+                if self._options.runs_per_start == 1:
+                    self._stop_last()
             return
         local = self._keep(arm) if arm.is_local else None
         yield Ready(local.url if local else arm.target, arm.name not in self._used, local)
         self._used.add(arm.name)
+
+    def _stop_last(self) -> None:
+        self._stack.close()
+        self._last = None
 
     def _keep(self, arm: Arm) -> LocalServer:
         if arm.name not in self._kept:
@@ -440,7 +494,7 @@ class Servers:
     @contextmanager
     def _start(self, arm: Arm, port: int) -> Iterator[LocalServer]:
         options = self._options
-        _check_port(port)
+        check_port(port)
         serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
         command = make_command(arm, options.model or "", port, serve_args)
         log = self._make_log_path(arm.name)
@@ -492,7 +546,8 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
         raise ConfigError(f"--arm {arm.name}: {error}") from error
 
 
-def _check_port(port: int) -> None:
+def check_port(port: int) -> None:
+    """Raise ConfigError if a process listens there."""
     # Any process that already answers on this port would be mistaken for the server that is about to start.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -508,7 +563,7 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     """The command that starts a local arm's server."""
     where = ["--host", _HOST, "--port", str(port), *serve_args]
     if arm.kind == "vllm":
-        return [_find_vllm(), "serve", model, _DETAILS, *where]
+        return [find_vllm(), "serve", model, _DETAILS, *where]
     # Use the command line of `tenuto serve`, so that an arm is served in exactly the same way.
     serve = [sys.executable, "-m", "tenuto.cli", "serve"]
     policy = ["--policy", arm.target, *(word for each in arm.options for word in ("--option", each))]
@@ -517,7 +572,7 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     return [*serve, model, *policy, _DETAILS, *where]
 
 
-def _find_vllm() -> str:
+def find_vllm() -> str:
     """The `vllm` of this environment; otherwise the one that the shell finds."""
     beside = Path(sys.executable).parent / "vllm"
     return str(beside) if beside.exists() else "vllm"

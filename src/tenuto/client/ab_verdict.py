@@ -20,12 +20,11 @@ from tenuto.records.files import RESULT, TURNS, read_first
 from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.schema import RunRecord, TurnRecord
+from tenuto.records.text import MIN_PAIRS
 
 VERDICT = "verdict.json"
 """Its file in the folder of a comparison."""
 CONFIDENCE = 0.95
-MIN_PAIRS = 6
-"""With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
 POWER = 0.8
 PLANNED_CHANGE = 0.05
 """The relative difference for which `num_pairs_needed` is computed."""
@@ -349,16 +348,17 @@ def compare(
         return []
     baseline, *others = pairs[0]
     return [
-        replace(_compare(pairs, (baseline, arm), measure, threshold), is_valid=is_valid)
+        replace(compare_one(pairs, (baseline, arm), measure, threshold), is_valid=is_valid)
         for arm in others
         for measure in MEASURES
         if all(pair[each][measure.name] > 0 for pair in pairs for each in (baseline, arm))
     ]
 
 
-def _compare(
+def compare_one(
     pairs: Sequence[Mapping[str, Values]], arms: tuple[str, str], measure: Measure, threshold: float
 ) -> Comparison:
+    """One measure of the second arm against the first, from one pair at least. All values are above 0."""
     baseline, arm = arms
     values = tuple(pair[arm][measure.name] for pair in pairs)
     baseline_values = tuple(pair[baseline][measure.name] for pair in pairs)

@@ -317,6 +317,11 @@ class AbOptions(ArmOptions):
     warmup_jobs: int = option(
         1, "jobs that a server runs unmeasured after its start, or before its first run", minimum=0
     )
+    runs_per_start: int = option(
+        1,
+        "runs of an arm in a row on one start of its server: saves start-ups, but pairs are less independent",
+        minimum=1,
+    )
     threshold_percent: float = option(
         THRESHOLD_PERCENT,
         "differences below are not called differences, however sure",
@@ -376,6 +381,9 @@ class ProfileOptions(Options):
     )
     max_batch: int = option(16, "most decodes at once; no more than the server's --max-num-seqs", minimum=2)
     repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
+    limit_s: float | None = option(
+        None, "begin no further repeat after S seconds", above=0, shown_default="no limit"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -406,3 +414,50 @@ class FitOptions(Options):
     def save_path(self) -> Path:
         """The file for the measured steps."""
         return self.save or self.out.with_suffix(".observations.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(Options):
+    """The options of `tenuto validate`, checked. Raises ConfigError."""
+
+    GROUP = "the validation"
+
+    model: str = option(
+        MISSING, "model name or folder, as for vllm serve", metavar="MODEL", is_positional=True
+    )
+    minutes: float | None = option(
+        None, "how long it may take", minimum=3, shown_default="30, or 6 with --quick"
+    )
+    quick: bool = option(False, "two pairs of short runs, in minutes: tries everything, proves nothing")
+    serve_args: tuple[str, ...] = option(
+        (),
+        "more arguments for every server, in one text; a single one as --serve-args=--ARG",
+        metavar="TEXT",
+        read=_read_serve_args,
+    )
+    workload: str = option("ab8", "the jobs: a generator, or a file of `tenuto record`", metavar="NAME|FILE")
+    seed: int = option(42, "seed of the first pair's jobs; each later pair has the next one")
+    out: Path = option(Path("validation"), "for the page, the record, the runs and the logs", metavar="DIR")
+    config: str | None = option(
+        None,
+        "what the simulator takes for the model: a config.json, or the name of a bundled model",
+        metavar="FILE|NAME",
+        shown_default="the model's own config.json",
+    )
+    despite_noise: bool = option(False, "go on where noise makes a verdict impossible")
+    engine: Literal["vllm", "sim"] = option(
+        "vllm", "sim: simulated servers instead, without vLLM and a GPU, to see what it does"
+    )
+    port: int = option(8100, "the servers' port, on 127.0.0.1", minimum=1, maximum=65535)
+    start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if any(each.startswith(("--api-key", "--api_key")) for each in self.serve_args):
+            raise ConfigError("--serve-args: leave --api-key out; the servers listen on 127.0.0.1 only")
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may take, in seconds."""
+        return 60 * (self.minutes or (6.0 if self.quick else 30.0))

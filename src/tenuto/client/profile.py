@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import statistics
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +96,7 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
         writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
         try:
             asker = Asker(client, writer)
-            observations = await _time_plan(asker, plan, options.repeats)
+            observations = await _time_plan(asker, plan, options.repeats, options.limit_s)
             await _check_hits(client, server.totals)
 
             async def read_totals() -> Totals:
@@ -249,12 +251,18 @@ class Asker:
         return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
 
 
-async def _time_plan(asker: Asker, plan: ProfilePlan, repeats: int) -> list[Observation]:
+async def _time_plan(
+    asker: Asker, plan: ProfilePlan, repeats: int, limit_s: float | None = None
+) -> list[Observation]:
     """Time the whole plan `repeats` times, so that a slow minute affects all steps in the same way."""
+    end_s = math.inf if limit_s is None else time.monotonic() + limit_s
     times: dict[TimedStep, list[float]] = {}
     num_steps = repeats * len(plan.steps)
     num_done = 0
     for repeat in range(repeats):
+        if repeat and time.monotonic() > end_s:
+            say(f"time is up after {repeat} of {repeats} repeats")
+            break
         for step in plan.steps:
             seconds = await asker.time(step, repeat)
             if seconds is not None:

@@ -15,7 +15,7 @@ from tenuto.records.codec import Fields
 from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_objects
 from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
-from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord
+from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord, ValidationRecord
 from tenuto.records.trace_reader import read_trace
 
 _TIME_SLACK_S = 1e-6
@@ -54,6 +54,7 @@ VIEW = Kind("output of tenuto top, which no command reads again")
 ANALYSIS = Kind("a report of tenuto analyze, which no command reads again")
 EVENTS = Kind("a file for Perfetto (open it at ui.perfetto.dev)")
 STATE = Kind("the state of a policy", ("tenuto serve MODEL --state {}",))
+VALIDATION = Kind("a record of tenuto validate", ("tenuto report {}",))
 RUN_FOLDER = Kind("the folder of a run", _READERS)
 RESULTS_FOLDER = Kind("the folder of several runs", _READERS)
 UNKNOWN = Kind("of no kind that Tenuto writes")
@@ -92,7 +93,14 @@ _BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
         ("comparisons", AB_SETTINGS),
     )
 )
-_BY_WORD = {"run": RUN, "turn": TURNS, "sample": SAMPLES, "recording": RECORDING, "failed": RECORDING}
+_BY_WORD = {
+    "run": RUN,
+    "turn": TURNS,
+    "sample": SAMPLES,
+    "recording": RECORDING,
+    "failed": RECORDING,
+    "validation": VALIDATION,
+}
 
 
 def identify(path: Path) -> Kind:
@@ -159,6 +167,12 @@ def read_sample(fields: Fields) -> Sample:
     """Read one line of occupancy.jsonl."""
     _check_schema(fields)
     return codec.read(Sample, fields)
+
+
+def read_validation(fields: Fields) -> ValidationRecord:
+    """Read the record of `tenuto validate`."""
+    _check_schema(fields)
+    return codec.read(ValidationRecord, fields)
 
 
 def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: bool = True) -> RunData:

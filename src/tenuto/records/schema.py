@@ -5,6 +5,7 @@
 | `result.json`, `results.jsonl` | run | `RunRecord` |
 | `turns.jsonl` | turn | `TurnRecord` |
 | `occupancy.jsonl` | sample of the KV cache | `Sample` |
+| `validation.json` | `tenuto validate` | `ValidationRecord` |
 
 Every record is one JSON object. It contains its kind (`kind`) and its schema version (`schema`). Names end
 in their unit: `_s` is seconds, `_tokens` and `_blocks` are counts. null means unknown.
@@ -23,7 +24,7 @@ from tenuto.records.codec import MAX_TOKENS, LeftOut, Range
 
 SCHEMA = 2
 
-RUN, TURN, SAMPLE = "run", "turn", "sample"
+RUN, TURN, SAMPLE, VALIDATION = "run", "turn", "sample", "validation"
 """Values of `kind`."""
 
 _ALWAYS_KEPT = ("gpu", "model", "policy", "workload", "seed", "async_scheduling")
@@ -292,6 +293,145 @@ class RunRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the object of result.json, which is also a line of results.jsonl."""
         return {"kind": RUN, "schema": SCHEMA, **codec.write(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedMachine:
+    """Where a validation ran. It names no host, no user and no path."""
+
+    gpu: str | None
+    """As the driver names it; None: vLLM ran on the CPU."""
+    gpus: int = 0
+    driver: str | None = None
+    gpu_memory_mib: int | None = None
+    cpu: str | None = None
+    cores: int | None = None
+    memory_gib: float | None = None
+    load_before: float | None = None
+    """Load average over a minute before the first server was started."""
+    load_mean: float | None = None
+    """Mean load average after the runs. The servers and the client are part of it."""
+    gpu_processes: int | None = None
+    """Processes of others on the GPUs before the first server was started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedServer:
+    """How all servers of a validation were started, as far as it matters for times."""
+
+    engine: Literal["vllm", "sim"] = "vllm"
+    version: str | None = None
+    model: str
+    """Name of the model, without the folder or the owner."""
+    block_size: int
+    kv_tokens: int
+    """Size of the KV cache."""
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool = True
+    flags: tuple[str, ...] = ()
+    """The flags of --serve-args, with their values where these are numbers."""
+    start_s: float | None = None
+    """Seconds that the first server took to start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedLoad:
+    """The load of every run. Repeat number n, counted from 0, had the seed `seed` + n."""
+
+    workload: str
+    """A generator's name; of a recording only that it was one."""
+    jps: float
+    window_s: float
+    """Jobs arrived for so long."""
+    scale_lengths: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedArm:
+    """One way to serve: what was measured, and what the simulator predicted for the same seeds."""
+
+    name: str
+    """stock, stock-well-set or tenuto."""
+    step_tokens: int | None = None
+    """`--max-num-batched-tokens` of stock-well-set."""
+    mean_job_s: tuple[float, ...] = ()
+    """Mean job time of each repeat that ran on all arms, over the jobs that finished on all of them."""
+    p95_job_s: tuple[float, ...] = ()
+    mean_ttft_s: tuple[float, ...] = ()
+    p95_ttft_s: tuple[float, ...] = ()
+    simulated_job_s: tuple[float, ...] = ()
+    """Predicted mean job time of each of these repeats."""
+    reused_share: float | None = None
+    """Share of the reusable prompt tokens that were found in the cache."""
+    simulated_reused_share: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """The predicted mean job time over the measured one, less 1."""
+        if not sum(self.mean_job_s) or len(self.simulated_job_s) != len(self.mean_job_s):
+            return None
+        return sum(self.simulated_job_s) / sum(self.mean_job_s) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedRatio:
+    """One measure of an arm over that of another, with its 95 % interval over the pairs of runs."""
+
+    arm: str
+    baseline: str
+    measure: str
+    """A measure of `tenuto ab`; plain_itl_s: median time between two tokens of plain requests, which bounds
+    the cost of the hook in vLLM's scheduler."""
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: int
+    differs: bool
+    """The interval excludes 1, by `tenuto ab`'s rules."""
+    words: str
+    simulated: float | None = None
+    """The ratio that was predicted; of the mean job time only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """What one `tenuto validate` found. Nothing in it comes from the text of a request."""
+
+    verdict: Literal["faster", "slower", "no difference", "no verdict"]
+    """Tenuto's mean job time against that of stock as it is."""
+    stopped: str | None = None
+    """Why it ended before all runs were made."""
+    day: str
+    minutes: float
+    """What it took."""
+    machine: ValidatedMachine
+    server: ValidatedServer
+    load: ValidatedLoad | None = None
+    arms: tuple[ValidatedArm, ...] = ()
+    ratios: tuple[ValidatedRatio, ...] = ()
+    pairs_planned: int = 0
+    runs_per_start: int = 1
+    """Runs in a row on one server. Above 1, pairs are not fully independent."""
+    verify: Literal["held", "not held", "not shown"] | None = None
+    """What `tenuto verify` found on Tenuto's server; None if it did not run."""
+    plain_tokens: int = 0
+    """Output tokens of each plain request; its prompt has four times as many."""
+    noise: float | None = None
+    """Identical requests to an idle server: the slowest burst over the fastest, less 1."""
+    disturbances: tuple[str, ...] = ()
+    """What disturbed the machine."""
+    fit_error: Mapping[str, float] = field(default_factory=dict)
+    """Mean relative error of the fitted step times, by kind of step."""
+    poor_fit: bool = False
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of validation.json."""
+        return {"kind": VALIDATION, "schema": SCHEMA, **codec.write(self)}
 
 
 def get_stat(stats: Stats | None, name: str) -> float | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, clean
+from tenuto.records.schema import ValidatedRatio, ValidationRecord
 
 OVERLOADED = 0.9
 """A run that finishes less than this share of the jobs per second that arrive is called overloaded,
@@ -209,3 +210,65 @@ def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _walk(f"{prefix}{key}.", value)
         elif not isinstance(value, list | tuple):
             yield f"{prefix}{key}", value
+
+
+MIN_PAIRS = 6
+"""With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
+_NAMES = {"stock": "stock as it is", "stock-well-set": "stock well set", "tenuto": "Tenuto"}
+_MEASURES = {"p95_job_s": "P95 job time", "mean_ttft_s": "mean TTFT", "p95_ttft_s": "P95 TTFT"}
+_VERIFIED = {
+    "held": "Leases: each one was held through its tool call, hit on return and released (`tenuto verify`).",
+    "not held": "Leases: `tenuto verify` FAILED on this server.",
+    "not shown": "Leases: `tenuto verify` could not show them on this server.",
+}
+
+
+def name_arm(name: str) -> str:
+    """An arm of `tenuto validate` in words."""
+    return _NAMES.get(name, clean(name))
+
+
+def format_validation(record: ValidationRecord) -> list[str]:
+    """What a validation found, a sentence each. The first has the verdict."""
+    main = [each for each in record.ratios if each.measure == "mean_job_s"]
+    gpu = record.machine.gpu or "CPU"
+    if record.server.engine == "sim":
+        gpu = "a simulated GPU"
+    words = {"faster": "Tenuto is faster", "slower": "Tenuto is slower", "no difference": "No difference"}
+    head = f"{words.get(record.verdict, 'No verdict')} on {gpu} with {record.server.model}"
+    lines = [
+        f"{head}: {'; '.join(map(_describe_ratio, main)) or record.stopped or 'nothing ran on all arms'}."
+    ]
+    if main and record.verdict == "no verdict":
+        few = main[0].pairs < MIN_PAIRS
+        why = f"{main[0].pairs} pairs prove nothing, it takes {MIN_PAIRS}" if few else "the interval holds 1"
+        lines.append(f"Why there is no verdict: {why}.")
+    if record.stopped:
+        lines.append(f"It ended early: {record.stopped}.")
+    lines += [
+        f"{_MEASURES[each.measure]} over that of {name_arm(each.baseline)}: {each.words}."
+        for each in record.ratios
+        if each.measure in _MEASURES
+    ]
+    errors = [f"{name_arm(arm.name)} {arm.error:+.0%}" for arm in record.arms if arm.error is not None]
+    if errors:
+        lines.append(f"Simulated mean job times were off by (below 0: too fast): {', '.join(errors)}.")
+    lines += [
+        f"Cost of the hook, by the time between tokens of plain requests: {each.words}."
+        for each in record.ratios
+        if each.measure == "plain_itl_s"
+    ]
+    if record.verify:
+        lines.append(_VERIFIED[record.verify])
+    if record.noise is not None:
+        lines.append(f"Noise: identical requests to an idle server differed by {record.noise:.0%}.")
+    lines += [f"Disturbed: {each}." for each in record.disturbances]
+    return [clean(line) for line in lines]
+
+
+def _describe_ratio(each: ValidatedRatio) -> str:
+    span = (
+        "" if each.low is None or each.high is None else f" (95 % interval {each.low:.2f} to {each.high:.2f})"
+    )
+    simulated = "" if each.simulated is None else f", simulated {each.simulated:.2f}"
+    return f"mean job time {each.ratio:.2f} of {name_arm(each.baseline)}{span}{simulated}"

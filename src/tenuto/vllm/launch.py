@@ -254,20 +254,26 @@ def _guess_kinds(config: dict[str, Any]) -> list[str]:
     return []
 
 
-def _read_config(model: str) -> dict[str, Any] | None:
+def find_config(model: str) -> Path | None:
+    """The `config.json` of a model's folder, or of its name in the local cache of downloads."""
     path = Path(model) / "config.json"
-    if not path.is_file():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-        except ImportError:
-            return None
-        try:
-            found = try_to_load_from_cache(model, "config.json")
-        except ValueError:
-            return None
-        if not isinstance(found, str):
-            return None
-        path = Path(found)
+    if path.is_file():
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _read_config(model: str) -> dict[str, Any] | None:
+    path = find_config(model)
+    if path is None:
+        return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeGuard
 from tenuto.core.errors import clean
 from tenuto.records.codec import MAX_COUNT
 from tenuto.records.metrics import FIGURES, get_percentile
-from tenuto.records.schema import Sample
+from tenuto.records.schema import Sample, ValidationRecord
+from tenuto.records.text import name_arm
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
 from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources
 from tenuto.report.html.spec import (
@@ -82,6 +83,7 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
         if found:
             sections.append(Section(name, title, tuple(found)))
 
+    add("validation", "Measured and simulated", map(plot_validation, sources.validations[:MAX_SETTINGS]))
     maps: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:  # A map for each workload, model and origin; GPUs side by side.
         maps.setdefault((*group.setting[:2], *group.setting[3:]), []).append(group)
@@ -556,6 +558,53 @@ def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
         table=Table(("Arm", "Measure", "Ratio", "95 % interval", "In words"), tuple(rows)),
         mark=mark,
     )
+
+
+def plot_validation(record: ValidationRecord) -> Chart | None:
+    """What `tenuto validate` measured of each arm, and the simulator's prediction; None without a pair."""
+    arms = [arm for arm in record.arms if arm.mean_job_s]
+    if not arms:
+        return None
+    marks: list[Mark] = []
+    labels: list[str] = []
+    rows = []
+    for arm in arms:
+        name = name_arm(arm.name)
+        for what, color, marker, values in (
+            ("measured", "p1", "o", arm.mean_job_s),
+            ("simulated", "p2", "X", arm.simulated_job_s),
+        ):
+            if values:
+                span = [(min(values), max(values))]
+                look = Look(what, color, marker)
+                marks.append(
+                    Series(look=look, at=[len(labels)], values=[statistics.fmean(values)], ranges=span)
+                )
+                labels.append(f"{name}, {what}")
+        times_s = (arm.mean_job_s, arm.simulated_job_s, arm.p95_job_s, arm.mean_ttft_s, arm.p95_ttft_s)
+        times = [format_seconds(statistics.fmean(each)) if each else "–" for each in times_s]
+        shares = [
+            "–" if share is None else format_share(share)
+            for share in (arm.reused_share, arm.simulated_reused_share)
+        ]
+        steps = "own" if arm.step_tokens is None else f"{arm.step_tokens:,}"
+        error = "–" if arm.error is None else f"{arm.error:+.1%}"
+        rows.append((name, steps, *times[:2], error, *times[2:], *shares))
+    where, load = record.server, record.load
+    jobs = "" if load is None else f" Load: {load.workload}, {format_load(load.jps)} for {load.window_s:g} s."
+    return Chart(
+        name="validation",
+        title=f"Mean job time on {record.machine.gpu or record.machine.cpu or 'this machine'}",
+        caption="Mean over the pairs of runs; whiskers: lowest and highest run. The simulator ran the same "
+        f"jobs, by step times measured on the same server.{jobs} KV cache: {where.kv_tokens:,} tokens.",
+        panels=[_make_rows(labels, marks, replace(TIME, label="mean job time"))],
+        table=Table(
+            ("Arm", "Step size", "Mean job time", "Simulated", "Error", "P95 job time", "Mean TTFT",
+             "P95 TTFT", "Reusable tokens hit", "Simulated hits"),
+            tuple(rows),
+        ),
+        mark="simulated server" if where.engine == "sim" else "",
+    )  # fmt: skip
 
 
 _ENGINE_MEASURES = {"busy_s": "busy time", "computed_tokens": "computed tokens", "turns": "turns"}

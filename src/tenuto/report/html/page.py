@@ -111,7 +111,7 @@ def make_report(sources: Sources) -> Report:
         sources,
         tuple(groups),
         looks,
-        describe(sources.runs, groups),
+        describe(sources.runs, groups, sources.validations),
         tuple(sections),
         (*sources.notes, *complaints, *left_out),
     )

@@ -10,10 +10,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.client.ab_verdict import MIN_PAIRS
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
+from tenuto.records.text import MIN_PAIRS
 from tenuto.report.html.sources import AbRun, Run
 from tenuto.report.html.spec import Table
 from tenuto.report.html.words import count, format_seconds, shorten

