@@ -142,6 +142,12 @@ def test_a_full_gpu_and_a_taken_port_are_found_before_a_server_starts() -> None:
             module.check(options, IDLE, [])
 
 
+def test_a_model_that_is_not_simulated_is_found_before_a_server_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--config names a model of the same sizes"):
+        module.check(ValidateOptions(model=str(tmp_path), engine="sim"), IDLE, [])
+
+
 def test_other_processes_on_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
     busy, said = replace(IDLE, gpu="G", gpu_processes=2), ["2 other processes use the GPU"]

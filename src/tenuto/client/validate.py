@@ -73,6 +73,7 @@ from tenuto.client.validate_plan import (
     TENUTO,
     WELL_SET,
     Forecast,
+    find_sizes,
     find_throttling,
     look_at_machine,
     make_plan,
@@ -94,7 +95,6 @@ from tenuto.records.text import MIN_PAIRS
 from tenuto.sim.compare import STOCK as STOCK_POLICY
 from tenuto.sim.cost.fitted import find_poor, fit_step_cost, get_errors, read_observations
 from tenuto.sim.setup import Setup
-from tenuto.vllm.launch import find_config
 from tenuto.workload.load import GENERATORS, LoadOptions
 
 RECORD, COSTS, PLAIN = "validation.json", "costs.json", "plain.json"
@@ -150,6 +150,7 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
         )
     if options.workload not in GENERATORS and not Path(options.workload).exists():
         raise ConfigError(f"--workload {options.workload}: no such file, nor a generator")
+    find_sizes(options)
     check_port(options.port)
     sets_memory = any(each.startswith("--gpu-memory-utilization") for each in options.serve_args)
     if machine.gpu_processes and not sets_memory and options.engine == "vllm":
@@ -232,26 +233,22 @@ class _Validation:
         """The simulator, with the machine's step times."""
         assert self.record is not None
         server, options = self.record.server, self.options
-        config = options.config or find_config(options.model) or options.model
-        try:
-            return Forecast(
-                Setup(
-                    model=str(config),
-                    policy=STOCK_POLICY,
-                    step_cost=str(options.out / COSTS),
-                    kv_tokens=server.kv_tokens,
-                    block_size=server.block_size,
-                    max_model_len=server.max_model_len,
-                    max_num_batched_tokens=server.max_num_batched_tokens,
-                    max_num_seqs=server.max_num_seqs,
-                    async_scheduling=server.async_scheduling,
-                    vllm="0.33" if (server.version or "").startswith("0.33") else "0.32",
-                    offload="none",
-                    limits="plugin" if options.engine == "vllm" else "published",
-                )
+        return Forecast(
+            Setup(
+                model=find_sizes(options) or options.model,
+                policy=STOCK_POLICY,
+                step_cost=str(options.out / COSTS),
+                kv_tokens=server.kv_tokens,
+                block_size=server.block_size,
+                max_model_len=server.max_model_len,
+                max_num_batched_tokens=server.max_num_batched_tokens,
+                max_num_seqs=server.max_num_seqs,
+                async_scheduling=server.async_scheduling,
+                vllm="0.33" if (server.version or "").startswith("0.33") else "0.32",
+                offload="none",
+                limits="plugin" if options.engine == "vllm" else "published",
             )
-        except ConfigError as error:
-            raise ConfigError(f"{error}. Name a model of the same sizes with --config") from error
+        )
 
     # Before the runs.
 

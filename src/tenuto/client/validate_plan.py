@@ -30,11 +30,13 @@ from tenuto.records.metrics import get_geometric_mean
 from tenuto.records.schema import ValidatedMachine, ValidatedServer
 from tenuto.records.text import MIN_PAIRS
 from tenuto.sim.compare import STEP_SIZES, TIE
+from tenuto.sim.hardware.models import load_model
 from tenuto.sim.machine import build
 from tenuto.sim.plan import get_most_jps
 from tenuto.sim.run import get_isolated_time_s
 from tenuto.sim.run import run as simulate
 from tenuto.sim.setup import Setup
+from tenuto.vllm.launch import find_config
 from tenuto.workload.load import LoadOptions, make_workload
 
 STOCK, WELL_SET, TENUTO = "stock", "stock-well-set", "tenuto"
@@ -109,6 +111,18 @@ def _read_cpu() -> str | None:
 
 
 # The server.
+
+
+def find_sizes(options: ValidateOptions) -> str | None:
+    """What the simulator takes for the model; None as long as it is not here. Raises ConfigError."""
+    config = options.config or find_config(options.model)
+    if config is None:
+        return None
+    try:
+        load_model(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. --config names a model of the same sizes that is simulated") from error
+    return str(config)
 
 
 def read_server(url: str, options: ValidateOptions, start_s: float | None) -> ValidatedServer:
