@@ -17,7 +17,7 @@ from tenuto.core.errors import clean
 from tenuto.records.files import read_first
 from tenuto.records.load import read_validation
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
-from tenuto.records.text import format_validation, name_arm
+from tenuto.records.text import format_validation, name_arm, name_machine
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "field"
@@ -49,7 +49,7 @@ def format_page(records: dict[str, ValidationRecord]) -> str:
         "over the measured one, less 1, for each arm. Plain requests: time between tokens, over stock's.",
     ]
     for name, each in records.items():
-        lines += ["", f"### {_escape(_name_machine(each))}, {_escape(each.day)}", "", *_describe(name, each)]
+        lines += ["", f"### {_escape(name_machine(each))}, {_escape(each.day)}", "", *_describe(name, each)]
     return "\n".join(lines)
 
 
@@ -57,14 +57,14 @@ def _make_row(record: ValidationRecord) -> str:
     server, main = record.server, {each.baseline: each for each in _get_main(record)}
     errors = [f"{name_arm(arm.name)} {arm.error:+.0%}" for arm in record.arms if arm.error is not None]
     cells = [
-        _name_machine(record),
+        name_machine(record),
         server.model,
         server.version or "–",
         record.verdict,
         *_format(main.get("stock")),
         *_format(main.get("stock-well-set")),
         ", ".join(errors) or "–",
-        *(_format(each)[0] for each in record.ratios if each.measure == "plain_itl_s"),
+        next((_format(each)[0] for each in record.ratios if each.measure == "plain_itl_s"), "–"),
     ]
     return f"| {' | '.join(map(_escape, cells))} |"
 
@@ -78,12 +78,6 @@ def _format(each: ValidatedRatio | None) -> tuple[str, str]:
         return "–", "–"
     span = "" if each.low is None or each.high is None else f" ({each.low:.2f} to {each.high:.2f})"
     return f"{each.ratio:.2f}{span}", "–" if each.simulated is None else f"{each.simulated:.2f}"
-
-
-def _name_machine(record: ValidationRecord) -> str:
-    machine = record.machine
-    count = f"{machine.gpus} × " if machine.gpus > 1 else ""
-    return f"{count}{machine.gpu}" if machine.gpu else f"CPU: {machine.cpu}, {machine.cores} cores"
 
 
 def _describe(name: str, record: ValidationRecord) -> list[str]:
@@ -115,8 +109,8 @@ def _describe(name: str, record: ValidationRecord) -> list[str]:
 
 
 def _escape(text: str, most: int = MAX_NAME * 3) -> str:
-    """Text without markup: a record is written by a stranger."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", clean(text)[:most])
+    """Text without markup, as entities: Python-Markdown and GitHub do not escape the same characters."""
+    return re.sub(r"[\\`*\[\]<>|&]", lambda match: f"&#{ord(match[0])};", clean(text)[:most])
 
 
 def write_page(path: Path = PAGE, folder: Path = RECORDS) -> None:

@@ -26,6 +26,12 @@ RECORDING = [
     {"session": "a", "delay": 100, "input_length": 150, "output_length": 20, "latency_ms": 500,
      "ttft_ms": 100, "cached_tokens": 64},
 ]  # fmt: skip
+VALIDATION = {
+    "kind": "validation", "schema": 2, "verdict": "no verdict", "day": "2026-11-25", "minutes": 1.0,
+    "machine": {"gpu": None},
+    "server": {"model": "m", "block_size": 16, "kv_tokens": 64, "max_model_len": 64,
+               "max_num_batched_tokens": 64, "max_num_seqs": 2},
+}  # fmt: skip
 LINES: dict[str, list[dict[str, Any]]] = {
     "recording.jsonl": RECORDING,
     "mooncake.jsonl": [{"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}],
@@ -38,6 +44,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
     "state.json": [{"format": "tenuto-state-1", "policy": "tenuto", "state": {}}],
     "events.json": [{"displayTimeUnit": "ms", "traceEvents": []}],
     "analysis.json": [{"schema": 1, "runs": []}],
+    "validation.json": [VALIDATION],
 }
 READERS: dict[str, Callable[[Path], Any]] = {
     "analyze": analyze,
@@ -56,8 +63,9 @@ READ_BY: dict[str, set[str]] = {
     "ab": A_RUN,
     "trace.jsonl": {*A_RUN, "replay --decisions"},
     "recording.jsonl": A_RUN | A_WORKLOAD,
+    "validation.json": {"report"},
     "mooncake.jsonl": A_WORKLOAD,
-    **{name: set() for name in LINES if name not in ("recording.jsonl", "mooncake.jsonl")},
+    **{name: set() for name in LINES if name not in ("recording.jsonl", "mooncake.jsonl", "validation.json")},
 }
 
 

@@ -79,7 +79,7 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
     if load > max(1.0, 0.25 * (cores or 1)):
         found.append(
             f"the load average was {load:.1f} on {cores} cores before anything was started: end what else "
-            "computes here (`top` names it)"
+            "computes here (top names it)"
         )
     return machine, [*found, *find_throttling()]
 

@@ -215,11 +215,11 @@ def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 MIN_PAIRS = 6
 """With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
 _NAMES = {"stock": "stock as it is", "stock-well-set": "stock well set", "tenuto": "Tenuto"}
-_MEASURES = {"p95_job_s": "P95 job time", "mean_ttft_s": "mean TTFT", "p95_ttft_s": "P95 TTFT"}
+_MEASURES = {"p95_job_s": "P95 job time", "mean_ttft_s": "Mean TTFT", "p95_ttft_s": "P95 TTFT"}
 _VERIFIED = {
-    "held": "Leases: each one was held through its tool call, hit on return and released (`tenuto verify`).",
-    "not held": "Leases: `tenuto verify` FAILED on this server.",
-    "not shown": "Leases: `tenuto verify` could not show them on this server.",
+    "held": "Leases: each one was held through its tool call, hit on return and released (tenuto verify).",
+    "not held": "Leases: tenuto verify FAILED on this server.",
+    "not shown": "Leases: tenuto verify could not show them on this server.",
 }
 
 
@@ -228,14 +228,21 @@ def name_arm(name: str) -> str:
     return _NAMES.get(name, clean(name))
 
 
+def name_machine(record: ValidationRecord) -> str:
+    """Where `tenuto validate` ran."""
+    machine = record.machine
+    if record.server.engine == "sim":
+        return "a simulated GPU"
+    if not machine.gpu:
+        return f"CPU ({clean(machine.cpu or 'unknown')}, {machine.cores} cores)"
+    return (f"{machine.gpus} × " if machine.gpus > 1 else "") + clean(machine.gpu)
+
+
 def format_validation(record: ValidationRecord) -> list[str]:
     """What a validation found, a sentence each. The first has the verdict."""
     main = [each for each in record.ratios if each.measure == "mean_job_s"]
-    gpu = record.machine.gpu or "CPU"
-    if record.server.engine == "sim":
-        gpu = "a simulated GPU"
     words = {"faster": "Tenuto is faster", "slower": "Tenuto is slower", "no difference": "No difference"}
-    head = f"{words.get(record.verdict, 'No verdict')} on {gpu} with {record.server.model}"
+    head = f"{words.get(record.verdict, 'No verdict')} on {name_machine(record)} with {record.server.model}"
     lines = [
         f"{head}: {'; '.join(map(_describe_ratio, main)) or record.stopped or 'nothing ran on all arms'}."
     ]

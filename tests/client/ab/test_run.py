@@ -252,9 +252,22 @@ FAKE = (sys.executable, "-m", "tests.client.fake_server", "--port", "PORT")
 LOCAL = ("--arm", "a=vllm", "--arm", "b=policy:stock", "--model", "m")
 
 
-@pytest.mark.parametrize("keep_up", [False, True])
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ((), "a-1 a-2 b-1 b-2"),
+        (("--keep-up",), "a-1 b-1"),
+        (("--runs-per-start", "2"), "a-1 b-1"),
+        # A A B B, B B A A: b's server serves both blocks.
+        (("--runs-per-start", "2", "--repeats", "4"), "a-1 a-2 b-1"),
+    ],
+)
 def test_servers_are_started_and_stopped(
-    options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_up: bool
+    options: Callable[..., AbOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    wanted: str,
 ) -> None:
     replace_servers(monkeypatch, *FAKE)
     started: list[LocalServer] = []
@@ -267,10 +280,9 @@ def test_servers_are_started_and_stopped(
 
     monkeypatch.setattr(run_module, "run_server", watch)
     port = get_free_port()
-    more = ("--keep-up",) if keep_up else ()
     assert run_ab(options(*LOCAL, *QUICK, "--repeats", "2", "--port", str(port), *more)) == 0
-    logs = sorted(path.name for path in (tmp_path / "ab" / "logs").iterdir())
-    assert logs == (["a-1.log", "b-1.log"] if keep_up else ["a-1.log", "a-2.log", "b-1.log", "b-2.log"])
+    logs = sorted(path.stem for path in (tmp_path / "ab" / "logs").iterdir())
+    assert logs == wanted.split()
     assert len(started) == len(logs)
     assert all(server.process.poll() is not None for server in started)
 

@@ -16,7 +16,7 @@ from tenuto.core.errors import clean
 from tenuto.records.codec import MAX_COUNT
 from tenuto.records.metrics import FIGURES, get_percentile
 from tenuto.records.schema import Sample, ValidationRecord
-from tenuto.records.text import name_arm
+from tenuto.records.text import name_arm, name_machine
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
 from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources
 from tenuto.report.html.spec import (
@@ -594,7 +594,7 @@ def plot_validation(record: ValidationRecord) -> Chart | None:
     jobs = "" if load is None else f" Load: {load.workload}, {format_load(load.jps)} for {load.window_s:g} s."
     return Chart(
         name="validation",
-        title=f"Mean job time on {record.machine.gpu or record.machine.cpu or 'this machine'}",
+        title=f"Mean job time on {name_machine(record)}",
         caption="Mean over the pairs of runs; whiskers: lowest and highest run. The simulator ran the same "
         f"jobs, by step times measured on the same server.{jobs} KV cache: {where.kv_tokens:,} tokens.",
         panels=[_make_rows(labels, marks, replace(TIME, label="mean job time"))],

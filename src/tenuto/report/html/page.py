@@ -20,6 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from tenuto.core.errors import ConfigError
+from tenuto.records.text import name_machine
 from tenuto.report.html.charts import Section, make_sections, plot_timeline
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
@@ -166,6 +167,9 @@ def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
 
 
 def _make_title(report: Report) -> str:
+    if validations := report.sources.validations:
+        machines = dict.fromkeys(map(name_machine, validations))
+        return f"Tenuto validation: {shorten(', '.join(machines))}"
     workloads = sorted({group.setting.workload for group in report.groups})
     if not workloads:
         return "Tenuto report"
