@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,12 +26,23 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_validation
 from tenuto.records.schema import (
+    ValidatedLoad,
     ValidatedMachine,
     ValidatedRatio,
     ValidatedServer,
     ValidationRecord,
 )
 
+RECORD = ValidationRecord(
+    verdict="no verdict",
+    day="2026-11-25",
+    minutes=1.0,
+    machine=ValidatedMachine(gpu=None),
+    server=ValidatedServer(
+        model="m", block_size=16, kv_tokens=64, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2
+    ),
+    load=ValidatedLoad(workload="ab8", jps=1.0, window_s=1.0, scale_lengths=1.0, seed=1),
+)
 IDLE = ValidatedMachine(gpu=None, cpu="c", cores=2)
 
 
@@ -233,6 +245,22 @@ def test_steady_requests_go_on_to_the_profile(
     with pytest.raises(KeyboardInterrupt):  # nothing was measured, so there is no page
         run_validate(ValidateOptions(model="m", engine="sim", out=tmp_path / "out", port=8198))
     assert FakeServers.up == 0
+
+
+def test_a_run_that_takes_much_longer_than_planned_is_given_up(
+    faked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hang(self: Any) -> None:
+        self.record = RECORD
+        time.sleep(60)
+
+    monkeypatch.setattr(module._Validation, "prepare", lambda self: None)
+    monkeypatch.setattr(module._Validation, "make_runs", hang)
+    monkeypatch.setattr(module._Validation, "finish", lambda self: replace(self.record, stopped=self.stopped))
+    monkeypatch.setattr(module, "OVERTIME", 0.001)
+    options = ValidateOptions(model="m", engine="sim", minutes=3, out=tmp_path / "out", port=8198)
+    record, is_interrupted = run_validate(options)
+    assert (record.stopped, is_interrupted) == ("time was up", False)
 
 
 def read_record(folder: Path) -> ValidationRecord:

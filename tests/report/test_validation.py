@@ -78,7 +78,7 @@ def test_no_verdict_says_why() -> None:
     few = replace(RATIO, pairs=2, differs=False)
     lines = format_validation(replace(RECORD, verdict="no verdict", ratios=(few,), stopped="time was up"))
     assert lines[0].startswith("No verdict on H100")
-    assert "2 pairs prove nothing, it takes 6" in lines[1]
+    assert "it takes 6 pairs, and 2 ran" in lines[1]
     assert "ended early: time was up" in lines[2]
     none = format_validation(replace(RECORD, verdict="no verdict", ratios=(), arms=(), stopped="noise: much"))
     assert none[0] == "No verdict on H100 with m: noise: much."

@@ -21,8 +21,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -98,6 +100,8 @@ from tenuto.sim.setup import Setup
 from tenuto.workload.load import GENERATORS, LoadOptions
 
 RECORD, COSTS, PLAIN = "validation.json", "costs.json", "plain.json"
+OVERTIME = 1.1
+"""A run that is still going on after so much of the time is given up."""
 PROFILE_SHARE = 0.15
 """Of the time, for the profile."""
 NUM_BURSTS, USERS, PLAIN_JOBS = 3, 4, 8
@@ -124,20 +128,25 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
     check(options, machine, disturbances)
     run = _Validation(options, machine, disturbances)
     is_interrupted = False
+    late = threading.Timer(OVERTIME * options.limit_s, run.end_late)
+    late.start()
     try:
         with sigterm_as_sigint():
             run.prepare()
             run.make_runs()
     except KeyboardInterrupt:
-        run.say("interrupted; the same command again goes on from here")
         if run.record is None or run.record.load is None:
             raise
-        is_interrupted, run.stopped = True, "it was interrupted"
+        if run.stopped is None:
+            run.say("interrupted; the same command again goes on from here")
+            is_interrupted, run.stopped = True, "it was interrupted"
     except TenutoError:
         if run.record is not None and run.record.load is not None:
             run.stopped = "a server failed"
             run.finish()
         raise
+    finally:
+        late.cancel()
     return run.finish(), is_interrupted
 
 
@@ -179,6 +188,11 @@ class _Validation:
         left_s = max(0.0, self.options.limit_s - passed_s)
         clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
         print(f"[validate {clock}] {text}", file=sys.stderr, flush=True)
+
+    def end_late(self) -> None:
+        """End what runs now, as Ctrl-C does: it takes much longer than was planned."""
+        self.stopped = "time was up"
+        os.kill(os.getpid(), signal.SIGINT)
 
     @property
     def left_s(self) -> float:

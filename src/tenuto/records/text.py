@@ -248,7 +248,7 @@ def format_validation(record: ValidationRecord) -> list[str]:
     ]
     if main and record.verdict == "no verdict":
         few = main[0].pairs < MIN_PAIRS
-        why = f"{main[0].pairs} pairs prove nothing, it takes {MIN_PAIRS}" if few else "the interval holds 1"
+        why = f"it takes {MIN_PAIRS} pairs, and {main[0].pairs} ran" if few else "the interval holds 1"
         lines.append(f"Why there is no verdict: {why}.")
     if record.stopped:
         lines.append(f"It ended early: {record.stopped}.")
