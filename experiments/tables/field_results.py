@@ -17,7 +17,7 @@ from tenuto.core.errors import clean
 from tenuto.records.files import read_first
 from tenuto.records.load import read_validation
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
-from tenuto.records.text import format_validation, name_arm, name_machine
+from tenuto.records.text import MIN_PAIRS, format_validation, name_arm, name_machine
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "field"
@@ -74,7 +74,7 @@ def _get_main(record: ValidationRecord) -> list[ValidatedRatio]:
 
 
 def _format(each: ValidatedRatio | None) -> tuple[str, str]:
-    if each is None:
+    if each is None or each.pairs < MIN_PAIRS:
         return "–", "–"
     span = "" if each.low is None or each.high is None else f" ({each.low:.2f} to {each.high:.2f})"
     return f"{each.ratio:.2f}{span}", "–" if each.simulated is None else f"{each.simulated:.2f}"

@@ -221,13 +221,14 @@ def test_noise_stops_it_early_and_it_says_what_disturbs(
 ) -> None:
     # The first two bursts warm up and choose a size; they do not count.
     bursts = make_bursts(9.0, 9.0, 1.0, 1.1, 1.5)
+    monkeypatch.setattr("os.getloadavg", lambda: (7.5, 1.0, 1.0))
     monkeypatch.setattr(module, "measure_run", lambda *_: next(bursts))
     options = ValidateOptions(model="m", engine="sim", out=tmp_path / "out", port=8198)
     record, is_interrupted = run_validate(options)
     assert (record.verdict, record.noise, is_interrupted) == ("no verdict", 0.5, False)
     assert record.stopped and record.stopped.startswith("noise: identical requests")
     assert record.disturbances[0] == "the load average was 9.0"
-    assert "at the end, with the servers" in record.disturbances[1]
+    assert record.disturbances[1] == "the load average was 7.5 on 2 cores, with the servers and the client"
     assert read_record(tmp_path / "out") == record
     assert "disturbed: the load average was 9.0" in capsys.readouterr().err
 
@@ -301,7 +302,11 @@ def test_a_whole_short_run_on_simulated_servers(
     for private in ("private-folder", str(tmp_path), os.uname().nodename, "127.0.0.1", "run-", "system"):
         assert private not in text
     page = (folder / "validation.html").read_text()
-    assert "Measured and simulated" in page and "No verdict on a simulated GPU" in page
+    assert (
+        "Measured and simulated" in page
+        and "No verdict on a simulated GPU" in page
+        and "it takes 6 pairs" in page
+    )
     before = (folder / "ab" / "results.jsonl").read_text()
     with socket.socket() as probe:  # no server stays up
         probe.bind(("127.0.0.1", port))

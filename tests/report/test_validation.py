@@ -69,7 +69,7 @@ def test_the_sentences() -> None:
     )
     text = "\n".join(lines)
     # 23.1 s over 22 s, and 14.7 s over 14 s; of stock well set there is no prediction.
-    assert "off by (below 0: too fast): stock as it is +5%, Tenuto +5%." in text
+    assert "off by (below 0: too fast): stock as it is +5%, Tenuto +5%, over 6 pairs." in text
     assert "Cost of the hook, by the time between tokens of plain requests: 1.0 % longer." in text
     assert "held through its tool call" in text and "differed by 4%" in text
 
@@ -78,10 +78,13 @@ def test_no_verdict_says_why() -> None:
     few = replace(RATIO, pairs=2, differs=False)
     lines = format_validation(replace(RECORD, verdict="no verdict", ratios=(few,), stopped="time was up"))
     assert lines[0].startswith("No verdict on H100")
-    assert "it takes 6 pairs, and 2 ran" in lines[1]
-    assert "ended early: time was up" in lines[2]
-    none = format_validation(replace(RECORD, verdict="no verdict", ratios=(), arms=(), stopped="noise: much"))
-    assert none[0] == "No verdict on H100 with m: noise: much."
+    assert lines[0].endswith("it takes 6 pairs of runs, and 2 ran.")
+    assert "ended early: time was up" in lines[1]
+    # Ratios of few pairs are not even named.
+    assert not any("0.61" in line or "39 % shorter" in line for line in lines)
+    wide = replace(RATIO, low=0.5, high=1.1, differs=False)
+    lines = format_validation(replace(RECORD, verdict="no verdict", ratios=(wide,)))
+    assert "0.61 of stock as it is" in lines[0] and "the interval holds 1" in lines[1]
 
 
 @pytest.mark.slow

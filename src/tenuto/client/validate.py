@@ -500,9 +500,10 @@ class _Validation:
         record = self.record
         if self.stopped is not None and self.stopped.startswith("noise"):
             self.disturbances += find_throttling()
+        load, cores = statistics.fmean(self.loads or [os.getloadavg()[0]]), self.machine.cores or 1
+        if load > 2 * cores:
             self.disturbances.append(
-                f"the load average was {os.getloadavg()[0]:.1f} on {self.machine.cores} cores at the end, "
-                "with the servers and the client"
+                f"the load average was {load:.1f} on {cores} cores, with the servers and the client"
             )
         ratios: list[ValidatedRatio] = []
         if record.load is not None:

@@ -240,29 +240,31 @@ def name_machine(record: ValidationRecord) -> str:
 
 def format_validation(record: ValidationRecord) -> list[str]:
     """What a validation found, a sentence each. The first has the verdict."""
-    main = [each for each in record.ratios if each.measure == "mean_job_s"]
+    trusted = [each for each in record.ratios if each.pairs >= MIN_PAIRS]
+    main = [each for each in trusted if each.measure == "mean_job_s"]
+    num_pairs = max((each.pairs for each in record.ratios), default=0)
+    missing = f"it takes {MIN_PAIRS} pairs of runs, and {num_pairs} ran"
     words = {"faster": "Tenuto is faster", "slower": "Tenuto is slower", "no difference": "No difference"}
     head = f"{words.get(record.verdict, 'No verdict')} on {name_machine(record)} with {record.server.model}"
-    lines = [
-        f"{head}: {'; '.join(map(_describe_ratio, main)) or record.stopped or 'nothing ran on all arms'}."
-    ]
+    lines = [f"{head}: {'; '.join(map(_describe_ratio, main)) or missing}."]
     if main and record.verdict == "no verdict":
-        few = main[0].pairs < MIN_PAIRS
-        why = f"it takes {MIN_PAIRS} pairs, and {main[0].pairs} ran" if few else "the interval holds 1"
-        lines.append(f"Why there is no verdict: {why}.")
+        lines.append("There is no verdict because the interval holds 1, or figures are INVALID.")
     if record.stopped:
         lines.append(f"It ended early: {record.stopped}.")
     lines += [
         f"{_MEASURES[each.measure]} over that of {name_arm(each.baseline)}: {each.words}."
-        for each in record.ratios
+        for each in trusted
         if each.measure in _MEASURES
     ]
     errors = [f"{name_arm(arm.name)} {arm.error:+.0%}" for arm in record.arms if arm.error is not None]
     if errors:
-        lines.append(f"Simulated mean job times were off by (below 0: too fast): {', '.join(errors)}.")
+        lines.append(
+            f"Simulated mean job times were off by (below 0: too fast): {', '.join(errors)}, over "
+            f"{num_pairs} {'pair' if num_pairs == 1 else 'pairs'}."
+        )
     lines += [
         f"Cost of the hook, by the time between tokens of plain requests: {each.words}."
-        for each in record.ratios
+        for each in trusted
         if each.measure == "plain_itl_s"
     ]
     if record.verify:
