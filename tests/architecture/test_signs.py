@@ -274,6 +274,7 @@ ELSEWHERE = {
     "change what a simulated step computes": "tests/differential, step by step beside vLLM",
     "change when a simulated step starts": "tests/sim/test_loop.py",
     "support a new vLLM release": "tests/architecture/test_vllm_names.py: its names are nowhere else",
+    "change what `tenuto validate` measures": "tests/client/test_validate.py",
 }
 """Rows whose signs other tests follow."""
 
