@@ -82,18 +82,28 @@ def test_names_that_clients_make_up_are_bounded() -> None:
     assert ledger.total.computed == 3 * MAX_TENANTS
 
 
+def test_nobody_holds_less_than_nothing() -> None:
+    ledger = Ledger()
+    ledger.move("gone", None, "disk", 5, 0.0)
+    back = ledger.open("gone", "")
+    ledger.move("gone", back, "disk", 2, 1.0)
+    ledger.move("gone", back, "disk", -5, 2.0)
+    assert (back.count_held("disk"), ledger.total.count_held("disk")) == (0, 0)
+    assert back.get_figures(9.0)["disk_block_seconds"] == 2.0
+
+
 def test_a_tier_tells_who_has_how_many_chunks() -> None:
     order = TierOrder()
     order.use(["a", "b", "c"], (1,), "one")
-    assert order.take_changes() == {"one": 3}
+    assert order.changes.take() == {"one": 3}
     order.use(["a", "b", "x"], (2,), "two")
-    assert order.take_changes() == {"one": -2, "two": 3}
+    assert order.changes.take() == {"one": -2, "two": 3}
     order.use(["y"], (0,), None)
     assert order.pop_first() == "y"
-    assert order.take_changes() == {}
+    assert order.changes.take() == {}
     assert order.drop("two") == ["x"]  # another one continues "b"
     order.remove("c")
-    assert order.take_changes() == {"one": -1, "two": -1}
+    assert order.changes.take() == {"one": -1, "two": -1}
     order.use(["p", "q"], (1,), "one")
     order.clear()
-    assert order.take_changes() == {"one": 0, "two": -2}
+    assert order.changes.take() == {"one": 0, "two": -2}

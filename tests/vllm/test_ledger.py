@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto.core.ledger import add_figures
+from tenuto.vllm.tiers.files import HEADER
+from tests.vllm.conftest import Clock
 from tests.vllm.test_tiers import begin_job, run_turns
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
 from tests.vllm.workerless import make_request
@@ -52,6 +55,46 @@ def test_the_sums_are_vllm_s(policy: str, depth: int, monkeypatch: pytest.Monkey
         ledger.total.get_figures(1e9)
     )
     engine.assert_clean()
+
+
+def test_the_disk_s_sums_are_its_files(tmp_path: Path) -> None:
+    """While jobs store, load, and make room for each other, and when a reset gives all of it up."""
+    disk = {"folder": str(tmp_path), "max_bytes": 50 * (HEADER.size + 4096)}
+    engine = TieredEngine(num_blocks=41, num_chunks=20, tenuto={"policy": "stock"}, disk=disk)
+    ledger = engine.scheduler.driver.ledger
+    for _ in range(2):
+        run_turns(engine, 6, 3)
+        engine.drain()
+        folder = engine.disk.get_path(b"x").parents[1]  # what a reset gave up is removed beside it
+        assert ledger.total.count_held("disk") == len(list(folder.rglob("*.kv"))) == 50
+        assert ledger.total.count_held("host") == engine.host.count_chunks()[1] == 20
+        tenants = add_figures(each.get_figures(1e9) for each in ledger.tenants.values())
+        assert tenants == pytest.approx(ledger.total.get_figures(1e9))
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        assert ledger.total.count_held("disk") == ledger.total.count_held("host") == 0
+    assert ledger.total.get_figures(time.monotonic())["disk_block_seconds"] > 0
+    engine.shutdown()
+
+
+def test_kv_on_the_disk_is_charged_to_the_job_that_used_it_last(tmp_path: Path, clock: Clock) -> None:
+    """Chunks of two blocks: what another job shares of the prompt is its own from its end on."""
+    engine = TieredEngine(
+        num_blocks=41,
+        num_chunks=20,
+        blocks_per_chunk=2,
+        tenuto={"policy": "stock"},
+        disk={"folder": str(tmp_path)},
+    )
+    driver, accounts = engine.scheduler.driver, {}
+    for job, prompt in (("a", [7] * 160), ("b", [7] * 64 + [8] * 96)):
+        begin_job(engine, job, prompt)
+        accounts[job] = driver.get_account(job)
+        engine.drain()
+        clock.now_s += 10.0
+    assert [each.count_held("disk") for each in accounts.values()] == [6, 10]
+    charged = [each.get_figures(clock.now_s)["disk_block_seconds"] for each in accounts.values()]
+    assert charged == [10 * 10.0 + 6 * 10.0, 10 * 10.0]
+    engine.shutdown()
 
 
 def test_a_turn_that_is_aborted_pays_for_what_it_computed() -> None:

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import ReqContext
 
 import tenuto.vllm.tiers.disk as disk
 from tenuto.core.errors import ConfigError
+from tenuto.core.tier_order import Use
 from tenuto.vllm.compat import offload
 from tenuto.vllm.compat.offload import Adapter, LookupResult
 from tenuto.vllm.launch import Tiers
@@ -140,6 +141,7 @@ def view() -> memoryview:
     return memoryview(np.arange(4 * SIZE, dtype=np.int8).reshape(4, SIZE))
 
 
+NOBODY = Use()
 ORIGIN, OTHER_ORIGIN = "1" * 32, "2" * 32
 
 
@@ -150,22 +152,35 @@ def make_tier(folder: Path, view: memoryview, *, origin: str | None = ORIGIN, **
     return tier
 
 
-def make_transfer(keys: list[bytes], chunks: list[int], *, is_promotion: bool, adapter: Any = None) -> Any:
+def make_context(keys: list[bytes], use: Use = NOBODY, adapter: Any = None) -> Any:
+    """A request's, whose chunks these are."""
     context = ReqContext("r")
+    for number, key in enumerate(keys):
+        # vLLM's keys end with the layer group.
+        context.set_offload_key_position(key, 16 * (number + 1))
+    offload.get_chains(context, 1).use = use
     if adapter is not None:
         context.set_state(adapter)
+    return context
+
+
+def make_transfer(
+    keys: list[bytes], chunks: list[int], *, is_promotion: bool, use: Use = NOBODY, adapter: Any = None
+) -> Any:
     return SimpleNamespace(
         job_id=len(keys),
         keys=keys,
         chunk_ids=np.array(chunks),
         is_promotion=is_promotion,
-        req_context=context,
+        req_context=make_context(keys, use, adapter),
     )
 
 
-def store(tier: DiskTier, *keys: bytes, adapter: Any = None) -> list[bool]:
+def store(tier: DiskTier, *keys: bytes, use: Use = NOBODY, adapter: Any = None) -> list[bool]:
     """Whether each job that is done was whole."""
-    tier.submit_store(make_transfer(list(keys), [1] * len(keys), is_promotion=False, adapter=adapter))
+    tier.submit_store(
+        make_transfer(list(keys), [1] * len(keys), is_promotion=False, use=use, adapter=adapter)
+    )
     return [each.success for each in finish(tier)]
 
 
@@ -377,6 +392,48 @@ def test_a_reset_that_cannot_give_up_the_files_says_so(
         tier.renew()
     assert not has(tier, b"a")
     assert store(tier, b"b") == [False]
+    tier.shutdown()
+
+
+def test_it_tells_whose_chunks_became_more_or_fewer(tmp_path: Path, view: memoryview) -> None:
+    one, two = Use(owner="one"), Use(owner="two")
+    tier = make_tier(tmp_path, view, max_bytes=4 * (HEADER.size + SIZE))
+    store(tier, b"a", b"b", use=one)
+    assert tier.take_changes() == {"one": 2}
+    assert tier.take_changes() == {}
+    # Another job ends that had the first chunk too; the disk lacks its second.
+    tier.on_request_finished(make_context([b"a", b"x"], two))
+    assert tier.take_changes() == {"one": -1, "two": 1}
+    store(tier, b"b", use=two)  # a file that is there is not written again
+    assert tier.take_changes() == {"one": -1, "two": 1}
+    store(tier, b"c", b"d")
+    assert tier.take_changes() == {}, "of a request that belongs to no job"
+    tier.get_path(b"b").write_bytes(b"damaged")
+    tier.submit_load(make_transfer([b"b"], [1], is_promotion=True, use=one))
+    finish(tier)
+    store(tier, b"e", b"f", use=one)  # "a" makes room
+    assert tier.take_changes() == {"two": -2, "one": 2}
+    tier.renew()
+    assert tier.take_changes() == {"one": -2}
+    store(tier, b"g", use=one)
+    tier.shutdown()
+
+
+def test_what_an_earlier_run_left_is_nobody_s_until_it_is_used(tmp_path: Path, view: memoryview) -> None:
+    one = Use(owner="one")
+    tier = make_tier(tmp_path, view)
+    store(tier, b"a", b"b", use=one)
+    tier.shutdown()
+    tier = make_tier(tmp_path, view)
+    assert has(tier, b"a")
+    assert tier.take_changes() == {}
+    tier.submit_load(make_transfer([b"a"], [1], is_promotion=True, use=one))
+    finish(tier)
+    tier.on_request_finished(make_context([b"a"], one))
+    assert tier.take_changes() == {"one": 1}
+    # An adapter whose weights are not known has no files.
+    tier.on_request_finished(make_context([b"b"], one, Adapter(None)))
+    assert tier.take_changes() == {}
     tier.shutdown()
 
 

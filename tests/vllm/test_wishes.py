@@ -21,7 +21,16 @@ from tenuto.vllm.requests import OutputReader
 from tenuto.vllm.scheduler import Scheduler
 from tests.vllm.asgi import CHAT, make_scope
 from tests.vllm.conftest import Clock
-from tests.vllm.test_tier_copies import HEADER, SIZE, finish, has, make_tier, make_transfer
+from tests.vllm.test_tier_copies import (
+    HEADER,
+    SIZE,
+    finish,
+    has,
+    make_context,
+    make_tier,
+    make_transfer,
+    store,
+)
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
@@ -190,10 +199,8 @@ def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
     tier.limit_kept(0.5, {})
     wish = Wish("anthropic", (Span(3600.0, 32),))
     use = Use((), "j", "", list_wished(wish, 1e9))
-    transfer = make_transfer([b"a", b"b", b"c"], [1, 1, 1], is_promotion=False)
-    tier.submit_store(transfer)
-    finish(tier)
-    tier.keep([(b"a", 16), (b"b", 32), (b"c", 48)], transfer.req_context, use)
+    store(tier, b"a", b"b", b"c")
+    tier.on_request_finished(make_context([b"a", b"b", b"c"], use))
     for key in (b"d", b"e", b"f", b"g"):
         tier.submit_store(make_transfer([key], [1], is_promotion=False))
         finish(tier)
@@ -203,7 +210,7 @@ def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     # Nor is it a pin: once all that is there was wished, it goes too.
     tier.limit_kept(1.0, {})
-    tier.keep([(b"f", 16), (b"g", 16)], transfer.req_context, use)
+    tier.on_request_finished(make_context([b"f", b"g"], use))
     tier.submit_store(make_transfer([b"h"], [1], is_promotion=False))
     finish(tier)
     assert len(list(tmp_path.rglob("*.kv"))) == 4

@@ -42,6 +42,19 @@ OTHER = {
 MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
 
 
+class _Shared:
+    """The worker's side of the memory that the scheduler's side has a view of, for a chunk larger than it."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._chunks = torch.from_numpy(np.asarray(view).view(np.int8))
+
+    def create_next_worker_view(self, num_bytes: int) -> Any:
+        return self._chunks[:, :num_bytes]
+
+    def cleanup(self) -> None:
+        del self._chunks
+
+
 class TieredEngine(Engine):
     """Steps a scheduler with host memory of `num_chunks` chunks, and checks what blocks hold."""
 
@@ -56,9 +69,13 @@ class TieredEngine(Engine):
         block_size: int = BLOCK_SIZE,
         tenuto: dict[str, Any] | None = None,
         connectors: tuple[str, ...] = ("ours",),
+        disk: dict[str, Any] | None = None,
         **scheduler: Any,
     ) -> None:
-        """`connectors`: more than one, in this order, under vLLM's MultiConnector; "other" is another's."""
+        """`connectors`: more than one, in this order, under vLLM's MultiConnector; "other" is another's.
+
+        `disk`: the arguments of a `DiskTier` behind host memory. Its files are real; `shutdown` ends it.
+        """
         config = make_config(is_async=depth > 1, tenuto=tenuto, **scheduler)
         self._block_size = block_size
         page = (block_size + 1) * 8
@@ -75,6 +92,11 @@ class TieredEngine(Engine):
                 "offload_prompt_only": False,
             },
         }
+        if disk is not None:
+            ours["kv_connector_extra_config"] |= {
+                "spec_name": "DiskSpec",
+                "secondary_tiers": [{"type": "DiskTier", "module_path": "tenuto.vllm.tiers.disk"} | disk],
+            }
         all_of_them = [ours if each == "ours" else OTHER for each in connectors]
         self._connectors = connectors
         whole = MULTI | {"kv_connector_extra_config": {"connectors": all_of_them}}
@@ -95,7 +117,10 @@ class TieredEngine(Engine):
             self._worker = OffloadingConnectorWorker(spec, own, kv_config)
             tensor = CanonicalKVCacheTensor(cache, page)
             caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
-            self._worker.worker = HostWorker(caches, blocks_per_chunk, num_chunks, copies=self.copies)
+            memory = None if disk is None else _Shared(self.host.get_kv_memoryview())
+            self._worker.worker = HostWorker(
+                caches, blocks_per_chunk, num_chunks, memory=memory, copies=self.copies
+            )
             self._worker_side = SimpleNamespace(
                 connector_worker=self._worker, get_finished=self._worker.get_finished
             )
@@ -114,7 +139,12 @@ class TieredEngine(Engine):
 
     @property
     def host(self) -> Any:
-        return self.connector.manager
+        return getattr(self.connector.manager, "primary_tier", self.connector.manager)
+
+    @property
+    def disk(self) -> Any:
+        """The tier behind host memory."""
+        return self.connector.manager.secondary_tiers[0]
 
     @property
     def connector(self) -> Any:
@@ -136,6 +166,11 @@ class TieredEngine(Engine):
                 return
             self.step()
         raise AssertionError(f"still busy: {self.scheduler.get_request_counts()}")
+
+    def shutdown(self) -> None:
+        """Let shared memory go: first the worker's view of it."""
+        self._worker.worker.shutdown()
+        self.scheduler.shutdown()
 
     def assert_clean(self) -> None:
         """Nothing is left of any request: no block, no copy, no pin."""

@@ -164,10 +164,13 @@ class Ledger:
             self._holders.pop(job_id, None)
 
     def move(self, job_id: str, account: Account | None, place: str, change: int, now_s: float) -> None:
-        """A tier stored this many blocks of a job, or evicted them; as `hold`."""
+        """A tier stored this many blocks of a job, or evicted them; as `hold`.
+
+        A job that came back may give up blocks that were stored while it was forgotten: these never counted.
+        """
         account = account or self.get_closed(job_id)
         if account is not None:
-            self.hold(job_id, account, place, account.count_held(place) + change, now_s)
+            self.hold(job_id, account, place, max(0, account.count_held(place) + change), now_s)
 
     def _get_tenant(self, name: str) -> Account:
         if name not in self.tenants and len(self.tenants) >= MAX_TENANTS:

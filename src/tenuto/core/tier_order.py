@@ -49,6 +49,23 @@ class Way(NamedTuple):
     """Chunks that could follow, but all that could make room for them ranks above them."""
 
 
+class HeldChanges:
+    """By owner, how many chunks more or less a tier has of it since somebody asked."""
+
+    def __init__(self) -> None:
+        self._by_owner: dict[Hashable, int] = {}
+
+    def count(self, owner: Hashable | None, change: int) -> None:
+        """So many chunks more of this owner; None is nobody, and not counted."""
+        if owner is not None:
+            self._by_owner[owner] = self._by_owner.get(owner, 0) + change
+
+    def take(self) -> dict[Hashable, int]:
+        """The changes since this was last asked."""
+        changes, self._by_owner = self._by_owner, {}
+        return changes
+
+
 Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
 """What goes first: the policy's key, the number of the use, and the chunk's in the sequence, negative; then
 its layer group, where there are several."""
@@ -84,8 +101,8 @@ class TierOrder:
     """
 
     def __init__(self) -> None:
-        self._changes: dict[Hashable, int] = {}
-        """By owner, how many chunks more or less it has since somebody asked."""
+        self.changes = HeldChanges()
+        """Whose chunks became more or fewer."""
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
@@ -125,7 +142,7 @@ class TierOrder:
         """
         if chunk not in self._chunks:
             self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
-            self._count(owner, 1)
+            self.changes.count(owner, 1)
             if before is not None and needs_before:
                 self._num_behind[before] = self._num_behind.get(before, 0) + 1
         self.rank(chunk, rank, owner)
@@ -138,8 +155,8 @@ class TierOrder:
             if self._tails.get(known.owner) == chunk:
                 # Its last owner used nothing after it, and all chunks before it are the new owner's too.
                 del self._tails[known.owner]
-            self._count(known.owner, -1)
-            self._count(owner, 1)
+            self.changes.count(known.owner, -1)
+            self.changes.count(owner, 1)
             known.owner = owner
         if owner is not None:
             self._tails[owner] = chunk
@@ -182,7 +199,7 @@ class TierOrder:
     def remove(self, chunk: Hashable) -> None:
         """Forget a chunk, pinned or not; those that continue it stay."""
         found = self._chunks.pop(chunk)
-        self._count(found.owner, -1)
+        self.changes.count(found.owner, -1)
         self.kept.discard(chunk)
         if found.owner is not None and self._tails.get(found.owner) == chunk:
             self._move_tail(found.owner, found.before)
@@ -248,7 +265,7 @@ class TierOrder:
                 break
             dropped.append(chunk)
             del self._chunks[chunk]
-            self._count(owner, -1)
+            self.changes.count(owner, -1)
             self.kept.discard(chunk)
             before = self._chunks.get(found.before) if found.before is not None else None
             is_tail = self._leave(found)
@@ -264,11 +281,6 @@ class TierOrder:
         """Whether the last use of some chunk was this owner's."""
         return owner in self._tails
 
-    def take_changes(self) -> dict[Hashable, int]:
-        """By owner, how many chunks more or less it has since this was last asked."""
-        changes, self._changes = self._changes, {}
-        return changes
-
     def forget_keys(self) -> None:
         """From here on, only recency counts for what is there: another policy's keys will follow."""
         self._heap.clear()
@@ -279,7 +291,7 @@ class TierOrder:
     def clear(self) -> None:
         """Forget everything."""
         for found in self._chunks.values():
-            self._count(found.owner, -1)
+            self.changes.count(found.owner, -1)
         self._chunks.clear()
         self._num_behind.clear()
         self._tails.clear()
@@ -287,10 +299,6 @@ class TierOrder:
         self.kept.clear()
 
     # Inside.
-
-    def _count(self, owner: Hashable | None, change: int) -> None:
-        if owner is not None:
-            self._changes[owner] = self._changes.get(owner, 0) + change
 
     def _pop_firsts(
         self,

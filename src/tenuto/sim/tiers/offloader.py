@@ -186,7 +186,7 @@ class Offloader(ABC):
     def _tell_held(self, now_s: float) -> None:
         """Report to the driver how each job's number of chunks in the tiers has changed since last time."""
         for tier in self._all_tiers:
-            for owner, num_chunks in tier.order.take_changes().items():
+            for owner, num_chunks in tier.order.changes.take().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner
                 if self._driver is not None:
                     self._driver.hold_below(str(job_id), tier.name, num_chunks * self._chunk_blocks, now_s)

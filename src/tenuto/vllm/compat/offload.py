@@ -85,6 +85,8 @@ class Chains:
     """Which chunk of a request continues which, for all its layer groups."""
 
     def __init__(self, num_groups: int = 1) -> None:
+        self.use = Use()
+        """By what they are ranked, and whose they are, as far as that is known."""
         self._has_groups = num_groups > 1
         self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
@@ -123,6 +125,12 @@ def get_chains(req_context: Any, num_groups: int) -> Chains:
         chains = Chains(num_groups)
         req_context.set_state(chains)
     chains.extend(req_context._offload_key_positions)
+    return chains
+
+
+def try_get_chains(req_context: Any) -> Chains | None:
+    """A request's chains of chunks; None if host memory, which is asked first, was not asked about any."""
+    chains: Chains | None = req_context.get_state(Chains)
     return chains
 
 
@@ -282,9 +290,6 @@ class Asker(Protocol):
     def count_stored(self, request_id: str, num_chunks: int) -> None:
         """`num_chunks` of the request are stored; a chunk counts once for all layer groups."""
 
-    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
-        """A request ended whose client wished chunks to be kept, each of which ends at this many tokens."""
-
 
 @dataclass
 class _Waits:
@@ -318,7 +323,7 @@ class HostManagerHooks:
 
     def take_changes(self) -> dict[Hashable, int]:
         """By job and group, how many chunks more or less it has since this was last asked."""
-        changes: dict[Hashable, int] = self._policy.order.take_changes()
+        changes: dict[Hashable, int] = self._policy.order.changes.take()
         return changes
 
     def _make_room(self, keys: Any, req_context: Any) -> Any:
@@ -342,9 +347,6 @@ class HostManagerHooks:
         if has_used:
             self._policy.touch(chains, req_context)
         if self.asker is not None:
-            use = self.asker.get_use(req_context.req_id)
-            if use.wished:
-                self.asker.keep(chains.list_ends(), req_context, use)
             self.asker.end_use(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -405,6 +407,7 @@ class HostManagerHooks:
     def _begin(self, req_context: Any) -> Chains:
         use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
         chains = get_chains(req_context, self.num_groups)
+        chains.use = use
         self._policy.begin(chains, use)
         return chains
 

@@ -22,14 +22,14 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tenuto.core.kept_chunks import KeptChunks
-from tenuto.core.tier_order import Use
+from tenuto.core.tier_order import HeldChanges
 from tenuto.core.types import TierView
 from tenuto.vllm.compat.offload import (
     JobResult,
@@ -37,6 +37,7 @@ from tenuto.vllm.compat.offload import (
     Medium,
     RequestOffloadingContext,
     SecondaryTier,
+    try_get_chains,
     try_get_name,
 )
 from tenuto.vllm.tiers.background import LinkSpeed
@@ -91,6 +92,8 @@ class _Job:
     job: Any
     space: _Space
     names: dict[bytes, bytes]
+    owner: str | None = None
+    """Whose job it is."""
     good: set[bytes] = field(default_factory=set)
     seconds: float = 0.0
 
@@ -143,7 +146,9 @@ class DiskTier(SecondaryTier):
         self._view = primary_kv_view.cast("B")
         self._max_bytes = max_bytes
         self._file_bytes = HEADER.size + int(self.block_size_bytes)
-        self._files: OrderedDict[bytes, None] = OrderedDict()  # by name; the least recently used first
+        self._files: OrderedDict[bytes, str | None] = OrderedDict()
+        """By name, which job used it last, if any of this run did; the least recently used first."""
+        self._changes = HeldChanges()
         self._kept = KeptChunks()
         self._older: list[tuple[float, Path, int]] = []  # of other weights: since when, where, bytes
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
@@ -188,7 +193,8 @@ class DiskTier(SecondaryTier):
         """
         self.drain_jobs()
         space, self._space = self._space, None
-        self._files.clear()
+        for name in list(self._files):
+            self._forget(name)
         self._kept.clear()
         if space is None or self._engine is None:
             return
@@ -207,20 +213,34 @@ class DiskTier(SecondaryTier):
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
 
-    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
-        """Let these chunks go last for as long as their user wishes. A restart forgets it."""
-        if not self._kept.max_chunks:
-            return
-        for key, end in ends:
-            name, until_s = try_get_name(key, req_context), use.get_kept_until_s(end)
-            if until_s and name is not None:
-                self._kept.keep(name, until_s, use.tenant, end)
+    def take_changes(self) -> dict[Hashable, int]:
+        """By job, how many chunks more or less it has since this was last asked."""
+        return self._changes.take()
 
     # vLLM's tiering manager calls these.
 
     def on_new_request(self, req_context: Any) -> Any:
         """Nothing special for any request."""
         return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """All that its job uses is its own from here on, and goes last for as long as its client wishes.
+
+        A restart forgets both.
+        """
+        chains = try_get_chains(req_context)
+        if chains is None:
+            return
+        use, keeps = chains.use, bool(chains.use.wished) and self._kept.max_chunks > 0
+        for key, end in chains.list_ends():
+            name = try_get_name(key, req_context)
+            if name is None:
+                return
+            if name in self._files:
+                self._put(name, use.owner)
+            until_s = use.get_kept_until_s(end) if keeps else 0.0
+            if until_s:
+                self._kept.keep(name, until_s, use.tenant, end)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a file has this chunk, on a disk that answers."""
@@ -261,9 +281,10 @@ class DiskTier(SecondaryTier):
             job, bad = each.job, set(each.job.keys) - each.good
             if each.space is self._space:
                 for key in bad:
-                    self._files.pop(each.names[key], None)
+                    self._forget(each.names[key])
                 if not job.is_promotion:
-                    self._files.update((each.names[key], None) for key in each.good)
+                    for key in each.good:
+                        self._put(each.names[key], each.owner)
                     self._trim()
             size = len(each.good) * self.block_size_bytes
             if job.is_promotion:
@@ -341,6 +362,18 @@ class DiskTier(SecondaryTier):
             raise FileExistsError(f"{space.folder} is a link")
         return space
 
+    def _put(self, name: bytes, owner: str | None) -> None:
+        """This job used a file last, which may be a new one."""
+        before = self._files.get(name)
+        self._files[name] = owner
+        if before != owner:
+            self._changes.count(before, -1)
+            self._changes.count(owner, 1)
+
+    def _forget(self, name: bytes) -> None:
+        """A file is no more, if it was there."""
+        self._changes.count(self._files.pop(name, None), -1)
+
     def _find_files(self) -> None:
         """Use the files of an earlier server: whole ones, the least recently written first."""
         assert self._space is not None
@@ -383,11 +416,12 @@ class DiskTier(SecondaryTier):
             pass
         num_passed = 0
         while self._files and self.num_bytes > self._max_bytes:
-            key, _ = self._files.popitem(last=False)
-            if key in self._kept and num_passed < len(self._files):
-                self._files[key] = None
+            key = next(iter(self._files))
+            if key in self._kept and num_passed < len(self._files) - 1:
+                self._files.move_to_end(key)
                 num_passed += 1
                 continue
+            self._forget(key)
             self._kept.discard(key)
             # The engine calls this between two steps: a disk that became read-only must not end it.
             with contextlib.suppress(OSError):
@@ -403,7 +437,10 @@ class DiskTier(SecondaryTier):
         """None if the disk is closed, or if it is not known what the KV of this request depends on."""
         names = {key: try_get_name(key, job.req_context) for key in job.keys}
         known = {key: name for key, name in names.items() if name is not None}
-        return _Job(job, self._space, known) if self._space is not None and len(known) == len(names) else None
+        if self._space is None or len(known) < len(names):
+            return None
+        chains = try_get_chains(job.req_context)
+        return _Job(job, self._space, known, None if chains is None else chains.use.owner)
 
     def _refuse(self, job: Any) -> None:
         with self._lock:

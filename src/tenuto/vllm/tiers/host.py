@@ -12,7 +12,7 @@ cache reset    host memory and disk are emptied for good
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ class HostTier:
         if is_whole:
             for request_id in self._scheduler.requests:
                 self._port.set_stores(request_id, stored=False)
+        self._tell_held()
 
     def change_weights(self, what: str) -> None:
         """The weights in memory may be others now, and not those of the files."""
@@ -217,19 +218,16 @@ class HostTier:
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
         self._tell_held()
 
-    def keep(self, ends: Iterable[tuple[bytes, int]], req_context: Any, use: Use) -> None:
-        """A request ended whose client wished chunks to be kept: below host memory too."""
-        for disk in self._port.disks:
-            disk.keep(ends, req_context, use)
-
     # Inside.
 
     def _tell_held(self) -> None:
-        """Report to the driver how each job's number of chunks in host memory has changed since last time."""
-        for owner, num_chunks in self._port.host.take_changes().items():
-            job_id = owner[0] if isinstance(owner, tuple) else owner
-            num_blocks = num_chunks * self._port.blocks_per_chunk
-            self._scheduler.driver.hold_below(str(job_id), "host", num_blocks, self._clock.monotonic())
+        """Report to the driver how each job's number of chunks in the tiers has changed since last time."""
+        now_s = self._clock.monotonic()
+        for place, tier in (("host", self._port.host), *(("disk", each) for each in self._port.disks)):
+            for owner, num_chunks in tier.take_changes().items():
+                job_id = owner[0] if isinstance(owner, tuple) else owner
+                num_blocks = num_chunks * self._port.blocks_per_chunk
+                self._scheduler.driver.hold_below(str(job_id), place, num_blocks, now_s)
 
     def _open_disks(self) -> None:
         config = self._scheduler.vllm_config
@@ -283,7 +281,6 @@ class HostTier:
         (self.loads if is_load else self.stores).observe(num_bytes, seconds)
 
     def _begin_step(self) -> None:
-        self._tell_held()
         self._port.host.expire_kept(self._clock.monotonic())
         self.later.collect()
         if self.prefetch is not None:
@@ -295,6 +292,7 @@ class HostTier:
         return loads > 0 or stores * self.stores.s_per_chunk > MAX_STORING_S
 
     def _add_later(self, meta: Any) -> None:
+        self._tell_held()
         self.later.begin(meta, lambda: not self._holds_back())
         if self.prefetch is not None:
             loads, _ = self._port.count_moving()
