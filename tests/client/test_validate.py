@@ -170,6 +170,23 @@ def test_other_processes_on_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        '#!/bin/sh\ncase "$1" in *memory.total*) echo "NVIDIA X, 550.1, 81559";;\n'
+        '*pid*) printf "11\\n12\\n";;\n*slowdown*) echo "Not Active, Active";; esac\necho "$@" >> "$0.log"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    machine, disturbances = validate_plan.look_at_machine()
+    assert (machine.gpu, machine.driver, machine.gpu_memory_mib) == ("NVIDIA X", "550.1", 81559)
+    assert machine.gpu_processes == 2
+    assert disturbances[0] == "2 other processes use the GPU"
+    assert disturbances[-1] == "a GPU was slowed down by heat: see to its cooling"
+    assert all(line.endswith("-i 3") for line in (tmp_path / "nvidia-smi.log").read_text().splitlines())
+
+
 class FakeServers:
     """In place of servers: which were up, and that none stays up."""
 

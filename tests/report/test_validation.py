@@ -31,7 +31,7 @@ RECORD = ValidationRecord(
     verdict="faster",
     day="2026-11-25",
     minutes=29.5,
-    machine=ValidatedMachine(gpu="H100", gpus=1, driver="1.2", cpu="c", cores=2, load_before=0.2),
+    machine=ValidatedMachine(gpu="H100", driver="1.2", cpu="c", cores=2, load_before=0.2),
     server=ValidatedServer(
         version="0.32.0", model="m", block_size=16, kv_tokens=1000, max_model_len=500,
         max_num_batched_tokens=512, max_num_seqs=8, flags=("--max-num-seqs=8",),

@@ -164,8 +164,9 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
     sets_memory = any(each.startswith("--gpu-memory-utilization") for each in options.serve_args)
     if machine.gpu_processes and not sets_memory and options.engine == "vllm":
         raise TenutoError(
-            f"{disturbances[0]}. vLLM wants most of the GPU's memory: end them (`nvidia-smi` names them), or "
-            'say how much it may take: --serve-args "--gpu-memory-utilization 0.5"'
+            f"{disturbances[0]}. vLLM wants most of the GPU's memory: end them (`nvidia-smi` names them), "
+            "choose a free GPU with CUDA_VISIBLE_DEVICES, or say how much memory it may take: "
+            '--serve-args "--gpu-memory-utilization 0.5"'
         )
 
 

@@ -64,7 +64,6 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
     load, cores = os.getloadavg()[0], os.cpu_count()
     machine = ValidatedMachine(
         gpu=gpus[0][0] if gpus else None,
-        gpus=len(gpus),
         driver=gpus[0][1] if gpus else None,
         gpu_memory_mib=int(gpus[0][2]) if gpus and gpus[0][2].isdecimal() else None,
         cpu=_read_cpu(),
@@ -96,6 +95,8 @@ def find_throttling() -> list[str]:
 def _ask_gpus(query: str) -> list[list[str]]:
     """Rows of `nvidia-smi`; none where there is no such GPU."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -146,14 +147,21 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
             raise ConfigError(f"the server does not say its {name}: add {flag} N to --serve-args")
         return value
 
-    num_engines = max(1, len(state.engines))
+    if len(state.engines) > 1:
+        raise ConfigError(
+            f"the server has {len(state.engines)} engines (data parallel); validate one of them: leave "
+            "--data-parallel-size out of --serve-args"
+        )
+    parallel = config.get("parallel_config") or {}
+    gpus = parallel.get("world_size")
     return ValidatedServer(
         engine=options.engine,
         version=str(version) if version is not None else None,
         model=Path(options.model).name,
         block_size=state.block_size,
         # vLLM counts its null block in the size of the cache.
-        kv_tokens=(state.num_blocks // num_engines + 1) * state.block_size,
+        kv_tokens=(state.num_blocks + 1) * state.block_size,
+        gpus=gpus if type(gpus) is int else 1,
         max_model_len=max_model_len or get("max_model_len"),
         max_num_batched_tokens=get("max_num_batched_tokens"),
         max_num_seqs=get("max_num_seqs"),

@@ -301,7 +301,6 @@ class ValidatedMachine:
 
     gpu: str | None
     """As the driver names it; None: vLLM ran on the CPU."""
-    gpus: int = 0
     driver: str | None = None
     gpu_memory_mib: int | None = None
     cpu: str | None = None
@@ -320,6 +319,8 @@ class ValidatedServer:
     """How all servers of a validation were started, as far as it matters for times."""
 
     engine: Literal["vllm", "sim"] = "vllm"
+    gpus: int = 1
+    """GPUs of one server."""
     version: str | None = None
     model: str
     """Name of the model, without the folder or the owner."""

@@ -235,7 +235,7 @@ def name_machine(record: ValidationRecord) -> str:
         return "a simulated GPU"
     if not machine.gpu:
         return f"CPU ({clean(machine.cpu or 'unknown')}, {machine.cores} cores)"
-    return (f"{machine.gpus} × " if machine.gpus > 1 else "") + clean(machine.gpu)
+    return (f"{record.server.gpus} × " if record.server.gpus > 1 else "") + clean(machine.gpu)
 
 
 def format_validation(record: ValidationRecord) -> list[str]:
