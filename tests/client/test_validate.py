@@ -160,6 +160,24 @@ def test_a_model_that_is_not_simulated_is_found_before_a_server_starts(tmp_path:
         module.check(ValidateOptions(model=str(tmp_path), engine="sim"), IDLE, [])
 
 
+def test_a_machine_that_computes_for_others_is_refused() -> None:
+    options, busy = ValidateOptions(model="m", engine="sim", port=8199), replace(IDLE, load_before=4.1)
+    with pytest.raises(TenutoError, match=r"load average is 4.1 on 2 cores.*End what computes here"):
+        module.check(options, busy, [])
+    module.check(replace(options, despite_noise=True), busy, [])
+    module.check(options, replace(IDLE, load_before=3.9), [])
+
+
+def test_time_that_is_up_before_the_first_run_is_an_error(
+    faked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "OVERTIME", 0.001)
+    monkeypatch.setattr(module._Validation, "prepare", lambda self: time.sleep(60))
+    options = ValidateOptions(model="m", engine="sim", minutes=3, out=tmp_path / "out", port=8198)
+    with pytest.raises(TenutoError, match="time was up before the first run: give --minutes more"):
+        run_validate(options)
+
+
 def test_other_processes_on_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
     busy, said = replace(IDLE, gpu="G", gpu_processes=2), ["2 other processes use the GPU"]
@@ -300,7 +318,7 @@ def test_a_whole_short_run_on_simulated_servers(
     folder = tmp_path / "private-folder"
     arguments = [
         *("validate", "llama-3.1-8b", "--engine", "sim", "--quick", "--minutes", "15", "--out", str(folder)),
-        *("--port", str(port), "--seed", str(random.Random(0).randrange(100))),
+        *("--port", str(port), "--despite-noise", "--seed", str(random.Random(0).randrange(100))),
         *("--serve-args", "--gpu H100 --max-num-batched-tokens 2048 --max-num-seqs 64 --kv-tokens 60000"),
     ]  # fmt: skip
     assert main(arguments) == 0

@@ -109,6 +109,8 @@ PLAIN_TOKENS, FEW_TOKENS, PROMPT_TOKENS = 64, 16, 4
 """Plain requests have so many output tokens, or few on a slow machine, and four times as many in a prompt."""
 BURST_S = 15.0
 """A burst of plain requests should not last longer."""
+MAX_LOAD = 2.0
+"""With a higher load average for each core, servers wait for others most of the time."""
 MAX_NOISE = 0.35
 """Identical bursts on an idle server that differ by more make a verdict impossible."""
 WIDEST = 0.10
@@ -129,6 +131,7 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
     run = _Validation(options, machine, disturbances)
     is_interrupted = False
     late = threading.Timer(OVERTIME * options.limit_s, run.end_late)
+    late.daemon = True
     late.start()
     try:
         with sigterm_as_sigint():
@@ -136,7 +139,11 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
             run.make_runs()
     except KeyboardInterrupt:
         if run.record is None or run.record.load is None:
-            raise
+            if run.stopped is None:
+                raise
+            raise TenutoError(
+                "time was up before the first run: give --minutes more, or end what else computes here"
+            ) from None
         if run.stopped is None:
             run.say("interrupted; the same command again goes on from here")
             is_interrupted, run.stopped = True, "it was interrupted"
@@ -161,6 +168,12 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
         raise ConfigError(f"--workload {options.workload}: no such file, nor a generator")
     find_sizes(options)
     check_port(options.port)
+    load, cores = machine.load_before or 0.0, machine.cores or 1
+    if load > MAX_LOAD * cores and not options.despite_noise:
+        raise TenutoError(
+            f"the load average is {load:.1f} on {cores} cores: no verdict can come of it. End what computes "
+            "here (`top` names it), wait a minute, and try again; or --despite-noise"
+        )
     sets_memory = any(each.startswith("--gpu-memory-utilization") for each in options.serve_args)
     if machine.gpu_processes and not sets_memory and options.engine == "vllm":
         raise TenutoError(
@@ -502,7 +515,7 @@ class _Validation:
         if self.stopped is not None and self.stopped.startswith("noise"):
             self.disturbances += find_throttling()
         load, cores = statistics.fmean(self.loads or [os.getloadavg()[0]]), self.machine.cores or 1
-        if load > 2 * cores:
+        if load > MAX_LOAD * cores:
             self.disturbances.append(
                 f"the load average was {load:.1f} on {cores} cores, with the servers and the client"
             )
