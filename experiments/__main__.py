@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Benchmarks: what the hook, the simulator, the bench and the proxy cost, beside a peer": {
         "benchmarks.scheduler_step": VLLM,
+        "benchmarks.growth": "",
         "benchmarks.tier_step": VLLM,
         "benchmarks.stock_queue": "",
         "benchmarks.policy_decisions": "",
