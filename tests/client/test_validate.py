@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.client import validate as module
 from tenuto.client import validate_plan
-from tenuto.client.ab import Ready, make_order
+from tenuto.client.ab import AbFolder, Ready, Slot, make_order
 from tenuto.client.options import ValidateOptions
 from tenuto.client.validate import is_hopeless, judge, run_validate
 from tenuto.client.validate_plan import describe_flags, make_plan
@@ -349,3 +350,32 @@ def test_a_whole_short_run_on_simulated_servers(
     assert main(arguments) == 0
     assert (folder / "ab" / "results.jsonl").read_text() == before
     assert "going on with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_ok", "is_disturbed", "gaps", "found"),
+    [
+        (True, False, ("held", "end"), "held"),
+        (True, False, ("not granted", "end"), "not shown"),
+        (False, True, ("yielded", "end"), "not shown"),
+        (False, False, ("not held", "end"), "not held"),
+    ],
+)
+def test_what_verify_found(
+    is_ok: bool,
+    is_disturbed: bool,
+    gaps: tuple[str, ...],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    turns = [SimpleNamespace(gap=gap) for gap in gaps]
+    verdict = SimpleNamespace(ok=is_ok, is_disturbed=is_disturbed, turns=turns)
+    monkeypatch.setattr(module, "verify", lambda url: verdict)
+    monkeypatch.setattr(module, "measure_run", lambda *_: next(make_bursts(0.5)))
+    run = module._Validation(ValidateOptions(model="m", out=tmp_path), IDLE, [], record=RECORD)
+    folder = AbFolder(tmp_path, {})
+    folder.get_run(Slot(0, "tenuto")).mkdir(parents=True)
+    run._ask_more(folder, Slot(0, "tenuto"), Ready("http://127.0.0.1:1", True))
+    assert read_record(tmp_path).verify == found
+    assert json.loads((tmp_path / "runs" / "001-tenuto" / "plain.json").read_text()) == {"itl_s": 0.5}

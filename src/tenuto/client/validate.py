@@ -361,7 +361,7 @@ class _Validation:
 
     def _burst(self, url: str, number: int) -> dict[str, Any]:
         """A few plain requests, which belong to no job."""
-        num_tokens = self.record.plain_tokens if self.record else FEW_TOKENS
+        num_tokens = (self.record.plain_tokens if self.record else 0) or FEW_TOKENS
         load = LoadOptions(
             workload="random",
             users=USERS,
@@ -435,9 +435,7 @@ class _Validation:
             ),
         )
         self._write()
-        tuned = (
-            f"stock well set has steps of {steps} tokens" if steps else "stock as it is, is stock well set"
-        )
+        tuned = f"stock well set has steps of {steps} tokens" if steps else "stock's own step size is best"
         self.say(f"plan: {plan.describe(len(arms))}, then the page; {tuned}")
         self.say(
             f"load: {load.jps:g} jobs/s of {load.workload} for {load.window_s:g} s, lengths × "
@@ -473,18 +471,17 @@ class _Validation:
             path = folder.get_run(slot) / PLAIN
             path.write_text(json.dumps({"itl_s": burst["itl_s"]["p50"]}), encoding="utf-8")
         if slot.arm == TENUTO and self.record.verify is None:
+            found: Any = "not shown"
             try:
                 verdict = verify(server.url)
-                is_shown = not verdict.is_disturbed and all(
-                    turn.gap in ("held", "end") for turn in verdict.turns
-                )
-                found: Any = "not held" if not verdict.ok and not verdict.is_disturbed else "not shown"
-                found = "held" if verdict.ok and is_shown else found
-                self.record = replace(self.record, verify=found)
+                if verdict.ok and all(turn.gap in ("held", "end") for turn in verdict.turns):
+                    found = "held"
+                elif not verdict.ok and not verdict.is_disturbed:
+                    found = "not held"
             except (httpx.HTTPError, DataError) as error:
-                self.record = replace(self.record, verify="not shown")
                 self.say(f"verify: {error}")
-            self.say(f"verify: {self.record.verify}")
+            self.record = replace(self.record, verify=found)
+            self.say(f"verify: {found}")
         self._write()
 
     def _find_hopeless(self, folder: AbFolder, slots: Sequence[Slot]) -> str | None:
@@ -516,9 +513,8 @@ class _Validation:
             self.disturbances += find_throttling()
         load, cores = statistics.fmean(self.loads or [os.getloadavg()[0]]), self.machine.cores or 1
         if load > MAX_LOAD * cores:
-            self.disturbances.append(
-                f"the load average was {load:.1f} on {cores} cores, with the servers and the client"
-            )
+            what = "with the servers and the client"
+            self.disturbances.append(f"the load average was {load:.1f} on {cores} cores, {what}")
         ratios: list[ValidatedRatio] = []
         if record.load is not None:
             ab = self.ab
@@ -541,9 +537,7 @@ class _Validation:
             verdict=judge(ratios),
             stopped=self.stopped,
             minutes=round(record.minutes + (time.monotonic() - self.started_s) / 60, 1),
-            machine=replace(
-                record.machine, load_mean=round(statistics.fmean(self.loads), 2) if self.loads else None
-            ),
+            machine=replace(record.machine, load_mean=round(load, 2)),
             ratios=tuple(ratios),
             disturbances=tuple(dict.fromkeys((*record.disturbances, *self.disturbances))),
         )
