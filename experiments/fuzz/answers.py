@@ -25,14 +25,15 @@ _ENCODINGS = ("", "", "", "gzip", "deflate")
 def ask_simulated_server(data: bytes) -> None:
     """A request's body; the answer's plan must stay within the model's context."""
     path = GENERATION_PATHS[len(data) % 2]
-    request = read_request(data, {"x-session-id": "s"}, path, _get_served())
+    request = read_request(data, {"x-session-id": "s"}, path, get_served())
     check_hints(request.hints)
-    if not 0 < len(request.prompt_ids) < _get_served().max_model_len:
+    if not 0 < len(request.prompt_ids) < get_served().max_model_len:
         raise Wrong(f"a prompt of {len(request.prompt_ids)} tokens")
 
 
 @cache
-def _get_served() -> Served:
+def get_served() -> Served:
+    """A model that the simulated server serves."""
     return Served(
         model_name="tiny", max_model_len=4096, answer_tokens=32, tokenizer=PieceTokenizer(vocab_size=1000)
     )

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from experiments.fuzz.answers import get_served
 from experiments.fuzz.guard import Wrong
-from experiments.fuzz.requests import SECRET, get_loop, load_json, set_environment
+from experiments.fuzz.requests import (
+    GENERATION_PATHS,
+    SECRET,
+    check_answer,
+    check_wish,
+    get_loop,
+    load_json,
+    set_environment,
+)
 from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
+from tenuto.core.wishes.wish import make_wish_header
 from tenuto.sim.machine import build
 from tenuto.sim.server.app import make_parts
 from tenuto.sim.server.control import LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Pacer, ServedRequest
 from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server.request import read_request
 from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http
 from tenuto.vllm.control_http import ControlAddresses
@@ -121,7 +133,7 @@ def call_simulated_control(data: bytes) -> None:
     logging.getLogger("tenuto.sim").setLevel(logging.CRITICAL)
     value = load_json(data)
     job_id = value.get("job") if isinstance(value, dict) else None
-    pacer, live, control = _make_live_engine()
+    pacer, live, control = _make_live_engine("control")
     engine = pacer.engine
     hints = Hints(job_id=f"job-{len(data) % 4}", tool="ls")
     request = ServedRequest("turn", [(len(data) % 4, 64)], ("answer", 8), engine.now_s, hints=hints)
@@ -145,8 +157,45 @@ def call_simulated_control(data: bytes) -> None:
         raise Wrong(f"the turn was lost: {turn.error or 'no answer'}")
 
 
+def wish_on_simulated_server(data: bytes) -> None:
+    """A body's wishes, from the simulated server's reader to the end of a turn on its engine.
+
+    What makes no sense is counted, once for each dialect; no lease is longer than the operator allows.
+    """
+    value = load_json(data)
+    names = ("cache_control", "prompt_cache_retention", "prompt_cache_options", "retention_directives")
+    names += ("nvext", "kv_hints", "agentic_context", "agent_hint", "kv_transfer_params")
+    body = value if isinstance(value, dict) else dict.fromkeys(names, value)
+    path = "/v1/responses" if "input" in body else "/v1/messages" if "system" in body else GENERATION_PATHS[0]
+    if path != "/v1/responses":
+        body = {"messages": [{"role": "user", "content": "word " * 64}], **body}
+    pacer, _, _ = _make_live_engine("wishes")
+    hints = read_request(json.dumps({**body, "max_tokens": 8}).encode(), {}, path, get_served()).hints
+    engine, driver = pacer.engine, pacer.engine.scheduler.driver
+    most_s = driver.limits.max_lease_s
+    said = make_wish_header(hints.wish, driver.judge_wish(hints))
+    if hints.wish is not None:
+        check_wish(hints.wish)
+        check_answer("" if said is None else said[1], asked_s=hints.wish.keep_s, most_s=most_s)
+    before = driver.decided.num_malformed_wishes.copy()
+    content = len(data) % 64
+    request = ServedRequest("wishing", [(content, 64)], (f"answer {content}", 8), engine.now_s, hints=hints)
+    turn = engine.submit(request, lambda: None)
+    for _ in range(100):
+        engine.advance(engine.now_s + 1.0)
+        if turn.is_finished or turn.error is not None:
+            break
+    if not turn.is_finished:
+        raise Wrong(f"the turn was lost: {turn.error or 'no answer'}")
+    counted = driver.decided.num_malformed_wishes - before
+    if counted != Counter(() if hints.wish is None else hints.wish.malformed):
+        raise Wrong(f"{hints.wish} was counted as {counted}")
+    if any(each.terms.until_s > engine.now_s + most_s for each in driver.leases):
+        raise Wrong(f"a lease is longer than {most_s} s")
+
+
 @cache
-def _make_live_engine() -> tuple[Pacer, LiveEngine, Control]:
+def _make_live_engine(user: str) -> tuple[Pacer, LiveEngine, Control]:
     machine = build(Setup(policy="tenuto", limits="plugin", kv_tokens=8000, step_cost="roofline"))
     pacer, _ = make_parts(machine, ServerOptions())
     live = LiveEngine(pacer, LiveSettings("tenuto", limits=machine.limits), machine.policy, None)

@@ -44,6 +44,13 @@ PARSERS = {
         ),
         Parser("routed", "requests as a router reads them", requests.read_as_router, corpus="requests"),
         Parser("bodies", "bodies that the server's middleware rewrites", requests.pass_middleware),
+        Parser("wished", "cache wishes through the middleware", requests.pass_middleware, corpus="wishes"),
+        Parser(
+            "simulated-wishes",
+            "cache wishes through the simulated server and its engine",
+            control.wish_on_simulated_server,
+            corpus="wishes",
+        ),
         Parser("head-lines", "bodies whose lines an operator drops and moves", requests.edit_head),
         Parser("routed", "requests, for routers and data-parallel ranks", requests.route, corpus="requests"),
         Parser("tool-calls", "the text of answers, for tool calls", requests.read_tool_call),

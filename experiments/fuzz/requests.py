@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tenuto.core.requests import (
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     MAX_TOOL_CHARS,
+    WISH_FIELD,
     Hints,
     are_xargs,
     get_header_fields,
@@ -29,6 +31,7 @@ from tenuto.core.requests import (
     make_fields,
     parse_hints,
     read_hints,
+    write_context_as_text,
 )
 from tenuto.core.settings import parse_option, parse_policy_options
 from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
@@ -37,6 +40,7 @@ from tenuto.core.wishes.wish import (
     MAX_KEEP_S,
     MAX_PROMPT_TOKENS,
     MAX_SPANS,
+    WISH_HEADER,
     MarkFinder,
     Wish,
     judge,
@@ -59,6 +63,8 @@ from tenuto_predict import load_command_times
 
 SECRET = {SECRET_VARIABLE: "the secret of the fuzzing"}
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+MAX_LEASE_S = 60.0
+"""As the operator set it here."""
 _MAX_JOB_CHARS = 2 * MAX_ID_CHARS + 1
 _MAX_TEXT_CHARS = 100_000
 """An output's tail has at most some thousand tokens."""
@@ -114,7 +120,8 @@ def check_wish(wish: Wish) -> None:
     is_known = {wish.dialect, *wish.malformed} <= set(DIALECTS)
     if not is_known or len(wish.spans) > MAX_SPANS or not (wish.spans or wish.malformed):
         raise Wrong(f"not bounded: {wish}")
-    found = wish.resolve(lambda mark: MarkFinder(lambda tokens: "a b " * len(tokens)).find(mark, range(500)))
+    finder = MarkFinder(lambda tokens: "a b " * len(tokens), lambda text: range(len(text)))
+    found = wish.resolve(lambda mark: finder.find(mark, range(500)))
     for span in found.spans:
         is_within = span.num_tokens is None or 0 <= span.num_tokens <= MAX_PROMPT_TOKENS
         if not (0 < span.keep_s <= MAX_KEEP_S and is_within and span.mark is None):
@@ -223,7 +230,7 @@ def pass_middleware(data: bytes) -> None:
         headers.append((b"x-session-id", data[:40].replace(b"\n", b"").replace(b"\r", b"")))
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": headers}
     with set_environment({**SECRET, HEADER_VARIABLE: "X-Tenant"}):
-        received, scope = get_loop().run_until_complete(_pass_on(data, scope))
+        received, scope, said = get_loop().run_until_complete(_pass_on(data, scope))
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and int(length) != len(received):
         raise Wrong(f"content-length {length.decode()} of a body of {len(received)} bytes")
@@ -247,9 +254,41 @@ def pass_middleware(data: bytes) -> None:
         if isinstance(after.get("vllm_xargs"), dict) and name not in ("tenuto_tenant", "agentic_context")
     ):
         raise Wrong("what was in vllm_xargs is not there any more")
+    _check_passed_wish(before, after, said)
 
 
-async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+def _check_passed_wish(before: dict[str, Any], after: dict[str, Any], said: str | None) -> None:
+    """A wish that the engine gets is bounded, and the answer promises no more than is allowed."""
+    xargs = after.get("vllm_xargs")
+    text = xargs.get(WISH_FIELD) if isinstance(xargs, dict) and are_xargs(xargs) else None
+    wish = read_wish_text(text)
+    if (wish is None) != (said is None):
+        raise Wrong(f"the wish {text!r} is answered by {said!r}")
+    if wish is None or said is None:
+        return
+    check_wish(wish)
+    check_answer(said, asked_s=wish.keep_s, most_s=MAX_LEASE_S)
+    given = before.get("vllm_xargs") or {}
+    if WISH_FIELD not in {**before, **given}:
+        own = read_wish(before, write_context_as_text(given), time.time())
+        if own is None or (own.dialect, own.malformed) != (wish.dialect, wish.malformed):
+            raise Wrong(f"{own} became {wish}")
+
+
+def check_answer(said: str, *, asked_s: float, most_s: float) -> None:
+    """What a wish's header promises is no more than was asked and is allowed, and is called what it is."""
+    result, *rest = said.split("; ")
+    facts = dict(each.split("=", 1) for each in rest)
+    gpu_s, below_s = (float(facts.get(name, 0)) for name in ("gpu", "below"))
+    if gpu_s > most_s or below_s > MAX_KEEP_S or max(gpu_s, below_s) > math.ceil(asked_s):
+        raise Wrong(f"more than is allowed, or than was asked: {said}")
+    if result == "accepted" and max(gpu_s, below_s) < math.floor(asked_s):
+        raise Wrong(f"it was clipped: {said}")
+    if result == "refused" and max(gpu_s, below_s):
+        raise Wrong(f"it was not refused: {said}")
+
+
+async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str, Any], str | None]:
     seen: dict[str, Any] = {}
     cut = len(data) // 3
     messages = [
@@ -275,12 +314,24 @@ async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str,
         read = TenantVerifier().read(params.extra_args)
         if read is None or read.get("tenant") != "acme":
             raise Wrong(f"the tenant does not reach the engine in {params.extra_args}")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def send(message: Any) -> None:
-        raise Wrong(f"the middleware answered by itself: {message}")
+        if "body" not in seen:
+            raise Wrong(f"the middleware answered by itself: {message}")
+        seen["headers"] = dict(message["headers"])
 
-    await Middleware(app, dp_size=2)(scope, receive, send)
-    return seen["body"], seen["scope"]
+    middleware = Middleware(app, dp_size=2)
+    middleware._wishes._now = {
+        "mode": "on",
+        "policy": "tenuto",
+        "options": {},
+        "limits": {"max_lease_s": MAX_LEASE_S},
+        "canary": None,
+    }
+    await middleware(scope, receive, send)
+    said = seen["headers"].get(WISH_HEADER.lower().encode())
+    return seen["body"], seen["scope"], None if said is None else said.decode()
 
 
 @cache
