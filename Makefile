@@ -29,7 +29,7 @@ help:
 	@echo "make check           formatting, lint, types and import rules, without vLLM"
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
-	@echo "make test-clients    LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
+	@echo "make test-clients    Claude Code, LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
 	@echo "make test-harnesses  AIPerf, AgentX, GuideLLM, vllm bench serve against the simulated server, in environments of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make package         the wheels and the sdist in dist, checked, and each installed and run in an empty environment"

@@ -1,4 +1,4 @@
-"""Four agent frameworks as they are, with no id and no hint: their jobs are recognised by content.
+"""Agents and frameworks as they are, with no hint: jobs are recognised by content, or by an id of their own.
 
 The simulated server knows jobs by the same rules as the plugin. `make test-clients` runs this file in an
 environment of its own, because the frameworks need newer packages than vLLM allows. Elsewhere the tests of
@@ -7,6 +7,9 @@ frameworks that are missing are skipped.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -52,7 +55,7 @@ def served(
     with ExitStack() as stack:
         # Leases are long, so that only what the driver knows of a job decides.
         engines = tuple(
-            stack.enter_context(serve("continuum-fixed", options={"ttl_s": 500}, speed=20))
+            stack.enter_context(serve("continuum-fixed", options={"ttl_s": 500}, speed=20, kv_tokens=100_000))
             for _ in range(2 if is_fleet else 1)
         )
         url = engines[0].url
@@ -62,8 +65,13 @@ def served(
         yield Served(url, engines)
 
 
-def check_jobs(served: Served, num_jobs: int = 1, num_turns: int = NUM_TURNS) -> list[str]:
-    """Check that one server saw each job with so many turns, and that each turn came back to its lease."""
+def check_jobs(
+    served: Served, num_jobs: int = 1, num_turns: int = NUM_TURNS, *, names: str = "conv-"
+) -> list[str]:
+    """Check that one server saw each job with so many turns, and that each turn came back to its lease.
+
+    `names`: how the jobs' names begin.
+    """
     jobs: dict[str, int] = {}
     ended: Counter[str] = Counter()
     for live in served.engines:
@@ -76,13 +84,119 @@ def check_jobs(served: Served, num_jobs: int = 1, num_turns: int = NUM_TURNS) ->
         ended.update({why.value: count for why, count in counts.items()})
     assert sorted(jobs.values()) == [num_turns] * num_jobs, jobs
     assert {why: count for why, count in ended.items() if count} == {"hit": num_jobs * (num_turns - 1)}, ended
-    assert all(name.startswith("conv-") for name in jobs), jobs
+    assert all(name.startswith(names) for name in jobs), jobs
     return list(jobs)
 
 
 def make_tool(name: str = "bash") -> dict[str, Any]:
     fields = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     return {"type": "function", "function": {"name": name, "description": "Run it.", "parameters": fields}}
+
+
+def check_usage(served: Served, *, read: int, prompt: int, output: int) -> None:
+    """Check that what a client was told is what the ledger has: tokens from the cache, and all tokens."""
+    figures = [
+        live.call(lambda live=live: live.engine.scheduler.driver.ledger.total.get_figures(0.0))
+        for live in served.engines
+    ]
+    assert [sum(each[f"{kind}_tokens"] for each in figures) for kind in ("cached", "prompt", "output")] == [
+        read,
+        prompt,
+        output,
+    ]
+    assert read > 0
+
+
+def test_responses_streamed(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+    items: list[Any] = [{"role": "user", "content": TASK}]
+    tool = {**make_tool()["function"], "type": "function", "strict": False}
+    read = prompt = output = 0
+    for turn in range(NUM_TURNS):
+        with client.responses.stream(
+            model=MODEL, instructions=INSTRUCTIONS, input=items, tools=[tool], tool_choice="required"
+        ) as events:
+            answer = events.get_final_response()
+        (call,) = [item for item in answer.output if item.type == "function_call"]
+        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in answer.output]
+        items.append(
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"{turn} failed " * 30}
+        )
+        read += answer.usage.input_tokens_details.cached_tokens
+        prompt, output = prompt + answer.usage.input_tokens, output + answer.usage.output_tokens
+    check_jobs(served)
+    check_usage(served, read=read, prompt=prompt, output=output)
+
+
+def test_messages_streamed(served: Served) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"name": "bash", "description": "Run it.", "input_schema": make_tool()["function"]["parameters"]}
+    messages: list[Any] = [{"role": "user", "content": TASK}]
+    read = prompt = output = 0
+    for turn in range(NUM_TURNS):
+        with client.messages.stream(
+            model=MODEL,
+            system=[{"type": "text", "text": INSTRUCTIONS, **mark}],
+            messages=messages,
+            tools=[tool],
+            tool_choice={"type": "any"},
+            max_tokens=4000,
+        ) as events:
+            answer = events.get_final_message()
+        assert answer.stop_reason == "tool_use"
+        (call,) = [block for block in answer.content if block.type == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": f"{turn} failed " * 30, **mark}
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+        messages.append({"role": "user", "content": [result]})
+        usage = answer.usage
+        read += usage.cache_read_input_tokens
+        prompt += usage.cache_read_input_tokens + usage.cache_creation_input_tokens + usage.input_tokens
+        output += usage.output_tokens
+    check_jobs(served)
+    check_usage(served, read=read, prompt=prompt, output=output)
+
+
+def test_claude_code(served: Served, tmp_path: Path) -> None:
+    """The coding agent itself. It names its session, and its answers call a tool, for its requests say so."""
+    sdk = pytest.importorskip("claude_agent_sdk")
+    if len(served.engines) > 1:
+        pytest.skip("not tried behind a router")
+    call = {
+        "sim_tool": "Bash",
+        "sim_arguments": json.dumps({"command": "echo failed", "description": "Test"}),
+    }
+    options = sdk.ClaudeAgentOptions(
+        model=MODEL,
+        max_turns=NUM_TURNS,
+        permission_mode="bypassPermissions",
+        cwd=tmp_path,
+        env={
+            "ANTHROPIC_BASE_URL": served.url,
+            "ANTHROPIC_AUTH_TOKEN": "any",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_EXTRA_BODY": json.dumps({"vllm_xargs": call}),
+            "HOME": str(tmp_path),
+            "IS_SANDBOX": "1",
+        },
+    )
+
+    async def work() -> Any:
+        ended = None
+        with contextlib.suppress(Exception):  # the limit of turns is an error to it
+            async for message in sdk.query(prompt=TASK, options=options):
+                ended = message if isinstance(message, sdk.ResultMessage) else ended
+        return ended
+
+    ended = asyncio.run(work())
+    assert ended is not None and ended.subtype == "error_max_turns"
+    check_jobs(served, names=ended.session_id)
+    read, written = ended.usage["cache_read_input_tokens"], ended.usage["cache_creation_input_tokens"]
+    prompt = read + written + ended.usage["input_tokens"]
+    check_usage(served, read=read, prompt=prompt, output=ended.usage["output_tokens"])
 
 
 def test_litellm(served: Served) -> None:

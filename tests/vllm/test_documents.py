@@ -12,6 +12,7 @@ import pytest
 
 from tenuto.cli import main
 from tests.docs.examples import PAGES, ROOT, Block, find_blocks
+from tests.docs.test_deploy import COMPOSE, VALUES
 from tests.workload.test_exports import export, make_jobs
 
 BLOCKS = [block for page in PAGES for block in find_blocks(page)]
@@ -46,10 +47,27 @@ def test_vllm_takes_the_lines_that_start_servers(
     if words[0] == "tenuto":
         assert main([*words[1:], "--dry-run"]) == 0
         words = shlex.split(capsys.readouterr().out)
+    check_line(parser, words)
+
+
+def check_line(parser: Any, words: list[str]) -> None:
+    """Check that vLLM takes this command line, and runs Tenuto."""
     given = parser.parse_args(words[1:])
     assert given.model_tag in ("MODEL", "Qwen/Qwen3-8B")
     assert given.scheduler_cls == "tenuto.vllm.Scheduler"
     assert ("tenuto" in given.additional_config) == ("--additional-config" in words)
+
+
+def test_vllm_takes_the_lines_of_the_deployments(parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the container, with what `tenuto serve` adds, and those that the chart gives to vLLM."""
+    model, *options = COMPOSE["vllm"]["command"]
+    assert main(["serve", model.partition(":-")[2].rstrip("}"), *options, "--dry-run"]) == 0
+    check_line(parser, shlex.split(capsys.readouterr().out))
+    [chart] = VALUES["servingEngineSpec"]["modelSpec"]
+    check_line(
+        parser,
+        ["vllm", "serve", chart["modelURL"], "--enable-prefix-caching", *chart["vllmConfig"]["extraArgs"]],
+    )
 
 
 class Words:
