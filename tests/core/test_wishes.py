@@ -203,16 +203,20 @@ class Words:
 
     def __init__(self, text: str) -> None:
         self.words = [f"{word} " for word in text.split()]
+        self._numbers = {word: number for number, word in enumerate(text.split())}
         self.num_decoded = 0
 
     def decode(self, tokens: Sequence[int]) -> str:
         self.num_decoded += len(tokens)
         return "".join(self.words[token] for token in tokens)
 
+    def encode(self, text: str) -> list[int]:
+        return [self._numbers.get(word, -1) for word in text.split()]
+
 
 def test_a_mark_is_found_among_the_tokens_and_nothing_behind_it() -> None:
     words = Words(" ".join(f"word{n}" for n in range(6000)))
-    finder, prompt = MarkFinder(words.decode), list(range(6000))
+    finder, prompt = MarkFinder(words.decode, words.encode), list(range(6000))
     # Its share is wrong, for the texts before and behind it are not equally dense.
     assert finder.find(Mark(0.4, "word1998 word1999"), prompt) == 1999
     words.num_decoded = 0
@@ -223,12 +227,31 @@ def test_a_mark_is_found_among_the_tokens_and_nothing_behind_it() -> None:
     assert finder.find(Mark(0.5, ""), prompt) == 0
 
 
+def test_a_mark_of_many_tokens_is_found_without_reading_the_prompt() -> None:
+    """And the last prompt's end, which an agent marks again, at once."""
+    words = Words(" ".join(f"w{n}" for n in range(900)))
+    finder, prompt = MarkFinder(words.decode, words.encode), [n % 900 for n in range(6000)]
+    tail = "w90 w91 w92 w93 w94 w95 w96 w97 w98 w99"
+    assert finder.find(Mark(0.6, tail), prompt) == 3699, "the nearest of seven"
+    assert words.num_decoded < 100
+    # If its first and last words are others there, it is no mark.
+    assert finder.find(Mark(0.6, "no" + tail), prompt) == 0
+    words.num_decoded = 0
+    assert finder.find(Mark(1.0, "the end"), prompt) == 6000
+    ended = Words("so it is the end of it")
+    finder = MarkFinder(ended.decode, ended.encode)
+    first = [n % 7 for n in range(5)]
+    assert finder.find(Mark(1.0, "the end"), first) == 5
+    assert finder.find(Mark(0.9, "the end"), [n % 7 for n in range(9000)]) == 5
+    assert ended.num_decoded < 100
+
+
 def test_looking_for_a_mark_is_bounded() -> None:
     words = Words(" ".join(f"word{n}" for n in range(100_000)))
-    finder = MarkFinder(words.decode)
+    finder = MarkFinder(words.decode, words.encode)
     for n in range(2 * finder.NUM_KNOWN):
         assert finder.find(Mark(0.5, f"absent{n}"), range(100_000)) == 0
-    assert words.num_decoded <= 2 * finder.NUM_KNOWN * finder.WINDOW * finder.MAX_WINDOWS
+    assert words.num_decoded <= 2 * finder.NUM_KNOWN * finder.WINDOW
     assert not finder._known, "what one prompt lacks may be in another's"
     for n in range(2 * finder.NUM_KNOWN):
         assert finder.find(Mark(0.5, f"word{50_000 + n} "), range(100_000)) == 50_001 + n

@@ -126,6 +126,10 @@ class Letters:
     def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + token % 26) + chr(97 + token // 26 % 26) for token in tokens)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(one) - 97 + 26 * (ord(two) - 97) for one, two in zip(text[::2], text[1::2], strict=False)]
+
 
 @pytest.mark.parametrize(
     ("span", "num_blocks"),
@@ -157,6 +161,8 @@ def test_a_tokenizer_that_fails_ends_nothing(clock: Clock) -> None:
     class Broken:
         def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
             raise RuntimeError("broken")
+
+        encode = decode
 
     scheduler = make_scheduler(Scheduler, make_config(tenuto=GIVING))
     scheduler._reader = OutputReader(Broken())

@@ -59,7 +59,7 @@ class OutputReader:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
-        self._marks = MarkFinder(self._decode)
+        self._marks = MarkFinder(self._decode, self._encode)
         self.num_faults = 0
 
     def place(self, wish: Wish, prompt: Sequence[int]) -> Wish:
@@ -120,3 +120,9 @@ class OutputReader:
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            return ()
+        tokens: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens

@@ -218,24 +218,35 @@ def _get_text(part: Any, depth: int = 0) -> str | None:
 
 
 class MarkFinder:
-    """Finds marks among a prompt's tokens; it remembers where the last ones were.
+    """Finds marks among a prompt's tokens, and remembers where the last ones were.
 
-    The share of the text tells about where a mark is, and its last characters exactly. What is looked through
-    is bounded, because the engine waits meanwhile; a mark that is not found ends nothing. Misses are not
-    remembered: a mark that one prompt lacks may be in another's.
+    The mark's share of the text says roughly where it is, and its last characters say it exactly. These are
+    looked for as tokens first, which is quick. A tokenizer may split them otherwise in the prompt; then the
+    text around is read. Both are bounded, because the engine waits meanwhile, and take no longer in a longer
+    prompt. Misses are not remembered: another prompt may have the mark.
     """
 
     WINDOW = 1024
-    MAX_WINDOWS = 2
+    """Tokens whose text is read. Twice as many are looked through."""
     NUM_KNOWN = 256
+    MIN_CORE = 3
+    """Fewer tokens than this are in too many places."""
+    MAX_PLACES = 64
+    """Of a mark's tokens, that are looked at."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        """`decode`, `encode`: the tokenizer's, without tokens of its own."""
         self._decode = decode
+        self._encode = encode
         self._known: OrderedDict[str, int] = OrderedDict()
 
     def find(self, mark: Mark, prompt: Sequence[int]) -> int:
         """How many of a prompt's tokens are before a mark; 0 if it is not found."""
         if mark.share >= 1.0:
+            # Agents mark the end of each prompt, and some mark the same place in the next one.
+            self._remember(mark.tail, len(prompt))
             return len(prompt)
         if not mark.tail:
             return 0
@@ -243,44 +254,65 @@ class MarkFinder:
         if known is not None and self._ends_at(known, mark.tail, prompt):
             self._known.move_to_end(mark.tail)
             return known
-        found = 0
-        for first in self._list_windows(mark, prompt):
-            found = self._look(mark, prompt, first)
-            if found:
-                break
-        if not found:
-            return 0
-        self._known[mark.tail] = found
-        if len(self._known) > self.NUM_KNOWN:
-            self._known.popitem(last=False)
+        found = self._search(mark, prompt) or self._look(mark, prompt)
+        if found:
+            self._remember(mark.tail, found)
         return found
 
-    def _list_windows(self, mark: Mark, prompt: Sequence[int]) -> Iterator[int]:
-        """Where to look, the likeliest place first. Windows overlap by half, so that none cuts every tail."""
-        middle = max(0, int(mark.share * len(prompt)) - self.WINDOW // 2)
-        for number in range(self.MAX_WINDOWS):
-            step = (number + 1) // 2 * (self.WINDOW // 2)
-            first = middle - step if number % 2 else middle + step
-            if -self.WINDOW // 2 < first < len(prompt):
-                yield max(0, first)
+    def _remember(self, tail: str, end: int) -> None:
+        self._known[tail] = end
+        self._known.move_to_end(tail)
+        if len(self._known) > self.NUM_KNOWN:
+            self._known.popitem(last=False)
 
-    def _look(self, mark: Mark, prompt: Sequence[int], first: int) -> int:
+    def _search(self, mark: Mark, prompt: Sequence[int]) -> int:
+        """Look for the tail's tokens around where it should be; 0 if they are not there."""
+        tail = list(self._encode(mark.tail))
+        # Its first tokens and its last may be others in the prompt, where text goes on before and behind.
+        num_before = max(2, len(tail) - 10)
+        core = tail[num_before:-2]
+        if len(core) < self.MIN_CORE:
+            return 0
+        guess = int(mark.share * len(prompt))
+        start = max(0, guess - self.WINDOW)
+        around = list(prompt[start : start + 2 * self.WINDOW])
+        places, place = [], -1
+        for _ in range(self.MAX_PLACES):
+            try:
+                place = around.index(core[0], place + 1)
+            except ValueError:
+                break
+            if around[place : place + len(core)] == core:
+                places.append(start + place)
+        if not places:
+            return 0
+        place = min(places, key=lambda each: abs(each - guess))
+        first, behind = max(0, place - num_before - 4), place + len(core)
+        part = prompt[first : behind + 4]
+        before, found, _ = self._decode(part).partition(mark.tail)
+        return first + self._count(part, len(before) + len(found), behind - first) if found else 0
+
+    def _look(self, mark: Mark, prompt: Sequence[int]) -> int:
+        """Look for the tail in the text around where it should be; 0 if it is not there."""
+        first = max(0, int(mark.share * len(prompt)) - self.WINDOW // 2)
         window = prompt[first : first + self.WINDOW]
         text = self._decode(window)
         guess = len(text) * (mark.share * len(prompt) - first) / max(1, len(window))
         ends = [match.end() for match in re.finditer(re.escape(mark.tail), text)]
         if not ends:
             return 0
-        end = min(ends, key=lambda each: abs(each - guess))
-        low, high = 0, len(window)
+        return first + self._count(window, min(ends, key=lambda each: abs(each - guess)))
+
+    def _count(self, tokens: Sequence[int], end: int, low: int = 0) -> int:
+        """The most tokens whose text is no longer than `end` characters; `low` or more of them."""
+        high = len(tokens)
         while low < high:
-            # The most tokens whose text does not go beyond the mark.
             middle = (low + high + 1) // 2
-            if len(self._decode(window[:middle])) <= end:
+            if len(self._decode(tokens[:middle])) <= end:
                 low = middle
             else:
                 high = middle - 1
-        return first + low
+        return low
 
     def _ends_at(self, end: int, tail: str, prompt: Sequence[int]) -> bool:
         # Its last token may extend beyond the mark.
