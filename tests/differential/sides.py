@@ -95,6 +95,9 @@ class VllmSide:
 
     def step(self) -> Decision:
         output = self.scheduler.schedule()
+        if output.total_num_scheduled_tokens:
+            # As vLLM's engine does, while the GPU computes.
+            self.scheduler.get_grammar_bitmask(output)
         samples = [t for t in output.num_scheduled_tokens if not self.scheduler.requests[t].is_prefill_chunk]
         decision = self._describe(output)
         self._in_flight.append((output, samples))

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
-import tenuto.vllm.scheduler
+from tenuto.vllm.hooks import MAX_RENEWALS
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -136,7 +136,7 @@ def test_a_thousand_leases_due_at_once_are_looked_at_a_few_a_step(clock: Clock) 
         hints = {"job_id": f"j{number}", "tool": "x"}
         scheduler.add_request(make_request(f"r{number}", [number] * 20, max_tokens=1, xargs=hints))
     engine.run()
-    policy, most = scheduler.driver.policy, tenuto.vllm.scheduler.MAX_RENEWALS
+    policy, most = scheduler.driver.policy, MAX_RENEWALS
     assert len(scheduler.driver.leases) == 200
     num_looks = policy.num_looks
     clock.now_s += 5
@@ -157,7 +157,8 @@ def test_a_long_queue_is_ordered_anew_less_often(clock: Clock, monkeypatch: pyte
     monkeypatch.setattr(scheduler.waiting, "reorder_all", lambda: ordered_s.append(clock.now_s))
     times = iter(range(10**6))
     monkeypatch.setattr(clock, "perf_counter", lambda: next(times) * 0.5, raising=False)
-    scheduler.add_request(make_request("r", [5] * 40, max_tokens=100))
+    for name in ("runs", "waits"):
+        scheduler.add_request(make_request(name, [5] * 40, max_tokens=100))
     for _ in range(60):
         clock.now_s += 1
         engine.step()

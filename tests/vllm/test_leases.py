@@ -416,16 +416,15 @@ def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
     """Jobs with one prompt compute it side by side; of the copies the one that is hit is leased."""
     engine = start(depth=depth, num_blocks=60)
     compared = []
-    find = vllm_engine.find_first_copies
+    own = vllm_engine.get_own_cached_blocks
 
-    def compare(scheduler: Any, own: list[Any], num_hit_tokens: int) -> list[Any]:
-        blocks = find(scheduler, own, num_hit_tokens)
-        request = scheduler._hooks.engine._ending.request
+    def compare(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+        blocks = own(scheduler, request, num_hit_tokens)
         found = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
         compared.append((blocks, [block for block in found if not block.is_null]))
         return blocks
 
-    monkeypatch.setattr(vllm_engine, "find_first_copies", compare)
+    monkeypatch.setattr(vllm_engine, "get_own_cached_blocks", compare)
     for number in range(12):
         prompt = [number // 4] * (40 + 30 * (number % 4))
         hints = {"job_id": f"j{number}", "tool": "x"}

@@ -115,37 +115,3 @@ def test_a_quiet_step_asks_and_tells_nothing(
             assert calls == []
     engine.run()
     assert {name: len(tokens) for name, tokens in engine.outputs.items()} == {"short": 6, "long": 30}
-
-
-def test_a_turn_that_ended_is_heard_of_while_the_gpu_computes(clock: Clock) -> None:
-    engine = start(Engine, 1)
-    scheduler = engine.scheduler
-    scheduler.add_request(make_request("long", [5] * 40, max_tokens=30))
-    scheduler.add_request(make_request("short", [3] * 40, max_tokens=4, xargs={"job_id": "a", "tool": "ls"}))
-    while len(engine.outputs.get("short", ())) < 4:
-        engine.step()
-    leases, pool = scheduler._hooks.driver.leases, scheduler.kv_cache_manager.block_pool
-    assert "short" not in scheduler.requests
-    assert len(leases) == 0
-    # 43 tokens were computed: two full blocks wait for the decision, and count as free already.
-    assert round(pool.get_usage() * scheduler.leased_blocks.num_blocks) == 3
-    assert pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == 3 + 2
-    engine.step()
-    assert len(leases) == 1
-    assert round(pool.get_usage() * scheduler.leased_blocks.num_blocks) == 3
-    engine.run()
-    check_integrity(pool, scheduler.driver.leases, idle=True)
-
-
-def test_an_idle_engine_reports_no_usage_before_the_driver_has_heard(clock: Clock) -> None:
-    engine = start(Engine, 1)
-    scheduler = engine.scheduler
-    scheduler.add_request(make_request("only", [3] * 40, max_tokens=4, xargs={"job_id": "a", "tool": "ls"}))
-    while scheduler.has_unfinished_requests():
-        engine.step()
-    assert len(scheduler._hooks.driver.leases) == 0
-    assert scheduler.kv_cache_manager.block_pool.get_usage() == 0
-    # The next step tells the workers that the request ended, and computes nothing.
-    engine.rest()
-    assert len(scheduler._hooks.driver.leases) == 1
-    assert scheduler.kv_cache_manager.block_pool.get_usage() == 0

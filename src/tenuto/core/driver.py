@@ -662,13 +662,6 @@ class Driver:
         turn = self._turns.get(turn_id)
         return turn is not None and turn.arrival.hints.is_last is not True
 
-    def may_keep(self, turn_id: str) -> bool:
-        """Whether the end of a turn may leave a lease, as far as its request tells."""
-        turn = self._turns.get(turn_id)
-        if turn is None or not self._retains or turn.job.runs_as_stock:
-            return False
-        return turn.arrival.hints.is_last is not True or turn.arrival.hints.wish is not None
-
     def is_first_turn(self, turn_id: str) -> bool:
         """Whether a turn is its job's first, and its beginning may be pinned if other jobs share it."""
         turn = self._turns.get(turn_id)

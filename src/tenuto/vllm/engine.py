@@ -13,30 +13,24 @@ from tenuto.core.wishes.wish import Wish
 from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, get_tokens_per_block
 from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
-    can_take_blocks,
     can_truncate_leases,
-    find_first_copies,
     get_block_size,
     get_num_cached_tokens,
     get_own_cached_blocks,
     has_content,
     reads_cache,
-    take_blocks,
+    try_take_blocks,
 )
 
 
 @dataclass(slots=True)
 class Ended:
-    """A request that ended, as it was then: the driver may hear of it later."""
+    """A request that ended, as it was then."""
 
     request: Any
     now_s: float
     num_running: int
     """Requests that ran then, this one included, if it ran."""
-    blocks: list[Any] | None = None
-    """Its cached blocks, which are set aside until the driver has decided what becomes of them."""
-    num_kept: int = 0
-    """Of these, the first ones that a lease took over."""
 
 
 class GroupedBlocks(list[Any]):
@@ -59,12 +53,10 @@ class VllmEngine:
         self.can_truncate = can_truncate_leases(scheduler)
         self.hit_alignment = get_hit_alignment(scheduler)
         self._tokens_per_block = get_tokens_per_block(scheduler)
-        self.can_set_aside = self.can_truncate and can_take_blocks(scheduler)
-        """Whether a request that ends can leave its blocks to us before the driver has decided."""
         self._ending: Ended | None = None
         """The request whose end the driver hears of now."""
         self._found: list[Any] = []
-        """The latest look-up result, which the end of a request may keep."""
+        """Its cached blocks."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""
@@ -91,30 +83,21 @@ class VllmEngine:
         """Number of blocks that an allocation could take now."""
         return self._leased.get_num_free_blocks()
 
-    def set_aside(self, ended: Ended) -> None:
-        """Keep what a request that ends has cached, until the driver hears of its end (`ending`)."""
-        ended.blocks = take_blocks(self._scheduler, ended.request)
-        self._leased.set_aside(ended.blocks)
-
     @contextlib.contextmanager
     def ending(self, ended: Ended) -> Iterator[None]:
-        """The driver hears that a request ended. What it does not keep is free afterwards."""
+        """The driver hears that a request ended."""
         self._ending = ended
         try:
             yield
         finally:
             self._ending, self._found = None, []
-            if ended.blocks is not None:
-                self._leased.give_back(ended.blocks, ended.num_kept)
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
         assert self._ending is not None
         request = self._ending.request
         if self.can_truncate:
-            own = self._ending.blocks
-            own = get_own_cached_blocks(self._scheduler, request) if own is None else own
-            self._found = find_first_copies(self._scheduler, own, num_hit_tokens)
+            self._found = get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
             return self._found
         self._cache_ends(request)
         if not reads_cache(request):
@@ -184,12 +167,11 @@ class VllmEngine:
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
-        """Take one reference to each block: that of the finishing request, if the blocks were set aside."""
+        """Take one reference to each block: that of the finishing request, if it has them all."""
         ended = self._ending
-        own = None if ended is None or blocks is not self._found else ended.blocks
-        # Compared as a whole, in C, which looks at the blocks' identity first.
-        if ended is not None and own is not None and own[: len(blocks)] == blocks:
-            ended.num_kept = len(blocks)
+        if ended is None or blocks is not self._found:
+            self._leased.hold(blocks)
+        elif try_take_blocks(self._scheduler, ended.request.request_id, blocks):
             self._leased.take_over(blocks)
         else:
             self._leased.hold(blocks)

@@ -26,7 +26,7 @@ from tenuto.vllm.compat.scheduler import (
     is_running,
     make_waiting_queue,
 )
-from tenuto.vllm.engine import Ended, VllmEngine
+from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
@@ -184,24 +184,17 @@ class Hooks:
         if self._checkpoints is not None:
             self._checkpoints.discard(request.request_id)
 
-    def can_wait_with(self, ended: Ended) -> bool:
-        """Whether the driver may hear later that a turn ended: what it may keep is set aside until then."""
-        if self._scheduler.tier is not None:
-            return False
-        if not self._keeps_blocks:
-            return True
-        if self._is_shadow or not self.engine.can_set_aside:
-            return False
-        if self.driver.may_keep(ended.request.request_id):
-            self.engine.set_aside(ended)
-        return True
+    @property
+    def can_end_later(self) -> bool:
+        """Whether the driver may hear later that a turn ended: where nothing of it can be kept."""
+        return self._scheduler.tier is None and not self._keeps_blocks
 
     def prepare_memory(self, now_s: float) -> None:
         """A step is about to be scheduled: it may run out of memory."""
         if self._pressure is not None:
             self._pressure.begin_step(now_s)
 
-    def is_quiet(self, *, was_cut: bool) -> bool:
+    def is_quiet(self, now_s: float, *, was_cut: bool) -> bool:
         """Whether the driver decides nothing about the next step, unless it runs out of memory.
 
         `was_cut`: whether the step before may have left a part of a prompt to this one.
@@ -210,11 +203,13 @@ class Hooks:
             return True
         if self._is_shadow or self._scheduler.get_request_counts()[1]:
             return False
+        deadline_s = self.driver.get_next_deadline_s()
+        if deadline_s is not None and deadline_s <= now_s:
+            return False
         return not (self.asks_budget and (was_cut or self._asks_policy_budget))
 
     def use_free_time(self, now_s: float) -> None:
         """Do what no step waits for, and only time asks for."""
-        self.driver.expire(now_s, MAX_RENEWALS)
         if now_s >= self.driver.next_rekey_s and not self._scheduler.get_request_counts()[1]:
             self.driver.tick(now_s)
 

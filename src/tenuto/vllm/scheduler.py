@@ -159,7 +159,7 @@ class _DrivenScheduler(PrivateHooks):
             self._catch_up()
         max_tokens = self.max_num_scheduled_tokens
         self._hooks.prepare_memory(now_s)
-        if self._hooks.is_quiet(was_cut=self._was_cut):
+        if self._hooks.is_quiet(now_s, was_cut=self._was_cut):
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._was_cut = output.total_num_scheduled_tokens >= max_tokens
         else:
@@ -213,7 +213,7 @@ class _DrivenScheduler(PrivateHooks):
         ended = Ended(request, time.monotonic(), len(self.running))
         self._hooks.leave(request, ended.now_s)
         self._tell_later(self._tell_end, ended)
-        if not self._hooks.can_wait_with(ended):
+        if not self._hooks.can_end_later:
             self._catch_up()
 
     def on_turn_preempting(self, request: Any) -> None:

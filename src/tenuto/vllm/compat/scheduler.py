@@ -12,9 +12,7 @@ What only models with several layer groups need is in `groups`. Of a lease's blo
 from __future__ import annotations
 
 import inspect
-from bisect import bisect
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -264,54 +262,44 @@ def count_cached_blocks(scheduler: Any) -> int:
 _get_hash = attrgetter("_block_hash")
 
 
-def get_own_cached_blocks(scheduler: Any, request: Any) -> list[Any]:
-    """A request's own cached blocks, from its first token on, without a look-up per block.
+def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+    """The blocks that a prompt extending this request would hit, without a look-up per block.
 
-    The request references them, so they cannot have been evicted.
+    The request references its own cached blocks, so they cannot have been evicted.
     """
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
     if not manager.enable_caching or request.skip_reading_prefix_cache:
         return []
-    own = manager.get_blocks(request.request_id).blocks[0]
+    own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
     # The last token was sampled, but never computed.
-    num_full = min((request.num_tokens - 1) // size, len(request.block_hashes), len(own))
+    num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
     while num_full and own[num_full - 1].block_hash is None:
         num_full -= 1
-    return list(own[:num_full])
+    blocks = list(own[:num_full])
+    # Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
+    # first, so the lease holds that copy. Only where there are copies the map has no block, but a dict.
+    new = blocks[num_hit_tokens // size :]
+    cached = manager.block_pool.cached_block_hash_to_block
+    if list(map(cached._cache.get, map(_get_hash, new))) != new:
+        firsts = map(cached.get_one_block, map(_get_hash, new))
+        blocks[num_hit_tokens // size :] = [first or own for first, own in zip(firsts, new, strict=True)]
+    return blocks
 
 
-def find_first_copies(scheduler: Any, own: list[Any], num_hit_tokens: int) -> list[Any]:
-    """The blocks that a prompt would hit that goes on behind these.
+def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
+    """Take a finishing request's first blocks, and its references to them, away from it.
 
-    Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
-    first. Those that the request hit itself, in `num_hit_tokens` tokens, are such copies.
+    False, and nothing changes, if they are not its own, or if a connector may still ask for its blocks.
     """
-    num_hits = num_hit_tokens // get_block_size(scheduler)
-    new, cached = own[num_hits:], scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-    # Only where there are copies the map has no block, but a dict.
-    if list(map(cached._cache.get, map(_get_hash, new))) == new:
-        return own.copy()
-    firsts = map(cached.get_one_block, map(_get_hash, new))
-    return own[:num_hits] + [first or own for first, own in zip(firsts, new, strict=True)]
-
-
-def can_take_blocks(scheduler: Any) -> bool:
-    """Whether requests that end can leave us their references: not where a connector asks for blocks."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    return scheduler.connector is None and type(managers[0]) is FullAttentionManager
-
-
-def take_blocks(scheduler: Any, request: Any) -> list[Any]:
-    """Take what a request that ends has cached, and its references to it, away from it."""
-    taken = get_own_cached_blocks(scheduler, request)
-    if taken:
-        tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
-        tables[request.request_id] = tables[request.request_id][len(taken) :]
-    return taken
-
-
-def _is_alone(block: Any) -> bool:
-    return bool(block.ref_cnt == 1)
+    if scheduler.connector is not None or type(managers[0]) is not FullAttentionManager:
+        return False
+    tables = managers[0].req_to_blocks
+    own = tables.get(request_id, [])
+    if own[: len(blocks)] != blocks:
+        return False
+    tables[request_id] = own[len(blocks) :]
+    return True
 
 
 class LeasedBlocks:
@@ -320,7 +308,6 @@ class LeasedBlocks:
     def __init__(self, scheduler: Any, do_yield: Callable[[], bool]) -> None:
         """`do_yield`: whether leases always yield now. If not, the reported usage is vLLM's own."""
         pool = scheduler.kv_cache_manager.block_pool
-        self._requests: Collection[str] = scheduler.requests
         self.num_blocks = int(pool.num_gpu_blocks) - 1
         """Blocks that the pool has; the first one holds no tokens, and does not count."""
         self.get_num_free_blocks: Callable[[], int] = pool.get_num_free_blocks
@@ -331,8 +318,6 @@ class LeasedBlocks:
         """Leased blocks that a request, or a transfer of a connector, uses as well; without `_changed`."""
         self._changed: list[Any] = []
         """Blocks whose references have changed since the last look."""
-        self._aside: deque[list[Any]] = deque()
-        """The blocks of each request that ended, until it is known what becomes of them."""
         self._touch, self._free = pool.touch, pool.free_blocks
         self._get_vllm_usage = pool.get_usage
         pool.touch, pool.free_blocks = self._touch_for_request, self._free_for_request
@@ -356,17 +341,6 @@ class LeasedBlocks:
         self._leased.add([block.block_id for block in blocks])
         self._changed += blocks
 
-    def set_aside(self, blocks: list[Any]) -> None:
-        """A request that ends leaves its references to these blocks, in the order of its tokens, to us."""
-        self._aside.append(blocks)
-
-    def give_back(self, blocks: list[Any], num_kept: int) -> None:
-        """Of the blocks that were set aside first, leases keep so many; the others are free."""
-        first = self._aside.popleft()
-        assert first is blocks
-        if num_kept < len(blocks):
-            self._free_for_request(reversed(blocks[num_kept:]))
-
     def take_over(self, blocks: Sequence[Any]) -> None:
         """A request that ends leaves its references to these blocks to a lease."""
         block_ids = [block.block_id for block in blocks]
@@ -385,13 +359,8 @@ class LeasedBlocks:
         """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
         if not self.num_blocks or not self._do_yield():
             return float(self._get_vllm_usage())
-        if self._aside and not self._requests:
-            # Nobody uses anything; on an idle engine this figure stays.
-            return 0.0
         # A difference of two shares would not be 0 on an idle engine, but 5e-17.
         num_used = self.num_blocks - self.get_num_free_blocks() - self.count_idle()
-        # Whoever shares some of a turn's blocks shares the first ones.
-        num_used -= sum(len(each) - bisect(each, False, key=_is_alone) for each in self._aside)
         return float(max(0, num_used) / self.num_blocks)
 
     # vLLM calls these in place of its own.
