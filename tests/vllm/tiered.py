@@ -165,6 +165,9 @@ class TieredEngine(Engine):
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
+            if not any(self.scheduler.get_request_counts()):
+                # Threads write to the disk meanwhile.
+                time.sleep(0.001)
         raise AssertionError(f"still busy: {self.scheduler.get_request_counts()}")
 
     def shutdown(self) -> None:
