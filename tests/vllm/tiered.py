@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import time
 from types import SimpleNamespace
 from typing import Any
 
