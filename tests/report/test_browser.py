@@ -92,7 +92,7 @@ def test_every_drawing_has_a_size_and_something_in_it(page: Any) -> None:
         "const box = svg.getBoundingClientRect();"
         "return [svg.closest('figure').id, box.width, box.height, svg.querySelectorAll('path, use').length]})"
     )
-    assert len(sizes) == 1 + 5 * GPUS + 1
+    assert len(sizes) == 1 + 5 * GPUS + 2
     assert all(width > 500 and height > 80 and shapes > 10 for _, width, height, shapes in sizes), sizes
 
 
@@ -248,9 +248,9 @@ def test_a_keyboard_walks_into_a_job_and_back(page: Any) -> None:
     )
     rows = page.locator("#timeline-turns tbody tr").all_text_contents()
     assert rows == [
-        "14 s1 s1 s2 sshell, 3 s100020first turn",
-        "211 s1 s1 s2 sshell, 3 s20010020partly hit",
-        "318 s1 s1 s2 s–30020020hit",
+        "14 s1 s1 s2 sshell, 3 s–100020first turn",
+        "211 s1 s1 s2 sshell, 3 s–20010020partly hit",
+        "318 s1 s1 s2 s––30020020hit",
     ]
     page.keyboard.press("+")
     assert get_status(page).endswith("8.5 s to 17.5 s")
@@ -293,7 +293,7 @@ def test_a_mouse_opens_a_job_and_drags_a_stretch_of_time(page: Any) -> None:
 def test_without_javascript_all_else_is_there(look: Look, sweep_page: Path) -> None:
     page = look(sweep_page, javascript=False)
     assert page.locator("noscript p").count() or "needs JavaScript" in page.content()
-    assert page.locator("figure .wide svg").count() == 1 + 5 * GPUS + 1
+    assert page.locator("figure .wide svg").count() == 1 + 5 * GPUS + 2
 
 
 def test_it_prints_light_and_whole(look: Look, sweep_page: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,16 +12,18 @@ import pytest
 
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_sample, read_turn
-from tenuto.records.run_data import RunData
+from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace_reader import read_trace
-from tenuto.report.html.charts import MAX_SAMPLES, average_samples
+from tenuto.report.html.charts import MAX_LIVES, MAX_SAMPLES, average_samples, plot_lives
 from tenuto.report.html.sources import Detail
+from tenuto.report.html.spec import Bars, Panel, Signs
 from tenuto.report.html.timeline import (
     MAX_TURNS,
+    Life,
     choose_jobs,
+    follow_jobs,
     get_cache_verdicts,
-    get_slices,
     get_tool_end_s,
     group_by_job,
     make_events,
@@ -36,7 +39,7 @@ def read(objects: list[dict[str, Any]]) -> list[TurnRecord]:
 
 def test_a_turn_is_cut_into_its_states() -> None:
     first, second = read(make_job("a", 10, 2))
-    assert get_slices(first, get_tool_end_s(first, second)) == [
+    assert Life(first, get_tool_end_s(first, second), None, "first").slices == [
         ("queue", 10, 11), ("prefill", 11, 12), ("decode", 12, 14), ("tool", 14, 17),
     ]  # fmt: skip
     assert get_tool_end_s(second, None) is None
@@ -44,17 +47,59 @@ def test_a_turn_is_cut_into_its_states() -> None:
 
 def test_without_its_start_a_turn_waits_for_its_first_token() -> None:
     (turn,) = read([make_turn("a", 1, 0, start_s=None)])
-    assert get_slices(turn, None) == [("wait", 0, 2), ("decode", 2, 4)]
+    assert Life(turn, None, None, "first").slices == [("wait", 0, 2), ("decode", 2, 4)]
 
 
 def test_a_turn_that_failed_ends_where_it_came_to() -> None:
     (turn,) = read([make_turn("a", 1, 0, status="failed", first_token_s=None, last_token_s=None)])
-    assert get_slices(turn, get_tool_end_s(turn, None)) == [("failed", 0, 1)]
+    assert Life(turn, get_tool_end_s(turn, None), None, "first").slices == [("failed", 0, 1)]
 
 
 def test_a_tool_without_a_next_turn_takes_as_long_as_it_was_to() -> None:
     (turn,) = read([make_turn("a", 1, 0)])
     assert get_tool_end_s(turn, None) == 7
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "slices"),
+    [
+        (None, [("held", 14, 17)]),
+        (15, [("held", 14, 15), ("tool", 15, 17)]),
+        (18, [("held", 14, 17)]),
+    ],
+)
+def test_a_tool_call_says_how_long_the_cache_was_held(ended_s: float | None, slices: list[object]) -> None:
+    lease = LeaseRecord("a", 1, 14, 8, ended_s=ended_s, reason=ended_s and "revoked")
+    detail = Detail("run", read(make_job("a", 10, 2)), leases=[lease])
+    first, second = follow_jobs(detail)["a"]
+    assert first.slices[3:] == slices
+    assert second.slices[3:] == []
+    timeline = make_timeline([detail])
+    assert timeline is not None
+    assert "held" in [state for state, _, _ in timeline["states"]]
+    row = timeline["data"]["runs"][0]["jobs"][0][1][0]
+    assert row[:7] == [1, 10, 11, 12, 14, slices[0][2], 17]
+
+
+def test_the_life_of_a_few_jobs_shows_loads_and_what_was_taken_back() -> None:
+    turns = read([turn for job in range(20) for turn in make_job(f"j{job:02}", job, 2)])
+    turns = [dataclasses.replace(turn, loaded_tokens=64 if turn.turn == 2 else 0) for turn in turns]
+    leases = [LeaseRecord("j08", 1, 12, 8, ended_s=13, reason="revoked")]
+    chart = plot_lives(Detail("run", turns, leases=leases))
+    assert chart is not None
+    (panel,) = chart.panels
+    assert isinstance(panel, Panel)
+    assert list(panel.y.places.values()) == [f"j{job:02}" for job in range(6, 14)]  # the middle ones
+    signs = {mark.label: mark.points for mark in panel.marks if isinstance(mark, Signs)}
+    assert len(signs["loaded from host memory or disk"]) == MAX_LIVES
+    ((at_s, row),) = signs["held cache taken back for other turns"]
+    assert (at_s, round(row)) == (13, 2)
+    bars = {mark.color: mark for mark in panel.marks if isinstance(mark, Bars)}
+    assert bars["held"].spans == [(2, 12, 13)]
+    assert bars["tool"].label == "tool, cache not held"
+    assert chart.title == "8 jobs of 20, turn by turn: run"
+    assert len(chart.table.rows) == 2 * MAX_LIVES
+    assert plot_lives(Detail("run")) is None
 
 
 @pytest.mark.parametrize(

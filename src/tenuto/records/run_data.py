@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
 
@@ -136,15 +137,27 @@ class RunData:
         """Shift all times so that 0 is the first due time or the first sample."""
         times = [turn.due_s for turn in self.turns] + [sample.now_s for sample in self.samples]
         origin_s = min(times, default=0.0)
-        self.turns = [_shift_turn(turn, origin_s) for turn in self.turns]
-        self.samples = [replace(sample, now_s=sample.now_s - origin_s) for sample in self.samples]
+        self.turns = [_shift(turn, origin_s) for turn in self.turns]
+        self.samples = [_shift(sample, origin_s) for sample in self.samples]
+        self.leases = [_shift(lease, origin_s) for lease in self.leases]
+        self.preemptions = [_shift(preemption, origin_s) for preemption in self.preemptions]
 
     def add_to_gauge(self, name: str, value: float) -> None:
         """Add one value of the engine's state."""
         self.gauges.setdefault(name, Gauge()).add(value)
 
 
-def _shift_turn(turn: TurnRecord, origin_s: float) -> TurnRecord:
-    names = ("due_s", "sent_s", "start_s", "first_token_s", "last_token_s")
-    known = {name: value for name in names if (value := getattr(turn, name)) is not None}
-    return replace(turn, **{name: value - origin_s for name, value in known.items()})
+_TIMES = (
+    *("due_s", "sent_s", "start_s", "first_token_s", "last_token_s", "now_s"),
+    *("granted_s", "until_s", "ended_s", "preempted_s", "resumed_s"),
+)
+"""Fields of the records above that are times of the run's clock; other seconds are lengths."""
+
+
+_Record = TypeVar("_Record", TurnRecord, Sample, LeaseRecord, Preemption)
+
+
+def _shift(record: _Record, origin_s: float) -> _Record:
+    names = (each.name for each in fields(record) if each.name in _TIMES)
+    known = {name: value for name in names if (value := getattr(record, name)) is not None}
+    return replace(record, **{name: value - origin_s for name, value in known.items()})

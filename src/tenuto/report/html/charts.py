@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.core.errors import clean
+from tenuto.core.types import LeaseEnd
 from tenuto.records.codec import MAX_COUNT
 from tenuto.records.metrics import FIGURES, get_percentile
 from tenuto.records.schema import Sample, ValidationRecord
@@ -33,19 +34,20 @@ from tenuto.report.html.spec import (
     Mark,
     Panel,
     Reference,
-    Rings,
     Series,
+    Signs,
     Table,
     Tile,
     Trace,
     stretch,
 )
-from tenuto.report.html.timeline import HEIGHTS, LABELS, follow_job, get_slices, group_by_job
+from tenuto.report.html.timeline import HEIGHTS, LABELS, CacheVerdict, Life, State, follow_jobs
 from tenuto.report.html.words import count, format_load, format_ratio, format_seconds, format_share, shorten
 
 MAX_SETTINGS = 12
 """Maximum number of settings with their own charts; each takes about 300 kB."""
 MAX_OCCUPANCY = 8
+"""Runs whose KV cache and jobs are drawn."""
 MAX_FLEETS = 8
 MAX_ENGINES = 64
 """Engines drawn of one run; the table has all."""
@@ -56,7 +58,8 @@ MAX_ROWS = 500
 """Maximum number of rows in a table."""
 MAX_SAMPLES = 300
 """Samples drawn of a run; more are averaged over equal stretches of time."""
-MAX_STILL_JOBS = 24
+MAX_LIVES = 8
+"""Jobs drawn of a run; the timeline has all of them, to zoom."""
 MAX_RIVALS = 3
 """Names in the caption of the policies that winners are compared with."""
 
@@ -105,6 +108,8 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
         notes.append(
             f"The KV cache is drawn for {MAX_OCCUPANCY} of {len(seen)} runs; give fewer to see the others."
         )
+    lived = [detail for detail in sources.details if detail.turns]
+    add("lives", "A few jobs", map(plot_lives, lived[:MAX_OCCUPANCY]))
     return sections, notes
 
 
@@ -767,45 +772,83 @@ def _average(samples: Sequence[Sample]) -> Sample:
     return Sample(**values)
 
 
-_RINGS: Mapping[str, tuple[str, Fill]] = {
-    "hit": ("hit", "full"),
-    "part": ("partly hit", "left"),
-    "miss": ("miss", "none"),
+_FILLS: Mapping[CacheVerdict, tuple[str, Fill]] = {
+    "hit": ("found in the cache", "full"),
+    "part": ("partly found", "left"),
+    "miss": ("not found", "none"),
 }
+_TAKEN_BACK = (LeaseEnd.REVOKED.value, LeaseEnd.PRICE.value)
+_BESIDE = 0.42
+"""Where signs that are not about hits stand, in parts of a row above its middle."""
 
 
-def plot_timeline(detail: Detail, number: int) -> Chart:
-    """The first jobs' turns over time, as a still picture; the page has all of them, to zoom."""
-    jobs = list(group_by_job(detail.turns).items())[:MAX_STILL_JOBS]
-    spans: dict[str, list[tuple[int, float, float]]] = {}
-    hits: dict[str, list[tuple[float, int]]] = {}
-    for row, (_, turns) in enumerate(jobs):
-        for turn, tool_end_s, verdict in follow_job(turns, detail.block_size):
-            for state, start_s, end_s in get_slices(turn, tool_end_s):
+def plot_lives(detail: Detail) -> Chart | None:
+    """A few jobs turn by turn, on one time axis: their states, hits, loads and the leases they lost.
+
+    They are neighbours by arrival, from the middle of the run, where its memory is full. None without turns.
+    """
+    jobs = list(follow_jobs(detail).items())
+    first = (len(jobs) - MAX_LIVES) // 2 if len(jobs) > MAX_LIVES else 0
+    shown = jobs[first : first + MAX_LIVES]
+    if not shown:
+        return None
+    spans: dict[State, list[tuple[int, float, float]]] = {}
+    hits: dict[CacheVerdict, list[tuple[float, float]]] = {}
+    loads: list[tuple[float, float]] = []
+    taken: list[tuple[float, float]] = []
+    for row, (_, lives) in enumerate(shown):
+        for life in lives:
+            for state, start_s, end_s in life.slices:
                 spans.setdefault(state, []).append((row, start_s, end_s))
-            at_s = turn.first_token_s if turn.start_s is None else turn.start_s
+            at_s = life.turn.first_token_s if life.turn.start_s is None else life.turn.start_s
             if at_s is not None:
-                hits.setdefault(verdict, []).append((at_s, row))
-    bars = [
-        Bars(state, LABELS[state], spans[state], height)
-        for state, height in HEIGHTS.items()
-        if state in spans
+                hits.setdefault(life.verdict, []).append((at_s, row))
+                loads += [(at_s, row - _BESIDE)] if life.turn.loaded_tokens else []
+            lease = life.lease
+            if lease and lease.ended_s is not None and lease.reason in _TAKEN_BACK:
+                taken.append((lease.ended_s, row - _BESIDE))
+    labels = LABELS | ({"tool": "tool, cache not held"} if "held" in spans else {})
+    bars = [Bars(state, labels[state], spans[state], HEIGHTS[state]) for state in HEIGHTS if state in spans]
+    signs = [
+        Signs(words, hits[verdict], fill) for verdict, (words, fill) in _FILLS.items() if verdict in hits
     ]
-    rings = [Rings(*_RINGS[verdict], hits[verdict]) for verdict in _RINGS if verdict in hits]
-    shown = [turn for _, turns in jobs for turn in turns]
-    last_s = max(turn.last_token_s or turn.due_s for turn in shown)
+    signs += [Signs("loaded from host memory or disk", loads, marker="v")] if loads else []
+    signs += [Signs("held cache taken back for other turns", taken, marker="X")] if taken else []
+    slices = [each for _, lives in shown for life in lives for each in life.slices]
+    rows = [_make_life_row(job, life) for job, lives in shown for life in lives]
     return Chart(
-        name=f"timeline-{number}",
-        title=f"Timeline: {detail.label}",
-        caption=f"The first {count(len(jobs), 'job')}: queue, prefill, decode, tool calls.",
+        name="timeline",
+        title=f"{count(len(shown), 'job')} of {len(jobs):,}, turn by turn: {detail.label}",
+        caption="Each row is a job, in the order of arrival"
+        + (", from the middle of the run. " if len(shown) < len(jobs) else ". ")
+        + "Rings: how much of what the job's last turn left was in the cache when this turn started. "
+        + detail.note,
         panels=[
             _make_rows(
-                [shorten(clean(job), 18) for job, _ in jobs], [*bars, *rings],
-                _make_time_axis(min(turn.due_s for turn in shown), last_s), inches=0.2,
+                [shorten(clean(job), 18) for job, _ in shown], [*bars, *signs],
+                _make_time_axis(
+                    min((each.start_s for each in slices), default=0.0),
+                    max((each.end_s for each in slices), default=0.0),
+                ),
             )
         ],
+        table=Table(
+            ("Job", "Turn", *(labels[state] for state in HEIGHTS), "Prompt tokens", "Hit", "Loaded"),
+            tuple(rows[:MAX_ROWS]),
+        ),
         mark=detail.mark,
     )  # fmt: skip
+
+
+def _make_life_row(job: str, life: Life) -> tuple[str, ...]:
+    lengths = {state: end_s - start_s for state, start_s, end_s in life.slices}
+    tokens = (life.turn.prompt_tokens, life.turn.hit_tokens, life.turn.loaded_tokens)
+    return (
+        shorten(clean(job), 18),
+        str(life.turn.turn),
+        *(format_seconds(lengths.get(state)) for state in HEIGHTS),
+        *("–" if number is None else f"{number:,}" for number in tokens),
+    )
 
 
 def _make_time_axis(start_s: float, end_s: float) -> Axis:

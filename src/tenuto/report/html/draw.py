@@ -37,8 +37,8 @@ from tenuto.report.html.spec import (
     Grid,
     Mark,
     Panel,
-    Rings,
     Series,
+    Signs,
     Tile,
     Trace,
 )
@@ -237,11 +237,11 @@ def _draw_mark(axes: Axes, mark: Mark, has_rows: bool, legend: Legend) -> None:
             )
             if label:
                 legend[label] = bars[0]
-        case Rings(label, fill, points):
+        case Signs(label, points, fill, marker):
             xs, ys = zip(*points, strict=True)
             (legend[label],) = axes.plot(
-                xs, ys, "o", color=LIGHT["fg"], markerfacecoloralt=LIGHT["bg"], fillstyle=fill,
-                markersize=4.5, markeredgewidth=0.8, gid=f"marks-{label}",
+                xs, ys, color=LIGHT["fg"], markerfacecoloralt=LIGHT["bg"], fillstyle=fill, marker=marker,
+                linestyle="none", markersize=4.5, markeredgewidth=0.8, gid=f"signs-{label.split()[0]}",
             )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.text import name_machine
-from tenuto.report.html.charts import Section, make_sections, plot_timeline
+from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.reproduce import make_recipe
@@ -33,7 +33,6 @@ from tenuto.report.html.words import count, shorten
 
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
-MAX_STILL_TIMELINES = 8
 DPI = 200
 Say = Callable[[str], None]
 """Hears how far it is."""
@@ -262,10 +261,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write_figures(report: Report, folder: Path, say: Say) -> int:
-    """Every picture of the page and still timelines, as files. Raises OSError."""
+    """Every picture of the page as a file. Raises OSError."""
     charts = [chart for section in report.sections for chart in section.charts]
-    stills = [detail for detail in report.sources.details if detail.turns][:MAX_STILL_TIMELINES]
-    charts += map(plot_timeline, stills, range(1, len(stills) + 1))
     folder.mkdir(parents=True, exist_ok=True)
     with styled():
         for chart in charts:

@@ -17,7 +17,7 @@ from tenuto.records.codec import Fields
 from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
 from tenuto.records.metrics import summarise
-from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, RunData
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
 from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
 from tenuto.records.text import is_overloaded
 from tenuto.report.html.words import format_load, shorten
@@ -260,6 +260,8 @@ class Detail:
     label: str
     turns: list[TurnRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    leases: list[LeaseRecord] = field(default_factory=list)
+    """Of a scheduler's trace; other files do not tell them."""
     note: str = ""
     """What is inferred in it."""
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -347,7 +349,7 @@ class _Reader:
             data.shift_to_zero()
             note = TRACE_NOTE if kind is load.TRACE else ""
             self._sources.details.append(
-                Detail(clean(path.name), data.turns, data.samples, note, data.block_size)
+                Detail(clean(path.name), data.turns, data.samples, data.leases, note, data.block_size)
             )
             notes += data.notes
         elif kind is load.TURNS:

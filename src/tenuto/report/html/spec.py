@@ -23,18 +23,18 @@ POLICIES_DARK = {
     "p4": "#b740b1", "p5": "#f1e079", "p6": "#a446ee",
 }  # fmt: skip
 
-TURN_STATES = ("queue", "wait", "prefill", "decode", "tool", "failed")
+TURN_STATES = ("queue", "wait", "prefill", "decode", "held", "tool", "failed")
 BLOCK_STATES = ("running", "leased", "cached", "free", "host", "disk")
 """The states of turns and those of blocks are never in one picture."""
 STATES_LIGHT = {
-    "queue": "#a98c07", "wait": "#850ea9", "prefill": "#7a2b00", "decode": "#199dba", "tool": "#464658",
-    "failed": "#e0666b", "running": "#316077", "leased": "#f45b17", "cached": "#4d4920", "free": "#c3c9d0",
-    "host": "#8e5cf7", "disk": "#a48b6f",
+    "queue": "#a98c07", "wait": "#850ea9", "prefill": "#7a2b00", "decode": "#199dba", "held": "#3333ff",
+    "tool": "#464658", "failed": "#e0666b", "running": "#316077", "leased": "#f45b17", "cached": "#4d4920",
+    "free": "#c3c9d0", "host": "#8e5cf7", "disk": "#a48b6f",
 }  # fmt: skip
 STATES_DARK = {
-    "queue": "#f3da9f", "wait": "#bb73fc", "prefill": "#d75e67", "decode": "#3189a8", "tool": "#bed4e1",
-    "failed": "#df2220", "running": "#3ff7fa", "leased": "#c84d1a", "cached": "#d3e99d", "free": "#4a535d",
-    "host": "#0485ff", "disk": "#a5866c",
+    "queue": "#f3da9f", "wait": "#bb73fc", "prefill": "#d75e67", "decode": "#3189a8", "held": "#7033ff",
+    "tool": "#bed4e1", "failed": "#df2220", "running": "#3ff7fa", "leased": "#c84d1a", "cached": "#d3e99d",
+    "free": "#4a535d", "host": "#0485ff", "disk": "#a5866c",
 }  # fmt: skip
 
 LIGHT = {
@@ -152,16 +152,17 @@ class Bars(NamedTuple):
 Fill = Literal["full", "left", "none"]
 
 
-class Rings(NamedTuple):
-    """Rings in rows, filled, half filled or empty."""
+class Signs(NamedTuple):
+    """Small signs in rows."""
 
     label: str
-    fill: Fill
-    points: Sequence[tuple[float, int]]
-    """Value and row."""
+    points: Sequence[tuple[float, float]]
+    """Value and row; a part of a row is beside its middle."""
+    fill: Fill = "full"
+    marker: str = "o"
 
 
-Mark = Series | Area | Trace | Bars | Rings
+Mark = Series | Area | Trace | Bars | Signs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@
   const SVG = "http://www.w3.org/2000/svg";
   const ROWS = 25, ROW_PX = 22, AXIS_PX = 26, MARK_PX = 12;
   // A turn, as written by page.py.
-  const [NUMBER, DUE, START, FIRST, LAST, TOOL_END, PROMPT, CACHED, OUTPUT, VERDICT, OK, TOOL] = Array(12).keys();
+  const [NUMBER, DUE, START, FIRST, LAST, HELD_END, TOOL_END, PROMPT, CACHED, OUTPUT, VERDICT, OK, TOOL] = Array(13).keys();
   const VERDICTS = {
     first: "first turn", hit: "hit", part: "partly hit", miss: "miss", unknown: "not known",
   };
+  const NAMES = { held: "tool with its cache held" };
   const find = (id) => document.getElementById(`timeline-${id}`);
   const { runs, heights } = JSON.parse(find("data").textContent);
   const view = find("view");
@@ -44,7 +45,7 @@
   }
 
   function getEnd(turn) {
-    return Math.max(...[DUE, START, FIRST, LAST, TOOL_END].map((field) => turn[field] ?? 0));
+    return Math.max(...[DUE, START, FIRST, LAST, HELD_END, TOOL_END].map((field) => turn[field] ?? 0));
   }
 
   function getSpan(rows = getRows()) {
@@ -62,7 +63,7 @@
     const waiting = turn[START] === null ? "wait" : "queue";
     const marks = [
       [waiting, turn[START] ?? turn[FIRST]], ["prefill", turn[START] === null ? null : turn[FIRST]],
-      ["decode", turn[LAST]], ["tool", turn[TOOL_END]],
+      ["decode", turn[LAST]], ["held", turn[HELD_END]], ["tool", turn[TOOL_END]],
     ];
     const slices = [];
     let at = turn[DUE];
@@ -78,7 +79,7 @@
   // Words for it.
 
   function describeTurn(turn) {
-    const parts = getSlices(turn).map(([name, from, to]) => `${name} ${seconds(to - from)}`);
+    const parts = getSlices(turn).map(([name, from, to]) => `${NAMES[name] ?? name} ${seconds(to - from)}`);
     const cache = turn[CACHED] === null ? "" : `, ${tokens(turn[CACHED])} of ${tokens(turn[PROMPT])} prompt tokens hit`;
     return `turn ${turn[NUMBER]}${turn[OK] ? "" : " failed"}: ${parts.join(", ")}${cache}; ${VERDICTS[turn[VERDICT]]}`;
   }
@@ -197,13 +198,14 @@
     const place = find("turns");
     if (state.job === null) return place.replaceChildren();
     const [name, turns] = runs[state.run].jobs[state.job];
-    const head = ["Turn", "Due at", "Queue", "Prefill", "Decode", "Tool", "Prompt tokens", "Hit tokens", "Output tokens", "Cache"];
+    const head = ["Turn", "Due at", "Queue", "Prefill", "Decode", "Tool", "Cache held", "Prompt tokens", "Hit tokens", "Output tokens", "Cache"];
     const rows = turns.map((turn) => {
       const spent = Object.fromEntries(getSlices(turn).map(([key, from, to]) => [key, seconds(to - from)]));
-      const tool = turn[TOOL] ? `${turn[TOOL]}, ${spent.tool ?? "–"}` : spent.tool ?? "–";
+      const length = turn[TOOL_END] === null || turn[LAST] === null ? "–" : seconds(turn[TOOL_END] - turn[LAST]);
+      const tool = turn[TOOL] ? `${turn[TOOL]}, ${length}` : length;
       const queue = spent.queue ?? (spent.wait ? `${spent.wait} to the first token` : "–");
       return [
-        `${turn[NUMBER]}${turn[OK] ? "" : ", failed"}`, seconds(turn[DUE]), queue, spent.prefill ?? "–", spent.decode ?? "–", tool,
+        `${turn[NUMBER]}${turn[OK] ? "" : ", failed"}`, seconds(turn[DUE]), queue, spent.prefill ?? "–", spent.decode ?? "–", tool, spent.held ?? "–",
         tokens(turn[PROMPT]), tokens(turn[CACHED]), tokens(turn[OUTPUT]), VERDICTS[turn[VERDICT]],
       ];
     });

@@ -10,27 +10,29 @@ Format: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OO
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tenuto.core.errors import clean
 from tenuto.records.metrics import estimate_reusable_tokens
+from tenuto.records.run_data import LeaseRecord
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.spec import BLOCK_STATES
 from tenuto.report.html.words import count
 
-State = Literal["queue", "wait", "prefill", "decode", "tool", "failed"]
+State = Literal["queue", "wait", "prefill", "decode", "held", "tool", "failed"]
 CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]
 HEIGHTS: dict[State, float] = {
-    "queue": 0.18, "wait": 0.32, "prefill": 0.8, "decode": 0.5, "tool": 0.08, "failed": 0.5,
+    "queue": 0.18, "wait": 0.32, "prefill": 0.8, "decode": 0.5, "held": 0.3, "tool": 0.08, "failed": 0.5,
 }  # fmt: skip
 """How tall a state's bar is, of a row: states differ in more than colour."""
 LABELS: dict[State, str] = {
     **{state: state for state in HEIGHTS},
     "wait": "waiting for the first token",
+    "held": "tool, cache held",
     "failed": "failed turn",
 }
 
@@ -52,6 +54,39 @@ class Slice(NamedTuple):
     end_s: float
 
 
+class Life(NamedTuple):
+    """A turn and what became of it. Times are None where they are not known."""
+
+    turn: TurnRecord
+    tool_end_s: float | None
+    held_end_s: float | None
+    """When a lease on its cache ended, or its tool call while the lease still held; None without a lease."""
+    verdict: CacheVerdict
+    lease: LeaseRecord | None = None
+
+    @property
+    def slices(self) -> list[Slice]:
+        """The turn's time since its due time, in states.
+
+        Without `start_s` queue and prefill are one state, "wait": for the first token.
+        """
+        turn = self.turn
+        waiting: State = "wait" if turn.start_s is None else "queue"
+        marks: list[tuple[State, float | None]] = [
+            (waiting, turn.start_s if turn.start_s is not None else turn.first_token_s),
+            ("prefill", turn.first_token_s if turn.start_s is not None else None),
+            ("decode", turn.last_token_s),
+            ("held", self.held_end_s),
+            ("tool", self.tool_end_s),
+        ]
+        slices, at_s = [], turn.due_s
+        for state, end_s in marks:
+            if end_s is not None and end_s > at_s:
+                slices.append(Slice(state if turn.status == "ok" else "failed", at_s, end_s))
+                at_s = end_s
+        return slices
+
+
 def group_by_job(turns: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
     """Each job's turns in the order they were due; jobs in the order of their first turns."""
     jobs: dict[str, list[TurnRecord]] = {}
@@ -71,26 +106,6 @@ def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | No
     return None
 
 
-def get_slices(turn: TurnRecord, tool_end_s: float | None) -> list[Slice]:
-    """Split the turn's time since its due time into states.
-
-    Without `start_s` queue and prefill are one state, "wait": for the first token.
-    """
-    waiting: State = "wait" if turn.start_s is None else "queue"
-    marks: list[tuple[State, float | None]] = [
-        (waiting, turn.start_s if turn.start_s is not None else turn.first_token_s),
-        ("prefill", turn.first_token_s if turn.start_s is not None else None),
-        ("decode", turn.last_token_s),
-        ("tool", tool_end_s),
-    ]
-    slices, at_s = [], turn.due_s
-    for state, end_s in marks:
-        if end_s is not None and end_s > at_s:
-            slices.append(Slice(state if turn.status == "ok" else "failed", at_s, end_s))
-            at_s = end_s
-    return slices
-
-
 def get_cache_verdicts(turns: Sequence[TurnRecord], block_size: int) -> list[CacheVerdict]:
     """For each turn of one job in order: did it hit the tokens that it could reuse?"""
     verdicts: list[CacheVerdict] = ["first"] if turns else []
@@ -104,13 +119,27 @@ def get_cache_verdicts(turns: Sequence[TurnRecord], block_size: int) -> list[Cac
     return verdicts
 
 
-def follow_job(
-    turns: Sequence[TurnRecord], block_size: int
-) -> Iterator[tuple[TurnRecord, float | None, CacheVerdict]]:
-    """Each turn of one job in order, with the end of its tool call and whether it hit."""
-    verdicts = get_cache_verdicts(turns, block_size)
-    for turn, following, verdict in zip(turns, [*turns[1:], None], verdicts, strict=True):
-        yield turn, get_tool_end_s(turn, following), verdict
+def follow_jobs(detail: Detail) -> dict[str, list[Life]]:
+    """Each job's turns in the order they were due; jobs in the order of their first turns."""
+    leases = {(lease.job, lease.turn): lease for lease in detail.leases}
+    return {
+        job: [
+            _follow(turn, following, verdict, leases.get((job, turn.turn)))
+            for turn, following, verdict in zip(
+                turns, [*turns[1:], None], get_cache_verdicts(turns, detail.block_size), strict=True
+            )
+        ]
+        for job, turns in group_by_job(detail.turns).items()
+    }
+
+
+def _follow(
+    turn: TurnRecord, following: TurnRecord | None, verdict: CacheVerdict, lease: LeaseRecord | None
+) -> Life:
+    tool_end_s = get_tool_end_s(turn, following)
+    ends_s = [tool_end_s, lease.ended_s] if lease else []
+    held_end_s = min((end_s for end_s in ends_s if end_s is not None), default=None)
+    return Life(turn, tool_end_s, held_end_s, verdict, lease)
 
 
 def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
@@ -121,19 +150,20 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
     room = MAX_TURNS // len(details)
     runs, states, notes = [], {"decode", "tool"}, []
     for detail in details:
-        jobs = group_by_job(detail.turns)
+        jobs = follow_jobs(detail)
         chosen = choose_jobs(jobs, room)
         if len(chosen) < len(jobs):
             notes.append(f"{detail.label}: {len(chosen):,} of {count(len(jobs), 'job')}")
         runs.append(
             {
                 "label": detail.label,
-                "jobs": [[clean(name), _make_rows(jobs[name], detail.block_size)] for name in chosen],
+                "jobs": [[clean(name), [_make_row(life) for life in jobs[name]]] for name in chosen],
             }
         )
         for turn in detail.turns:
             states |= {"wait"} if turn.start_s is None else {"queue", "prefill"}
             states |= {"failed"} if turn.status != "ok" else set()
+        states |= {"held"} if detail.leases else set()
     inferred = dict.fromkeys(detail.note for detail in details if detail.note)
     note = (
         f"Not every job is shown, to keep the page small: {'; '.join(notes)}, taken evenly over the run. "
@@ -149,7 +179,7 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
     }
 
 
-def choose_jobs(jobs: dict[str, list[TurnRecord]], max_turns: int) -> list[str]:
+def choose_jobs(jobs: Mapping[str, Sequence[object]], max_turns: int) -> list[str]:
     """Names of jobs that together have at most this many turns, spread evenly over the run; at least one."""
     num_turns = sum(map(len, jobs.values()))
     if num_turns <= max_turns:
@@ -164,24 +194,23 @@ def choose_jobs(jobs: dict[str, list[TurnRecord]], max_turns: int) -> list[str]:
     return chosen
 
 
-def _make_rows(turns: Sequence[TurnRecord], block_size: int) -> list[list[Any]]:
-    """The job's turns, each in the order of fields that timeline.js names."""
-    rows = []
-    for turn, tool_end_s, verdict in follow_job(turns, block_size):
-        times = (turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s, tool_end_s)
-        rows.append(
-            [
-                turn.turn,
-                *(None if time_s is None else round(time_s, 3) for time_s in times),
-                turn.prompt_tokens,
-                turn.hit_tokens,
-                turn.output_tokens,
-                verdict,
-                int(turn.status == "ok"),
-                clean(turn.tool or "") or None,
-            ]
-        )
-    return rows
+def _make_row(life: Life) -> list[Any]:
+    """A turn, in the order of fields that timeline.js names."""
+    turn = life.turn
+    times = (
+        *(turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s),
+        *(life.held_end_s, life.tool_end_s),
+    )
+    return [
+        turn.turn,
+        *(None if time_s is None else round(time_s, 3) for time_s in times),
+        turn.prompt_tokens,
+        turn.hit_tokens,
+        turn.output_tokens,
+        life.verdict,
+        int(turn.status == "ok"),
+        clean(turn.tool or "") or None,
+    ]
 
 
 def write_trace_events(details: Sequence[Detail], path: Path) -> int:
@@ -211,10 +240,10 @@ def make_events(details: Sequence[Detail]) -> Iterator[Event]:
                 }
                 at_us = _us(sample.now_s)
                 yield {"name": "blocks", "ph": "C", "pid": process, "tid": 0, "ts": at_us, "args": counts}
-        for job, turns in group_by_job(detail.turns).items():
+        for job, lives in follow_jobs(detail).items():
             process += 1
             yield from _name_process(process, f"{detail.label}: {clean(job)}")
-            yield from _make_job_events(turns, process, detail.block_size)
+            yield from _make_job_events(lives, process)
 
 
 def _name_process(process: int, name: str) -> Iterator[Event]:
@@ -222,11 +251,11 @@ def _name_process(process: int, name: str) -> Iterator[Event]:
     yield {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0, "args": {"sort_index": process}}
 
 
-def _make_job_events(turns: Sequence[TurnRecord], process: int, block_size: int) -> Iterator[Event]:
+def _make_job_events(lives: Sequence[Life], process: int) -> Iterator[Event]:
     ends_s: list[float] = []
     """When each thread is free again."""
-    for turn, tool_end_s, verdict in follow_job(turns, block_size):
-        slices = get_slices(turn, tool_end_s)
+    for life in lives:
+        turn, slices = life.turn, life.slices
         thread = next((index for index, end_s in enumerate(ends_s) if end_s <= turn.due_s), len(ends_s))
         if thread == len(ends_s):
             ends_s.append(0.0)
@@ -239,7 +268,7 @@ def _make_job_events(turns: Sequence[TurnRecord], process: int, block_size: int)
             "prompt_tokens": turn.prompt_tokens,
             "hit_tokens": turn.hit_tokens,
             "output_tokens": turn.output_tokens,
-            "cache": verdict,
+            "cache": life.verdict,
             "tool": clean(turn.tool or "") or None,
         }
         known = {key: value for key, value in facts.items() if value is not None}
