@@ -23,6 +23,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "fleet.scale": "",
         "figures": "",
         "figures.jobs_picture": "",
+        "figures.life_picture": "",
+        "figures.operator_pictures": "Prometheus (make promtool)",
         "figures.report_picture": "playwright and Chromium",
         "tables.fidelity": "",
         "tables.field_results": "",

@@ -7,6 +7,7 @@ Needs playwright and a Chromium. Writes docs/figures/report.png.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -14,11 +15,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "swe-bench.jsonl"
 PICTURE = ROOT / "docs" / "figures" / "report.png"
 POLICIES = {"stock", "continuum", "autellix+", "tenuto"}
 WIDTH, HEIGHT = 1000, 880
+COLOURS = 128
 
 
 def write_selection(path: Path) -> None:
@@ -44,8 +48,9 @@ def take_picture(page: Path) -> None:
         browser = playwright.chromium.launch(executable_path=chromium)
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         tab.goto(page.as_uri())
-        tab.screenshot(path=PICTURE)
+        screen = io.BytesIO(tab.screenshot())
         browser.close()
+    Image.open(screen).convert("RGB").quantize(COLOURS).save(PICTURE, optimize=True)
 
 
 def main() -> None:

@@ -92,14 +92,17 @@ def start_engine(
         yield server
 
 
+def find_prometheus() -> str | None:
+    """The command: on the PATH, or where `make promtool` unpacks it."""
+    unpacked = ROOT / "build/prometheus/usr/bin/prometheus"
+    return shutil.which("prometheus") or (str(unpacked) if unpacked.exists() else None)
+
+
 @contextmanager
-def run_prometheus(folder: Path, places: dict[str, str]) -> Iterator[str]:
-    """Prometheus with the fleet's own file, at other addresses; its URL."""
-    found = shutil.which("prometheus") or str(ROOT / "build/prometheus/usr/bin/prometheus")
-    text = (DASHBOARDS / "fleet" / "prometheus.yml").read_text(encoding="utf-8")
-    for name, place in places.items():
-        text = text.replace(name, place)
-    text = text.replace("/etc/prometheus/alerts.yml", str(DASHBOARDS / "alerts.yml"))
+def run_prometheus(folder: Path, text: str) -> Iterator[str]:
+    """Prometheus with this configuration; its URL. Raises FileNotFoundError where there is none."""
+    if (found := find_prometheus()) is None:
+        raise FileNotFoundError("there is no Prometheus here; `make promtool` unpacks it")
     (folder / "prometheus.yml").write_text(text, encoding="utf-8")
     port = get_free_port()
     command = [
@@ -117,6 +120,14 @@ def run_prometheus(folder: Path, places: dict[str, str]) -> Iterator[str]:
         process.wait()
 
 
+def configure_prometheus(places: dict[str, str]) -> str:
+    """The fleet's own file, with other addresses."""
+    text = (DASHBOARDS / "fleet" / "prometheus.yml").read_text(encoding="utf-8")
+    for name, place in places.items():
+        text = text.replace(name, place)
+    return text.replace("/etc/prometheus/alerts.yml", str(DASHBOARDS / "alerts.yml"))
+
+
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     """Return when this address answers. Raises RuntimeError if the process ends, or after a minute."""
     for _ in range(120):
@@ -129,9 +140,9 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"Prometheus did not answer at {url}")
 
 
-def send_jobs(url: str, engines: list[str], num_jobs: int) -> dict[str, Any]:
+def send_jobs(url: str, engines: list[str], num_jobs: int, jps: float = 2.0) -> dict[str, Any]:
     """Agent jobs through the router."""
-    load = LoadOptions(jps=2.0, max_jobs=num_jobs, hints="job")
+    load = LoadOptions(jps=jps, max_jobs=num_jobs, hints="job")
     options = BenchOptions(urls=(url,), engine_urls=tuple(engines), load=load, retries=3, answers="server")
     with RunFiles(None) as files:
         return asyncio.run(measure(options, make_workload(load), files))
@@ -161,7 +172,10 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with run_fleet(folder) as (url, places), run_prometheus(folder, places) as prometheus:
+        with (
+            run_fleet(folder) as (url, places),
+            run_prometheus(folder, configure_prometheus(places)) as prometheus,
+        ):
             engines = [f"http://{place}" for part, place in places.items() if part.startswith("engine")]
             started_s = time.monotonic()
             result = send_jobs(url, engines, args.jobs)
