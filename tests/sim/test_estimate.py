@@ -28,7 +28,7 @@ from tenuto.sim.estimate import (
 )
 from tenuto.sim.plan import SeedRunner
 from tenuto.sim.setup import Setup
-from tenuto.sim.steady import Steady, Target
+from tenuto.sim.steady import Effort, Steady
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import LoadOptions, load_workload
 from tests.sim_server.live import serve
@@ -46,16 +46,9 @@ class Planted(SeedRunner):
         super().__init__((1, 2, 3), workers=1, max_jobs=600, say=lambda make_text: None)
         self._get_time_s, self._max_runs, self.num_runs = get_time_s, max_runs, 0
 
-    def _measure(
-        self,
-        setup: Setup,
-        load: LoadOptions,
-        min_jobs: int,
-        target: Target | None,
-        is_enough: Callable[[Steady], bool],
-    ) -> list[Steady]:
+    def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         runs: list[Steady] = []
-        for seed in self._seeds:
+        for seed in self._seeds[: effort.num_seeds]:
             self.num_runs += 1
             if self.num_runs > self._max_runs:
                 raise TimeUpError("time is up")
@@ -69,7 +62,7 @@ class Planted(SeedRunner):
             runs.append(
                 Steady(verdict, load.jps, finished_jps, times_s, times_s, 99.0, 9.0, 900, 0, "roofline")  # type: ignore[arg-type]
             )
-            if not is_steady or (len(runs) == 1 and is_enough(runs[0])):
+            if not is_steady:
                 break
         return runs
 
@@ -212,7 +205,7 @@ def test_time_that_is_up_is_an_error_before_the_first_answer(capsys: pytest.Capt
 def test_runs_that_are_left_out_are_not_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenuto.sim.estimate.MIN_JOBS", 20_000)
+    monkeypatch.setattr("tenuto.sim.estimate.ONE_SEED", Effort(num_jobs=20_000, num_seeds=1))
     monkeypatch.setattr("tenuto.cli.estimate.MAX_JOBS", 20_000)
     arguments = ["--gpu", "L40S", "--step-cost", "roofline", "--jps", "0.1"]
     assert cli.main(["estimate", *arguments, "--workers", "2", "--limit", "5"]) == 2

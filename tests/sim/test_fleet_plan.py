@@ -6,7 +6,7 @@ import dataclasses
 
 from tenuto.sim.plan import format_plans, make_plans
 from tenuto.sim.setup import Fleet, Setup
-from tenuto.sim.steady import Steady, Target, simulate_until_steady
+from tenuto.sim.steady import Effort, Steady, Target, simulate_until_steady
 from tenuto.workload import LoadOptions
 
 ROUTED = Setup(gpu="H100", fleet=Fleet(servers=("",), router="random"))
@@ -19,7 +19,7 @@ class Measured:
     def __init__(self) -> None:
         self.asked: list[tuple[int, float | None]] = []
 
-    def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+    def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         assert setup.fleet is not None and load.jps is not None
         num = len(setup.fleet.servers)
         self.asked.append((num, load.jps))
@@ -61,6 +61,6 @@ def test_a_fleet_is_simulated_until_it_is_steady() -> None:
         fleet=Fleet(servers=("", ""), router="sticky-least-loaded"),
     )
     load = LoadOptions(workload="random", jps=4.0, random_input_len=200, random_output_len=8)
-    steady = simulate_until_steady(setup, load, min_jobs=60, max_jobs=300)
+    steady = simulate_until_steady(setup, load, Effort(num_jobs=60), max_jobs=300)
     assert steady.verdict == "steady"
     assert 3.0 < steady.finished_jps < 5.0

@@ -23,23 +23,30 @@ from tenuto.sim.plan import (
     try_changes,
 )
 from tenuto.sim.setup import Setup
-from tenuto.sim.steady import COHORT, Settling, Steady, Target, make_long_workload, simulate_until_steady
+from tenuto.sim.steady import (
+    COHORT,
+    Effort,
+    Settling,
+    Steady,
+    Target,
+    make_long_workload,
+    simulate_until_steady,
+)
 from tenuto.workload import LoadOptions
 from tests.sim.test_trend import serve
 
 H100 = Setup(gpu="H100")
 
 
-def watch_queue(setup: Setup, load: LoadOptions, min_jobs: int, capacity_jps: float = 1.0) -> list[Steady]:
+def watch_queue(setup: Setup, load: LoadOptions, effort: Effort, capacity_jps: float = 1.0) -> list[Steady]:
     """A machine that is an M/M/1 queue, until it is steady, with three seeds. Its mean service is 1 s."""
     assert load.jps is not None
     runs = []
-    for seed in (1, 2, 3):
+    for seed in (1, 2, 3)[: effort.num_seeds]:
         rho = load.jps * setup.step_cost_factor / capacity_jps
         arrivals_s, ends_s = serve(rho, 8000, seed)
-        settling = Settling(
-            first_look_s=50.0, min_jobs=min_jobs, max_jobs=4000, shortest_s=load.window_s or 0.0
-        )
+        shortest_s = max(load.window_s or 0.0, effort.num_jobs / rho)
+        settling = Settling(first_look_s=50.0, max_jobs=4000, shortest_s=shortest_s)
         verdict = None
         while verdict is None:
             now_s = settling.next_look_s
@@ -109,8 +116,8 @@ def test_a_target_for_the_first_token_alone() -> None:
 
 
 def test_the_cheapest_is_best_where_all_prices_are_known() -> None:
-    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        return watch_queue(setup, load, min_jobs, capacity_jps={"H100": 2.0, "L40S": 1.0}[setup.gpu])
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
+        return watch_queue(setup, load, effort, capacity_jps={"H100": 2.0, "L40S": 1.0}[setup.gpu])
 
     def plan(prices: dict[str, float]) -> list[Plan]:
         setups = [Setup(gpu="H100"), Setup(gpu="L40S")]
@@ -144,7 +151,7 @@ SMALL = Setup(gpu="L40S", step_cost="roofline", kv_tokens=60_000, host_gb=0.0, o
 
 def simulate(jps: float, **changes: Any) -> Steady:
     load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=jps, **changes)
-    return simulate_until_steady(SMALL, load, min_jobs=60, max_jobs=200)
+    return simulate_until_steady(SMALL, load, Effort(num_jobs=60), max_jobs=200)
 
 
 @pytest.mark.slow
@@ -152,7 +159,7 @@ def test_a_simulated_machine_is_steady_or_overloaded() -> None:
     light = simulate(0.2)
     assert light.verdict == "steady"
     assert light.finished_jps == pytest.approx(light.offered_jps, rel=0.2)
-    assert light.num_jobs >= 60
+    assert light.simulated_s * 0.2 >= 60
     assert simulate(0.2) == light
     heavy = simulate(4.0)
     assert heavy.verdict != "steady"
@@ -163,7 +170,8 @@ def test_a_simulated_machine_is_steady_or_overloaded() -> None:
 def test_the_shortest_time_is_kept() -> None:
     told: list[tuple[float, int, int]] = []
     load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=0.2, window_s=700.0)
-    run = simulate_until_steady(SMALL, load, min_jobs=20, max_jobs=200, tell=lambda *now: told.append(now))
+    effort = Effort(num_jobs=20)
+    run = simulate_until_steady(SMALL, load, effort, max_jobs=200, tell=lambda *now: told.append(now))
     assert run.simulated_s >= 700
     assert told[-1][0] >= 700
     assert told[-1][1] == pytest.approx(0.2 * told[-1][0], rel=0.4)

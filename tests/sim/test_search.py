@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from tenuto.sim.plan import (
     try_changes,
 )
 from tenuto.sim.setup import Setup
-from tenuto.sim.steady import Steady, Target, simulate_until_steady
+from tenuto.sim.steady import Effort, Steady, Target, simulate_until_steady
 from tenuto.workload import LoadOptions
 
 L40S = Setup(gpu="L40S", step_cost="roofline")
@@ -38,11 +40,11 @@ class Curve:
         self.asked: list[int] = []
         self._get_time_s, self._total_jps = get_time_s, total_jps
 
-    def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+    def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         assert load.jps is not None
         num = round(self._total_jps / load.jps)
         self.asked.append(num)
-        return [make_run(self._get_time_s(num) * factor) for factor in (0.98, 1.0, 1.02)]
+        return [make_run(self._get_time_s(num) * factor) for factor in (0.98, 1.0, 1.02)[: effort.num_seeds]]
 
 
 @pytest.mark.parametrize("power", [0.4, 1.0, 3.0])
@@ -70,35 +72,89 @@ def test_the_first_guess_is_near_what_a_machine_can_do() -> None:
     assert get_most_jps(slower, load) == pytest.approx(most_jps / 2, rel=0.01)
     for share, verdict in ((0.5, "steady"), (1.6, "overloaded")):
         given = LoadOptions(workload="random", random_output_len=16, jps=share * most_jps)
-        assert simulate_until_steady(L40S, given, min_jobs=300, max_jobs=3000).verdict == verdict
+        assert simulate_until_steady(L40S, given, Effort(num_jobs=300), max_jobs=3000).verdict == verdict
 
 
 @pytest.mark.slow
 def test_a_run_ends_once_its_target_is_surely_missed() -> None:
-    def run(p95_s: float) -> Steady:
-        target = Target(p95_s=p95_s)
-        return simulate_until_steady(SMALL, HEAVY, min_jobs=60, max_jobs=400, target=target)
+    def run(target: Target | None) -> Steady:
+        return simulate_until_steady(SMALL, HEAVY, Effort(num_jobs=60, target=target), max_jobs=400)
 
-    late, whole = run(5.0), run(1e6)
+    late, whole = run(Target(p95_s=5.0)), run(Target(p95_s=1e6))
     assert late.verdict == "late"
     assert late.p95_s >= 1.3 * 5.0
     assert late.num_jobs < whole.num_jobs
-    assert whole == simulate_until_steady(SMALL, HEAVY, min_jobs=60, max_jobs=400)
+    assert whole == run(None)
+    # The margin counts.
+    assert run(Target(p95_s=10.0, margin=0.5)) == late
+
+
+@pytest.mark.slow
+def test_a_run_is_as_long_as_the_answer_is_in_doubt() -> None:
+    """The same machine, whose P95 is known, with targets far from it and near it."""
+    load = replace(HEAVY, jps=0.2)
+
+    def run(**changes: Any) -> Steady:
+        return simulate_until_steady(SMALL, load, Effort(num_jobs=120, **changes), max_jobs=600)
+
+    p95_s = run().p95_s
+
+    def count_jobs(use: float, clear: float) -> float:
+        target = Target(p95_s=p95_s / use)
+        seen = run(target=target, num_clear_jobs=60, clear=clear)
+        assert seen.verdict == "steady"
+        return 0.2 * seen.simulated_s
+
+    assert count_jobs(0.3, clear=0.6) == pytest.approx(60, rel=0.02)
+    assert count_jobs(0.3, clear=0.0) == pytest.approx(120, rel=0.02)
+    assert count_jobs(0.9, clear=0.6) == pytest.approx(120, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "use", "is_enough"),
+    [
+        (99, 0.1, False),
+        (100, 0.6, True),
+        (100, 0.7, False),
+        (199, 1.1, False),
+        (100, 1.2, True),
+        (200, 1.0, True),
+    ],
+)
+def test_a_clear_answer_takes_fewer_jobs(num_jobs: int, use: float, is_enough: bool) -> None:
+    target = Target(p95_s=10.0, margin=0.5)
+    effort = Effort(num_jobs=200, target=target, num_clear_jobs=100, clear=0.6)
+    assert effort.is_enough(make_run(5.0 * use), num_jobs) == is_enough
+
+
+def make_runner(seeds: tuple[int, ...], **options: Any) -> SeedRunner:
+    return SeedRunner(seeds, **{"workers": 1, "max_jobs": 5000, "say": lambda words: None, **options})
 
 
 def test_runs_that_went_on_long_enough_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[int] = []
+    verdict = "steady"
 
-    def simulate(setup: Setup, load: LoadOptions, *, min_jobs: int, **others: object) -> Steady:
-        asked.append((load.seed, min_jobs))
-        return make_run(1.0)
+    def simulate(setup: Setup, load: LoadOptions, effort: Effort, **others: object) -> Steady:
+        asked.append(load.seed)
+        return make_run(1.0, verdict)  # watched for 100 s
 
     monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
-    load = LoadOptions(jps=1.0)
-    with SeedRunner((1, 2), workers=1, max_jobs=5000, say=lambda words: None) as measure:
-        for min_jobs in (300, 600, 900, 1000):
-            assert len(measure(L40S, load, min_jobs)) == 2
-    assert asked == [(1, 300), (2, 300), (1, 1000), (2, 1000)]
+    with make_runner((1, 2)) as measure:
+
+        def count_runs(jps: float, effort: Effort) -> int:
+            asked.clear()
+            measure(L40S, LoadOptions(jps=jps), effort)
+            return len(asked)
+
+        assert [count_runs(9.0, Effort(num_jobs=num)) for num in (300, 600, 900, 1000)] == [2, 0, 0, 2]
+        # A run that was stopped for one target says nothing of another; an overloaded one does.
+        for verdict, counts in (
+            ("late", [1, 0, 1]),
+            ("overloaded", [1, 0, 0]),
+        ):
+            efforts = [Effort(num_jobs=300, target=Target(p95_s=each_s)) for each_s in (9.0, 9.0, 5.0)]
+            assert [count_runs(float(len(verdict)), each) for each in efforts] == counts
 
 
 @pytest.mark.slow
@@ -115,9 +171,9 @@ def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         said.append(make_text())
 
     def plan(workers: int) -> list[Plan]:
-        with SeedRunner((1, 2), workers=workers, max_jobs=500, say=say, target=target) as measure:
-            plans = list(make_plans(setups, load, target, measure, probe=measure.probe, num_at_once=workers))
-            list(try_changes(plans[0], load, target, measure.probe, num_at_once=workers))
+        with SeedRunner((1, 2), workers=workers, max_jobs=500, say=say) as measure:
+            plans = list(make_plans(setups, load, target, measure, num_at_once=workers))
+            list(try_changes(plans[0], load, target, measure, num_at_once=workers))
             return plans
 
     assert plan(1) == plan(2)
@@ -125,79 +181,109 @@ def test_several_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(math.isfinite(each.point.p95_s) for each in plan(1))
 
 
-def test_one_seed_is_enough_where_the_target_is_clearly_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    time_s = 6.0
+@pytest.mark.parametrize(
+    ("times_s", "num_seeds"),
+    [
+        ((11.5, 1.0, 1.0), 1),  # 15 % too slow
+        ((11.4, 11.4, 1.0), 2),  # not by so much, but twice
+        ((10.5, 10.5, 10.5), 3),
+        ((10.5, 9.0, 9.0), 3),
+        ((9.0, 9.0, 9.0), 3),
+    ],
+)
+def test_seeds_that_cannot_change_the_answer_are_not_run(
+    times_s: tuple[float, ...], num_seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tenuto.sim.plan.simulate_until_steady", lambda setup, load, **others: make_run(times_s[load.seed])
+    )
+    with make_runner((0, 1, 2)) as measure:
+        runs = measure(L40S, LoadOptions(jps=1.0), Effort(num_jobs=300, target=Target(p95_s=10.0)))
+    assert len(runs) == num_seeds
 
-    def simulate(setup: Setup, load: LoadOptions, **others: object) -> Steady:
-        asked.append(load.seed)
-        return make_run(time_s)
 
-    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
-    target = Target(p95_s=10.0)  # 60 % of it are 6 s
-    with SeedRunner((1, 2, 3), workers=1, max_jobs=900, say=lambda words: None, target=target) as measure:
-        assert len(measure.probe(L40S, LoadOptions(jps=1.0), 300)) == 1
-        assert len(measure.judge(L40S, LoadOptions(jps=1.0), 300)) == 3
-        assert asked == [1, 2, 3]
-        time_s = 6.1
-        assert len(measure.probe(L40S, LoadOptions(jps=2.0), 300)) == 3
+def test_lighter_work_takes_one_seed_where_the_target_is_clearly_kept() -> None:
+    asked: list[int | None] = []
+
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
+        asked.append(effort.num_seeds)
+        return [make_run(time_s)] * (effort.num_seeds or 3)
+
+    [plan] = make_plans([L40S], LoadOptions(jps=1.0), Target(p95_s=10.0), lambda *_: [make_run(6.0)] * 3)
+    counts = []
+    for time_s in (6.0, 6.1):  # noqa: B007 - `measure` reads it
+        *_, lighter = try_changes(plan, LoadOptions(jps=1.0), Target(p95_s=10.0), measure)
+        counts.append((lighter.name, len(lighter.point.runs)))
+    assert counts == [("steps 10 % faster", 1), ("steps 10 % faster", 3)]
 
 
 def test_an_answer_of_one_seed_is_judged_with_all() -> None:
-    """The probe finds two machines enough; with every seed it takes three."""
+    """One short run finds four machines enough; with every seed it takes five."""
 
-    def probe(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        return [make_run(1.0 if load.jps == 2.0 else 4.0 / 3)] if load.jps != 4.0 else [make_run(99, "late")]
-
-    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         assert load.jps is not None
-        return [make_run(12.0 if load.jps > 1.5 else 2.0)] * 3
+        num = round(12.0 / load.jps)
+        if effort.num_seeds == 1:
+            return [make_run(5.0 if num >= 4 else 99.0)]
+        return [make_run(12.0 if num <= 4 else 2.0)] * 3
 
-    found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64, probe=probe)
-    assert (found.num_machines, found.point.p95_s) == (3, 2.0)
+    found = find_fewest(L40S, LoadOptions(jps=12.0), Target(p95_s=10.0), measure, 64)
+    assert (found.num_machines, found.point.p95_s) == (5, 2.0)
+    assert found.fewer is not None and found.fewer.p95_s == 12.0
+
+
+def test_a_number_that_one_seed_finds_too_small_is_judged_with_all() -> None:
+    """One short run finds five machines too few; with every seed even four are enough."""
+
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
+        assert load.jps is not None
+        num = round(12.0 / load.jps)
+        if effort.num_seeds == 1:
+            return [make_run(5.0 if num >= 6 else 99.0)]
+        return [make_run(12.0 if num <= 3 else 9.0)] * 3
+
+    found = find_fewest(L40S, LoadOptions(jps=12.0), Target(p95_s=10.0), measure, 64)
+    assert (found.num_machines, found.point.p95_s) == (4, 9.0)
     assert found.fewer is not None and found.fewer.p95_s == 12.0
 
 
 @pytest.mark.parametrize(
-    ("finished_jps", "time_s", "num_jobs"),
+    ("finished_jps", "clear"),
     [
-        (2.6, 5.0, {QUICK}),  # 2 of 2.6 jobs a second, and half of the target
-        (2.4, 5.0, {QUICK, PRECISE}),  # more than 0.8 of what one finishes
-        (2.6, 7.0, {QUICK, PRECISE}),  # not clearly kept
+        (2.6, 0.6),  # 2 of 2.6 jobs a second
+        (2.4, 0.0),  # more than 0.8 of what one finishes
     ],
 )
-def test_machines_near_their_capacity_get_more_jobs(
-    finished_jps: float, time_s: float, num_jobs: set[int]
-) -> None:
-    asked = set()
+def test_machines_near_their_capacity_get_more_jobs(finished_jps: float, clear: float) -> None:
+    asked: list[Effort] = []
 
-    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         assert load.jps is not None
         if load.jps > 2:
             times = (60.0,) * 20
             return [Steady("overloaded", load.jps, finished_jps, times, times, 9.0, 1.0, 400, 0, "roofline")]
-        asked.add(min_jobs)
-        return [make_run(time_s)] * 3
+        asked.append(effort)
+        return [make_run(9.0)] * 3
 
     found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64)
     assert found.num_machines == 2
-    assert asked == num_jobs
+    assert (asked[-1].num_jobs, asked[-1].num_clear_jobs, asked[-1].clear) == (PRECISE, QUICK, clear)
 
 
 def test_machines_that_one_less_could_nearly_replace_are_far_from_their_capacity() -> None:
-    """With two machines one seed was steady; three get two thirds of that, and keep the target clearly."""
-    asked = set()
+    """With two machines one seed was steady; three get two thirds of that."""
+    asked: list[Effort] = []
 
-    def measure(setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         assert load.jps is not None
         if load.jps > 1.5:
             return [make_run(9.0), make_run(99.0, "late")] if load.jps <= 2 else [make_run(99.0, "late")]
-        asked.add(min_jobs)
-        return [make_run(5.0)] * 3
+        asked.append(effort)
+        return [make_run(9.0)] * 3
 
     found = find_fewest(L40S, LoadOptions(jps=4.0), Target(p95_s=10.0), measure, 64)
     assert found.num_machines == 3
-    assert asked == {QUICK}
+    assert asked[-1].clear == 0.6
 
 
 def test_seeds_before_the_one_that_fails_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +293,8 @@ def test_seeds_before_the_one_that_fails_are_told(monkeypatch: pytest.MonkeyPatc
         return make_run(1.0, verdicts[load.seed])
 
     monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
-    with SeedRunner((1, 2, 3), workers=1, max_jobs=900, say=lambda words: None) as measure:
-        runs = measure(L40S, LoadOptions(jps=1.0), 300)
+    with make_runner((1, 2, 3)) as measure:
+        runs = measure(L40S, LoadOptions(jps=1.0), Effort(num_jobs=300))
     assert [run.verdict for run in runs] == ["steady", "late"]
 
 
@@ -216,12 +302,12 @@ def test_the_time_left_is_that_of_the_points_that_are_expected(monkeypatch: pyte
     now_s = 100.0
     monkeypatch.setattr("tenuto.sim.plan.time.monotonic", lambda: now_s)
     monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", lambda *args, **words: make_run(1.0))
-    with SeedRunner((1,), workers=1, max_jobs=900, say=lambda words: None) as measure:
+    with make_runner((1,)) as measure:
         measure.expect(0, 3)
         measure.expect(1, 4)
         assert measure.get_left_s() is None
-        measure(L40S, LoadOptions(jps=1.0), 300)
-        measure(L40S, LoadOptions(jps=2.0), 300)
+        measure(L40S, LoadOptions(jps=1.0), Effort(num_jobs=300))
+        measure(L40S, LoadOptions(jps=2.0), Effort(num_jobs=300))
         now_s = 110.0  # 5 s for each of two points
         measure.expect(0, 0)
         assert measure.get_left_s() == pytest.approx(20.0)

@@ -138,9 +138,7 @@ def run(given: Given) -> int:
     workers = options.workers or len(os.sched_getaffinity(0))
     plans: list[Plan] = []
     effects: list[Effect] = []
-    runner = SeedRunner(
-        seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell, target=target
-    )
+    runner = SeedRunner(seeds, workers=workers, max_jobs=options.max_sim_jobs, say=progress.tell)
     with progress.cleared(), runner as measure:
         num_changes = 0 if options.no_sensitivity else NUM_CHANGES
         measure.expect(_CHANGES, num_changes)
@@ -149,8 +147,6 @@ def run(given: Given) -> int:
             load,
             target,
             measure,
-            judge=measure.judge,
-            probe=measure.probe,
             expect=measure.expect,
             max_machines=None if given.has("servers") else options.max_machines,
             prices=options.prices,
@@ -164,9 +160,7 @@ def run(given: Given) -> int:
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:
-            for effect in try_changes(
-                best, load, target, measure.judge, probe=measure.probe, num_at_once=workers
-            ):
+            for effect in try_changes(best, load, target, measure, num_at_once=workers):
                 progress.say(f"{effect.name}: {effect.point}")
                 effects.append(effect)
                 measure.expect(_CHANGES, num_changes - len(effects))

@@ -25,13 +25,24 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.metrics import get_geometric_mean, get_percentile
 from tenuto.sim.compare import STOCK, TIE, get_stock_sizes
 from tenuto.sim.fidelity import KnownError, get_error
-from tenuto.sim.plan import Point, SeedRunner, each_at_once, find_fewest, format_s, get_most_jps, measure_jobs
+from tenuto.sim.plan import (
+    Measure,
+    Point,
+    SeedRunner,
+    each_at_once,
+    find_fewest,
+    format_s,
+    get_most_jps,
+    measure_jobs,
+)
 from tenuto.sim.setup import Setup
-from tenuto.sim.steady import VERDICTS, Steady, Target
+from tenuto.sim.steady import VERDICTS, Effort, Target
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 
-MIN_JOBS, MAX_JOBS = 150, 600
-"""Jobs of a run: fewest; and when it is given up because it is not steady."""
+MAX_JOBS = 600
+"""A run is given up that is not steady with so many."""
+ALL_SEEDS = Effort(num_jobs=150)
+ONE_SEED = replace(ALL_SEEDS, num_seeds=1)
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 """Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
@@ -247,21 +258,17 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     setups = [stock, *get_stock_sizes(stock), replace(stock, policy="tenuto")]
     measure.expect(0, 2 * len(setups))
     # One seed of each first: an answer, if time is up.
-    first = list(_measure_cases(setups, estimate.load, measure.first, num_at_once))
-    estimate.cases = first
-    for place, case in enumerate(_measure_cases(setups, estimate.load, measure, num_at_once)):
+    estimate.cases = list(_measure_cases(setups, estimate.load, measure, ONE_SEED, num_at_once))
+    for place, case in enumerate(_measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)):
         estimate.cases[place] = case
         tell(f"{case.name}: {_describe(case)}")
         measure.expect(0, len(setups) - place - 1)
 
 
 def _measure_cases(
-    setups: Sequence[Setup],
-    load: LoadOptions,
-    measure: Callable[[Setup, LoadOptions, int], Sequence[Steady]],
-    num_at_once: int,
+    setups: Sequence[Setup], load: LoadOptions, measure: Measure, effort: Effort, num_at_once: int
 ) -> Iterator[Case]:
-    points = each_at_once(lambda setup: measure_jobs(setup, load, 1, measure, MIN_JOBS), setups, num_at_once)
+    points = each_at_once(lambda setup: measure_jobs(setup, load, 1, measure, effort), setups, num_at_once)
     return (Case(setup, point) for setup, point in zip(setups, points, strict=True))
 
 
@@ -277,8 +284,8 @@ def _try_loads(
     for number in range(1, NUM_LOADS + 1):
         measure.expect(0, len(setups) * (NUM_LOADS + 1 - number))
         load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if gains else UP) ** number))
-        for each in (measure.first, measure):
-            cases = list(_measure_cases(setups, load, each, num_at_once))
+        for effort in (ONE_SEED, ALL_SEEDS):
+            cases = list(_measure_cases(setups, load, measure, effort, num_at_once))
             best, tenuto = _get_best(cases[:-1]), cases[-1]
             if tenuto.gains_over(best) == gains:
                 break
@@ -297,7 +304,6 @@ def _count_machines(
     if known is None:
         return
     target = Target(p95_s=known.point.p95_s)
-    measure.target = target
     load = replace(estimate.load, jps=NUM_MACHINES * estimate.load.jps)
     setups = [case.setup for case in cases]
     setups = [setup for place, setup in enumerate(setups) if setup not in setups[:place]]
@@ -309,9 +315,8 @@ def _count_machines(
             setup,
             load,
             target,
-            measure.judge,
+            measure,
             2 * NUM_MACHINES,
-            probe=measure.probe,
             expect=partial(measure.expect, setups.index(setup)),
         )
         return Need(setup, found.num_machines)

@@ -5,7 +5,8 @@ N machines serves its share of the jobs and does not depend on the others, and o
 1/N of the rate. With a router's name, all N machines are simulated behind it. Either is simulated until it
 is steady. A machine that is overloaded has no P95: the longer it runs, the longer its jobs take.
 
-The search takes few points, because each takes seconds to simulate:
+The search takes few points, because each takes seconds to simulate. Far from the answer, one short run is
+enough; the answer and the number below it are measured with every seed, as long as they leave a doubt.
 
     P95 / target     │ ╲
                      │   ╲
@@ -18,13 +19,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from statistics import fmean, stdev
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -36,8 +37,11 @@ from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.sim.steady import (
+    MISSED,
     NUM_SAMPLED,
     VERDICTS,
+    Effort,
+    Judged,
     Steady,
     Target,
     Tell,
@@ -52,17 +56,12 @@ from tenuto.workload.schema import Span, count_shared_tokens
 # A number of machines under a load: the results of simulating them, with one seed or with several.
 
 QUICK, PRECISE = 300, 600
-"""Fewest jobs for each seed: while searching; and for answers, and where the seeds leave a doubt."""
-NEAR, TOLERANCE, NUM_ERRORS = 0.15, 0.05, 3
-"""A P95 leaves a doubt if it is nearer to the target than this share of it, or than this many standard errors
-of the seeds' mean (Student's t for three seeds: one chance in twenty), and that error is above the
-tolerance."""
-
+"""Fewest jobs for each seed: where that is clear; and for answers, and where it is not."""
 CLEAR = 0.6
 """A target is clearly kept if the P95 is at most this share of it."""
 
-Measure = Callable[[Setup, LoadOptions, int], Sequence[Steady]]
-"""Simulates one machine with each seed, with at least this many jobs. An unsteady run is the last."""
+Measure = Callable[[Setup, LoadOptions, Effort], Sequence[Steady]]
+"""Simulates one machine with each seed. An unsteady run is the last."""
 
 
 @dataclass(frozen=True)
@@ -132,41 +131,29 @@ class Point:
         }
 
 
-def measure_point(
-    setup: Setup, load: LoadOptions, num_machines: int, target: Target, measure: Measure
-) -> Point:
-    """Simulate the machines under the load: quickly, then precisely if the target is in doubt."""
-    point = measure_jobs(setup, load, num_machines, measure, QUICK)
-    if point.verdict == "steady" and _is_doubtful(point, target):
-        point = measure_jobs(setup, load, num_machines, measure, PRECISE)
-    return point
-
-
 def measure_jobs(
-    setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, min_jobs: int = PRECISE
+    setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, effort: Effort
 ) -> Point:
     """Simulate machines under a number of jobs: each at its share, or all of them behind a router."""
     assert load.jps is not None
     if setup.fleet is not None:
         servers = setup.fleet.servers if len(setup.fleet.servers) == num_machines else ("",) * num_machines
         fleet = replace(setup.fleet, servers=servers)
-        return Point(num_machines, load.jps, tuple(measure(replace(setup, fleet=fleet), load, min_jobs)))
+        return Point(num_machines, load.jps, tuple(measure(replace(setup, fleet=fleet), load, effort)))
     share = replace(load, jps=load.jps / num_machines)
-    return Point(num_machines, load.jps, tuple(measure(setup, share, min_jobs)))
+    return Point(num_machines, load.jps, tuple(measure(setup, share, effort)))
 
 
-def is_clear(run: Steady | Point, target: Target) -> bool:
+def is_clear(point: Point, target: Target) -> bool:
     """Whether steady machines keep a target so well that more jobs or seeds would hardly change it."""
-    return run.verdict == "steady" and target.get_use(run) <= CLEAR * (1 - target.margin)
+    return point.verdict == "steady" and target.get_use(point) <= CLEAR
 
 
-def _is_doubtful(point: Point, target: Target) -> bool:
-    uses = [target.get_use(run) / (1 - target.margin) for run in point.runs]
-    distance = abs(target.get_use(point) / (1 - target.margin) - 1)
-    if len(uses) == 1:
-        return distance < NEAR
-    error = stdev(uses) / math.sqrt(len(uses))
-    return error > TOLERANCE and distance < max(NEAR, NUM_ERRORS * error)
+def is_missed(runs: Sequence[Steady], num_seeds: int, target: Target) -> bool:
+    """Whether steady runs miss a target for all seeds, of which the others are taken to be like the best."""
+    best = min(runs, key=target.get_use)
+    whole = Point(1, 0.0, (*runs, *[best] * (num_seeds - len(runs))))
+    return target.get_use(whole) >= 1 + (MISSED - 1) / len(runs)
 
 
 def format_s(seconds: float) -> str:
@@ -230,77 +217,58 @@ class Found:
     """With one machine less; None for a single machine."""
 
 
-def find_fewest(  # noqa: PLR0913 - how to search, by keyword
+def find_fewest(
     setup: Setup,
     load: LoadOptions,
     target: Target,
     measure: Measure,
     max_machines: int,
     *,
-    probe: Measure | None = None,
     expect: Expect = lambda num_points: None,
 ) -> Found:
-    """The number of machines that keeps the target where one less does not.
-
-    `probe`: measures while the number is looked for, and may take one seed where that is clear. The answer is
-    always measured with `measure`.
-    """
+    """The number of machines that keeps the target where one less does not."""
     assert load.jps is not None
     points: dict[int, Point] = {}
-    enough, too_few = max_machines + 1, 0
-    num = min(math.ceil(load.jps / get_most_jps(setup, load)), max_machines)
-    stride = math.ceil(FIRST_STRIDE * num)
-    while enough - too_few > 1:
-        points[num] = measure_point(setup, load, num, target, probe or measure)
-        if target.is_met(points[num]):
-            enough = num
-        else:
-            too_few = num
-        if enough - too_few == 1 and enough <= max_machines:
-            expect(1)
-            points[enough] = _confirm(points[enough], points.get(too_few), setup, load, target, measure)
-            if not target.is_met(points[enough]):
-                enough, too_few = max_machines + 1, enough
+    settled: set[int] = set()
+    guess: int | None = min(math.ceil(load.jps / get_most_jps(setup, load)), max_machines)
+    stride = math.ceil(FIRST_STRIDE * guess)
+    too_few, enough = 0, max_machines + 1
+    while True:
         is_between = too_few and enough <= max_machines
+        if enough - too_few > 1:
+            if guess is None and is_between:
+                guess = (enough + too_few) // 2
+            elif guess is None:
+                guess = too_few + stride if too_few else enough - stride
+                stride *= 2
+            num = min(max(guess, too_few + 1), enough - 1)
+        elif unsure := {enough, too_few} - settled - {0, max_machines + 1}:
+            num = max(unsure)
+        else:
+            break
         expect(math.ceil(math.log2(enough - too_few)) + 1 if is_between else NEXT_GUESS)
-        guess = _cross(points, target)
-        if guess is None and too_few and enough <= max_machines:
-            guess = (enough + too_few) // 2
-        elif guess is None:
-            guess = too_few + stride if too_few else enough - stride
-            stride *= 2
-        num = min(max(guess, too_few + 1), enough - 1)
+        effort = Effort(num_jobs=QUICK, target=target, num_seeds=1)
+        if num in (too_few, too_few + 1, enough - 1, enough):
+            effort = _get_effort(num, points.get(num - 1), load.jps, target)
+            settled.add(num)
+        points[num] = measure_jobs(setup, load, num, measure, effort)
+        too_few = max((num for num, point in points.items() if not target.is_met(point)), default=0)
+        enough = min((num for num in points if num > too_few), default=max_machines + 1)
+        guess = _cross(points, settled, target)
     expect(0)
     if enough > max_machines:
         return Found(None, points[max_machines], None)
     return Found(enough, points[enough], points.get(too_few))
 
 
-def _confirm(
-    point: Point,
-    fewer: Point | None,
-    setup: Setup,
-    load: LoadOptions,
-    target: Target,
-    measure: Measure,
-) -> Point:
-    """The answer with every seed; with many jobs if the machines may be near their capacity.
+def _get_effort(num: int, fewer: Point | None, jps: float, target: Target) -> Effort:
+    """What it takes to tell whether this number of machines keeps the target.
 
-    There a machine looks steady for a while. They are far from it if they keep the target clearly, and a
-    machine can do clearly more than each of these gets: with one machine less it did with some seed, or
-    finished this many jobs although it was overloaded.
+    Near its capacity a machine looks steady for a while. It is far from it if it can do clearly more than it
+    gets: with one machine less it did with some seed, or finished this many jobs although it was overloaded.
     """
-    num = point.num_machines
-    whole = measure_point(setup, load, num, target, measure)
-    if not target.is_met(whole) or _is_steady(fewer):
-        return whole
-    if (
-        fewer is not None
-        and all(is_clear(run, target) for run in whole.runs)
-        and point.jps / num <= NEAR_CAPACITY * _get_known_jps(fewer)
-    ):
-        return whole
-    return measure_jobs(setup, load, num, measure)
+    is_far = fewer is not None and jps / num <= NEAR_CAPACITY * _get_known_jps(fewer)
+    return Effort(num_jobs=PRECISE, num_clear_jobs=QUICK, target=target, clear=CLEAR if is_far else 0.0)
 
 
 def _get_known_jps(point: Point) -> float:
@@ -310,27 +278,33 @@ def _get_known_jps(point: Point) -> float:
     return point.finished_jps / point.num_machines if point.verdict == "overloaded" else 0.0
 
 
-def _is_steady(point: Point | None) -> bool:
-    return point is not None and point.verdict == "steady"
+def _cross(points: Mapping[int, Point], settled: Set[int], target: Target) -> int | None:
+    """The fewest machines that keep the target, where the line meets it; None if no steady point tells.
 
-
-def _cross(points: Mapping[int, Point], target: Target) -> int | None:
-    """The fewest machines that keep the target, by two steady points; None without two that tell."""
-    heights = {
-        num: math.log(target.get_use(point) / (1 - target.margin))
-        for num, point in points.items()
-        if _is_steady(point) and 0 < target.get_use(point) < math.inf
+    The slope is that of the first seed's P95s. The line goes through what is known of all seeds, if it can.
+    """
+    first = {num: point.runs[0] for num, point in points.items() if point.runs[0].verdict == "steady"}
+    heights = {num: _get_height(run, target) for num, run in first.items()}
+    whole = {
+        num: _get_height(points[num], target) for num in sorted(settled) if points[num].verdict == "steady"
     }
-    nearest = sorted(heights, key=lambda num: abs(heights[num]))[:2]
-    if len(nearest) < 2:
+    if not heights:
         return None
-    low, high = sorted(nearest)
-    slope = (heights[high] - heights[low]) / (math.log(high) - math.log(low))
+    nearest = sorted(heights, key=lambda num: abs(heights[num]))[:2]
+    low, high = min(nearest), max(nearest)
+    slope = -1.0  # a guess: near its capacity a machine's P95 falls faster, far from it hardly
+    if low < high:
+        slope = (heights[high] - heights[low]) / (math.log(high) - math.log(low))
     if slope >= 0:
         return None
-    num = math.log(low) - heights[low] / slope
-    # Far from both points the line is no more than a direction.
-    return math.ceil(math.exp(min(max(num, math.log(low / 2)), math.log(2 * high))) - 1e-9)
+    num, height = min((whole or heights).items(), key=lambda item: abs(item[1]))
+    # Far from the points the line is no more than a direction; where all seeds are known it is near.
+    reach = math.log(1 + FIRST_STRIDE if whole else 2)
+    return math.ceil(num * math.exp(min(max(-height / slope, -reach), reach)) - 1e-9)
+
+
+def _get_height(judged: Judged, target: Target) -> float:
+    return math.log(max(target.get_use(judged), 1e-9))
 
 
 # Plans.
@@ -386,8 +360,6 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     target: Target,
     measure: Measure,
     *,
-    judge: Measure | None = None,
-    probe: Measure | None = None,
     expect: Callable[[int, int], None] = lambda who, num_points: None,
     max_machines: int | None = 64,
     prices: Mapping[str, float] | None = None,
@@ -396,8 +368,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
 ) -> Iterator[Plan]:
     """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
 
-    `judge`: measures while searching, and may stop once a target is surely missed; `measure` unless given.
-    `probe`: as in `find_fewest`. `expect`: told of each setup, by its place, how many points it still takes.
+    `expect`: told of each setup, by its place, how many points it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
     `get_margin`: the margin of each setup, in place of the target's.
     `num_at_once`: setups that are searched for at the same time, in threads.
@@ -414,19 +385,12 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
             plan = _judge_servers(setup, load, own, measure)
             expect(place, 0)
         else:
-            found = find_fewest(
-                setup,
-                load,
-                own,
-                judge or measure,
-                max_machines,
-                probe=probe,
-                expect=partial(expect, place),
-            )
+            found = find_fewest(setup, load, own, measure, max_machines, expect=partial(expect, place))
             plan = Plan(setup, found.num_machines, found.point, found.fewer)
-            if found.num_machines is None and judge is not None:
+            if found.point.verdict == "late":
                 # It is said how many jobs they finish in the end.
-                plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, QUICK))
+                effort = Effort(num_jobs=QUICK)
+                plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, effort))
         return replace(plan, usd_per_hour=_get_price(plan, prices or {}), margin=own.margin)
 
     for place in range(len(setups)):
@@ -470,7 +434,7 @@ def get_best(plans: Sequence[Plan]) -> Plan | None:
 def _judge_servers(setup: Setup, load: LoadOptions, target: Target, measure: Measure) -> Plan:
     assert setup.fleet is not None
     num = len(setup.fleet.servers)
-    point = measure_jobs(setup, load, num, measure)
+    point = measure_jobs(setup, load, num, measure, Effort(num_jobs=PRECISE))
     return Plan(setup, num if target.is_met(point) else None, point, None)
 
 
@@ -527,28 +491,24 @@ def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
 
 
 def try_changes(
-    plan: Plan,
-    load: LoadOptions,
-    target: Target,
-    measure: Measure,
-    *,
-    probe: Measure | None = None,
-    num_at_once: int = 1,
+    plan: Plan, load: LoadOptions, target: Target, measure: Measure, *, num_at_once: int = 1
 ) -> Iterator[Effect]:
     """Each change's effect on a plan that meets its target, for the changes that the load can have.
 
-    `probe`: measures what is lighter than the plan; it may take one seed where that is clear.
     `num_at_once`: changes that are tried at the same time, in threads.
     """
     plain = replace(target, margin=0.0)
 
     def measure_change(change: Change) -> Point | None:
         assert plan.num_machines is not None
+        take = partial(measure_jobs, change.setup, change.load, plan.num_machines, measure)
         try:
-            if change.is_lighter:
-                return measure_jobs(change.setup, change.load, plan.num_machines, probe or measure, QUICK)
-            # Near its capacity a machine looks steady for a while.
-            return measure_jobs(change.setup, change.load, plan.num_machines, measure)
+            if not change.is_lighter:
+                # Near its capacity a machine looks steady for a while.
+                return take(Effort(num_jobs=PRECISE, num_clear_jobs=QUICK, target=plain))
+            effort = Effort(num_jobs=QUICK, target=plain)
+            first = take(replace(effort, num_seeds=1))
+            return first if is_clear(first, plain) else take(effort)
         except ConfigError:
             return None  # turns that wait for other jobs cannot be multiplied
 
@@ -591,22 +551,15 @@ class SeedRunner:
     With several processes, several threads may measure at the same time.
     """
 
-    def __init__(
-        self, seeds: Sequence[int], *, workers: int, max_jobs: int, say: Say, target: Target | None = None
-    ) -> None:
-        """`workers`: processes; 1 for this one. `max_jobs`: see `simulate_until_steady`.
-
-        `target`: what `probe` may stop for.
-        """
+    def __init__(self, seeds: Sequence[int], *, workers: int, max_jobs: int, say: Say) -> None:
+        """`workers`: processes; 1 for this one. `max_jobs`: see `simulate_until_steady`."""
         self._seeds = seeds
         self._max_jobs = max_jobs
         self._say = say
-        self.target = target
         self._names: dict[Future[Steady], str] = {}
-        """Of the runs that have not ended, in other processes."""
-        self._num_done = 0
-        self._known: dict[tuple[str, str], Steady] = {}
-        """Steady runs of each setup and load."""
+        """Of the runs that were begun in other processes."""
+        self._known: dict[tuple[str, str], tuple[Steady, Target | None]] = {}
+        """The longest run of each setup and load, and what could end it."""
         self._started_s = time.monotonic()
         self._num_begun, self._num_measured = 0, 0
         self._num_left: dict[int, int] = {}
@@ -637,41 +590,13 @@ class SeedRunner:
         spent_s = (time.monotonic() - self._started_s) / ((self._num_begun + self._num_measured) / 2)
         return spent_s * sum(self._num_left.values())
 
-    def __call__(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """A run for each seed, as far as the first that is not steady."""
-        return self._measure(setup, load, min_jobs, None, lambda run: False)
-
-    def first(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """Only the first seed's run."""
-        return self._measure(setup, load, min_jobs, None, lambda run: True)
-
-    def judge(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """The same, but a run ends once the target is surely missed: it is "late"."""
-        return self._measure(setup, load, min_jobs, self.target, lambda run: False)
-
-    def probe(self, setup: Setup, load: LoadOptions, min_jobs: int) -> list[Steady]:
-        """The same, but only the first seed's run if that keeps the target clearly."""
-        target = self.target
-        assert target is not None
-        return self._measure(setup, load, min_jobs, target, lambda run: is_clear(run, target))
-
-    def _measure(
-        self,
-        setup: Setup,
-        load: LoadOptions,
-        min_jobs: int,
-        target: Target | None,
-        is_enough: Callable[[Steady], bool],
-    ) -> list[Steady]:
-        min_jobs = min(min_jobs, self._max_jobs)
-        simulate = partial(
-            simulate_until_steady, setup, min_jobs=min_jobs, max_jobs=self._max_jobs, target=target
-        )
-        loads = [replace(load, seed=seed) for seed in self._seeds]
-        known = [self._known.get((repr(setup), repr(load))) for load in loads]
-        # A run that was long enough would have the same result again.
-        known = [run if run is not None and run.num_jobs >= min_jobs else None for run in known]
+    def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
+        """A run for each seed, until one is not steady, or until the target is missed whatever follows."""
+        effort = replace(effort, num_jobs=min(effort.num_jobs, self._max_jobs))
+        loads = [replace(load, seed=seed) for seed in self._seeds[: effort.num_seeds]]
+        known = [self._find(setup, load, effort) for load in loads]
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
+        simulate = partial(simulate_until_steady, setup, effort=effort, max_jobs=self._max_jobs)
         steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"
         what = f"{setup.gpu} {setup.policy}{steps}"
         names = [f"{what} at {load.jps:.3g} jobs/s, seed {load.seed}" for load in new]
@@ -681,17 +606,27 @@ class SeedRunner:
         for load, old in zip(loads, known, strict=True):
             run = next(simulated) if old is None else old
             runs.append(run)
+            self._known[repr(setup), repr(load)] = run, effort.target
             if run.verdict != "steady":
                 break
-            self._known[repr(setup), repr(load)] = run
-            if len(runs) == 1 and is_enough(run):
+            if effort.target is not None and is_missed(runs, len(loads), effort.target):
                 break
+        simulated.close()
         self._num_measured += 1
         return runs
 
+    def _find(self, setup: Setup, load: LoadOptions, effort: Effort) -> Steady | None:
+        """A run that is known, if it would have the same result again or is longer."""
+        run, target = self._known.get((repr(setup), repr(load)), (None, None))
+        if run is None or load.jps is None:
+            return None
+        if run.verdict == "steady":
+            return run if effort.is_enough(run, run.simulated_s * load.jps) else None
+        return run if run.verdict != "late" or target == effort.target else None
+
     def _run_here(
         self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
-    ) -> Iterator[Steady]:
+    ) -> Generator[Steady]:
         for load, name in zip(loads, names, strict=True):
             yield simulate(load, tell=self._make_tell(name))
 
@@ -704,27 +639,38 @@ class SeedRunner:
 
     def _run_apart(
         self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
-    ) -> Iterator[Steady]:
-        assert self._pool is not None
-        # Most machines that are not steady show it with the first seed. The others run only after that.
-        for batch in (slice(1), slice(1, None)):
-            futures = [self._pool.submit(simulate, load) for load in loads[batch]]
-            self._names.update(zip(futures, names[batch], strict=True))
-            try:
-                # In the order of the seeds, so that the answer does not depend on which is quicker.
-                for future in futures:
-                    while (run := _try_get(future)) is None:
-                        self._say(self._describe)
-                    yield run
-            finally:
-                for future in futures:
-                    future.cancel()
-                    del self._names[future]
-                    self._num_done += 1
+    ) -> Generator[Steady]:
+        pool = self._pool
+        assert pool is not None
+        futures: list[Future[Steady]] = []
+
+        def submit() -> None:
+            futures.append(pool.submit(simulate, loads[len(futures)]))
+            self._names[futures[-1]] = names[len(futures) - 1]
+
+        try:
+            # In the order of the seeds, so that the answer does not depend on which is quicker.
+            for number in range(len(loads)):
+                if number == len(futures):
+                    submit()
+                while (run := _try_get(futures[number])) is None:
+                    self._say(self._describe)
+                    # The first seeds may be enough. The others run beside them where a process has no work.
+                    if len(futures) < len(loads) and self._count_running() < self._workers:
+                        submit()
+                yield run
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _count_running(self) -> int:
+        return sum(not future.done() for future in list(self._names))
 
     def _describe(self) -> str:
-        running = [name for future, name in list(self._names.items()) if future.running()]
-        return f"{self._describe_left()}{self._num_done} runs done; now {'; '.join(running)}"
+        names = dict(self._names)
+        running = [name for future, name in names.items() if future.running()]
+        num_done = sum(future.done() for future in names)
+        return f"{self._describe_left()}{num_done} runs done; now {'; '.join(running)}"
 
     def _describe_left(self) -> str:
         left_s = self.get_left_s()

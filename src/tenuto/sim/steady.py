@@ -11,7 +11,8 @@ in the system. Its warm-up is cut by MSER (White 1997: cut where the standard er
 smallest). The rest must have no trend.
 
 A system is watched until the second look in a row that finds it steady, or until it surely grows. The looks
-are at moments that do not depend on how long the user asked to watch. So neither does the answer.
+are at moments that do not depend on how long the user asked to watch. So neither does the answer. Where it is
+asked whether a target is kept, a run is as short as the answer is clear (`Effort`).
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ Verdict = Literal["overloaded", "late", "unsettled", "steady"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """From the worst to the best. Late: stopped because a target is surely missed."""
 
-STRETCH = 1.3
-"""Each look is this much later than the one before."""
+STRETCH = 2 ** (1 / 3)
+"""Each look is this much later than the one before: the third one comes when twice as many jobs came."""
 COHORT = 0.8
 """Jobs that arrived until this share of the time count. Most of the later ones are not done yet."""
 
@@ -173,7 +174,6 @@ class Settling:
 
     first_look_s: float
     """Several times as long as a job takes alone, so that the system has had time to fill."""
-    min_jobs: int
     max_jobs: int
     shortest_s: float = 0.0
     """A steady system is watched for at least this long."""
@@ -194,9 +194,8 @@ class Settling:
         self.next_look_s = now_s * STRETCH
         if seen.state == "growing":
             return "overloaded"
-        has_seen_enough = num_jobs >= self.min_jobs and now_s >= self.shortest_s
         self._num_steady = self._num_steady + 1 if seen.state == "steady" else 0
-        if has_seen_enough and self._num_steady > 1:
+        if now_s >= self.shortest_s and self._num_steady > 1:
             return "steady"
         if num_jobs >= self.max_jobs and now_s >= self.longest_s:
             return "unsettled"
@@ -249,23 +248,55 @@ class Target:
             raise ConfigError("say what the GPUs must keep: --p95 or --p95-ttft, in seconds")
 
     def get_use(self, judged: Judged) -> float:
-        """The largest ratio of a P95 to its target; 1 is just enough, without the margin."""
+        """The largest ratio of a P95 to its target less the margin; 1 is just enough."""
         uses = []
         if self.p95_s is not None:
             uses.append(judged.p95_s / self.p95_s)
         if self.p95_ttft_s is not None:
             uses.append(judged.p95_ttft_s / self.p95_ttft_s)
-        return max(uses)
+        return max(uses) / (1 - self.margin)
 
     def is_met(self, judged: Judged) -> bool:
         """Whether the targets are kept, with the margin, in a steady state."""
-        return judged.verdict == "steady" and self.get_use(judged) <= 1 - self.margin
+        return judged.verdict == "steady" and self.get_use(judged) <= 1
 
     def __str__(self) -> str:
         """The targets in words."""
         names = (("P95 job time", self.p95_s), ("P95 TTFT", self.p95_ttft_s))
         words = " and ".join(f"{name} {value:g} s" for name, value in names if value is not None)
         return f"{words}, less a margin of {self.margin:.0%}" if self.margin else words
+
+
+MISSED = 1.15
+"""A steady machine clearly misses a target if its P95 is this many times as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much to simulate: runs are as short, and as few, as the answer is clear."""
+
+    num_jobs: int
+    """Of a steady run, at least."""
+    target: Target | None = None
+    """What is asked. A run that surely misses it ends: it is "late"."""
+    num_clear_jobs: int | None = None
+    """Enough where a run clearly misses the target, or keeps it clearly."""
+    clear: float = 0.0
+    """It keeps it clearly with a P95 of at most this share of it."""
+    num_seeds: int | None = None
+    """None for all."""
+
+    @property
+    def num_fewest_jobs(self) -> int:
+        """Of any steady run."""
+        return self.num_jobs if self.num_clear_jobs is None else min(self.num_clear_jobs, self.num_jobs)
+
+    def is_enough(self, run: Judged, num_jobs: float) -> bool:
+        """Whether a steady run that was watched while this many jobs were due needs no more."""
+        if num_jobs >= self.num_jobs or self.target is None:
+            return num_jobs >= self.num_jobs
+        use = self.target.get_use(run)
+        return num_jobs >= self.num_fewest_jobs and (use <= self.clear or use >= MISSED)
 
 
 # The simulation.
@@ -331,54 +362,49 @@ def get_p95(times_s: tuple[float, ...]) -> float:
 
 
 def simulate_until_steady(
-    setup: Setup,
-    load: LoadOptions,
-    *,
-    min_jobs: int,
-    max_jobs: int,
-    target: Target | None = None,
-    tell: Tell | None = None,
+    setup: Setup, load: LoadOptions, effort: Effort, *, max_jobs: int, tell: Tell | None = None
 ) -> Steady:
     """Simulate `load.jps` jobs a second on one machine. `load.window_s` is the shortest time to watch it.
 
-    Gives up after `max_jobs`; with a target also once that is surely missed. Raises as `tenuto.sim.run.run`.
+    Gives up after `max_jobs`. Raises as `tenuto.sim.run.run`.
     """
     alone_s = _get_time_alone_s(setup, load)
     # Most machines settle early, and making jobs takes time: the run with all jobs is for those that do not.
-    few = FEW * min_jobs if FEW * min_jobs * STRETCH < max_jobs else max_jobs
-    for most in dict.fromkeys((few, max_jobs)):
-        steady = _simulate(setup, load, alone_s, min_jobs, most, target, tell)
+    few = FEW * effort.num_jobs
+    for most in dict.fromkeys((few if few * STRETCH < max_jobs else max_jobs, max_jobs)):
+        steady = _simulate(setup, load, alone_s, effort, most, tell)
         if steady.verdict != "unsettled":
             break
     return steady
 
 
-def _simulate(  # noqa: PLR0913 - a run's own
-    setup: Setup,
-    load: LoadOptions,
-    alone_s: float,
-    min_jobs: int,
-    max_jobs: int,
-    target: Target | None,
-    tell: Tell | None,
+def _simulate(
+    setup: Setup, load: LoadOptions, alone_s: float, effort: Effort, max_jobs: int, tell: Tell | None
 ) -> Steady:
     assert load.jps is not None
+    least_s = min(effort.num_fewest_jobs, max_jobs) / load.jps
     settling = Settling(
-        first_look_s=FIRST_LOOK * alone_s,
-        min_jobs=min_jobs,
+        first_look_s=_get_first_look_s(FIRST_LOOK * alone_s, least_s),
         max_jobs=max_jobs,
-        shortest_s=load.window_s or 0.0,
+        shortest_s=max(load.window_s or 0.0, least_s),
         longest_s=LONGEST * alone_s,
     )
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
     horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
-    observer = _Observer(settling, horizon_s, target, tell)
+    observer = _Observer(settling, horizon_s, effort, load.jps, tell)
     prepared = prepare(
         setup, load, extras=Extras(workload=make_long_workload(load, horizon_s)), watch=observer
     )
     observer.follow(prepared)
     prepared.simulation.run()
     return observer.make_result()
+
+
+def _get_first_look_s(soonest_s: float, least_s: float) -> float:
+    """When to look first, so that one of the looks is just when a run may end."""
+    if least_s <= soonest_s:
+        return soonest_s
+    return least_s / STRETCH ** math.floor(math.log(least_s / soonest_s, STRETCH))
 
 
 @lru_cache(maxsize=8)
@@ -405,14 +431,18 @@ class _Observer:
     """Watches a simulation and stops it when there is a verdict."""
 
     def __init__(
-        self, settling: Settling, horizon_s: float, target: Target | None, tell: Tell | None
+        self, settling: Settling, horizon_s: float, effort: Effort, jps: float, tell: Tell | None
     ) -> None:
         self._settling = settling
         self._horizon_s = horizon_s
-        self._target = target
+        self._effort = effort
+        self._jps = jps
         self._tell = tell
+        target = effort.target
         # No job is older than the simulation.
-        self._next_glance_s = math.inf if target is None else HOPELESS * (target.p95_s or 0.0)
+        self._next_glance_s = (
+            math.inf if target is None else HOPELESS * (1 - target.margin) * (target.p95_s or 0.0)
+        )
         self._verdict: Verdict = "unsettled"
         self._seen: Look | None = None
         self._now_s = 0.0
@@ -446,15 +476,21 @@ class _Observer:
         verdict = self._settling.decide(self._arrivals_s, self._ends_s, now_s)
         self._seen = self._settling.last
         is_over = self._settling.next_look_s > self._horizon_s
-        if verdict == "steady" and not is_over and not are_done(self._arrivals_s, self._get_times_s(), now_s):
+        if verdict == "steady" and not is_over and not self._is_known_well():
             return
         if verdict is not None or is_over:
             self._verdict = verdict or "unsettled"
             self._simulation.stop()
 
+    def _is_known_well(self) -> bool:
+        """Whether a steady run is long enough."""
+        is_enough = self._effort.is_enough(self.make_result(), self._now_s * self._jps)
+        return is_enough and are_done(self._arrivals_s, self._get_times_s(), self._now_s)
+
     def _glance(self, now_s: float) -> None:
         """Stop the simulation if its target is surely missed."""
-        assert self._target is not None
+        target = self._effort.target
+        assert target is not None
         self._next_glance_s = max(self._next_glance_s * GLANCE, now_s)
         if bisect_right(self._arrivals_s, COHORT * now_s) < MIN_COHORT:
             return
@@ -464,7 +500,7 @@ class _Observer:
         so_far = self.make_result()
         if (
             min(len(so_far.job_times_s), len(so_far.ttfts_s)) >= MIN_COHORT
-            and self._target.get_use(so_far) >= HOPELESS
+            and target.get_use(so_far) >= HOPELESS
         ):
             self._verdict = "late"
             self._simulation.stop()
