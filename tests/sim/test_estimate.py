@@ -85,6 +85,8 @@ def test_the_best_size_of_steps_is_stock_well_set() -> None:
     estimate = ask(gain_above_a_half)
     assert [case.setup.step_tokens for case in estimate.cases[:-1]] == [None, 256, 512, 1024]
     assert estimate.tuned.setup.step_tokens == 512
+    # 256 and 1,024 are slower than 512 by more than the seeds can change.
+    assert [len(case.point.runs) for case in estimate.cases] == [3, 1, 3, 1, 3]
     ratio = estimate.tenuto.get_ratio(estimate.tuned)
     assert ratio is not None and ratio.num_seeds == 3
     assert ratio.mean == pytest.approx(18 / 20) and ratio.low == pytest.approx(ratio.high)
@@ -146,7 +148,7 @@ def test_a_machine_that_is_overloaded_has_no_times() -> None:
 
 @pytest.mark.parametrize(
     ("max_runs", "num_seeds", "left_out"),
-    [(20, 3, [OF_LOADS, OF_MACHINES]), (16, 1, [OF_LOADS, OF_MACHINES]), (36, 3, [OF_MACHINES])],
+    [(14, 3, [OF_LOADS, OF_MACHINES]), (12, 1, [OF_LOADS, OF_MACHINES]), (30, 3, [OF_MACHINES])],
 )
 def test_what_there_is_no_time_for_is_named(max_runs: int, num_seeds: int, left_out: list[str]) -> None:
     estimate = ask(gain_above_a_half, max_runs)

@@ -54,8 +54,8 @@ Each machine is simulated until it is steady: its warm-up is cut off, and the nu
 no trend, with every seed. A queue that grows has no P95, because its times depend on the length of the run.
 Such a machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on
 --window, which only sets the least time to simulate. The jobs of a trace are repeated, in random order, each
-time as new jobs. While it searches, a run ends as "too slow" when its P95 would be 1.3 times the target even
-if all open jobs had ended at that moment.
+time as new jobs. A run ends as "too slow" when its P95 would be 1.3 times what the target less its margin
+allows even if all open jobs had ended at that moment.
 
 With --servers, only these machines are judged, and no others are tried.
 

@@ -3,7 +3,8 @@
 Three questions, each answered by simulating machines until they are steady (`tenuto.sim.steady`):
 
 1. Job times and first tokens under this traffic: with stock as it is, with stock at each smaller step
-   steps, of which the best is "stock well set", and with Tenuto.
+   steps, of which the best is "stock well set", and with Tenuto. Sizes that one seed shows to be slow are
+   left at that.
 2. At which load Tenuto begins to gain over stock well set. The load goes down in steps while there is a gain,
    or up until there is one. A step takes one seed; where the answer turns, all seeds.
 3. How many machines Tenuto needs where stock needs ten: the search of `tenuto.sim.plan`, for ten times the
@@ -43,6 +44,8 @@ MAX_JOBS = 600
 """A run is given up that is not steady with so many."""
 ALL_SEEDS = Effort(num_jobs=150)
 ONE_SEED = replace(ALL_SEEDS, num_seeds=1)
+NEAR = 1.05
+"""A step size whose first seed is slower than the best's by more than this is run with no other seed."""
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 """Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
@@ -180,7 +183,7 @@ class Estimate:
     @property
     def tuned(self) -> Case:
         """Stock with the best step size, its own among them."""
-        return _get_best(self.cases[:-1])
+        return _get_best(_get_near(self.cases[:-1]))
 
     @property
     def tenuto(self) -> Case:
@@ -259,10 +262,14 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     measure.expect(0, 2 * len(setups))
     # One seed of each first: an answer, if time is up.
     estimate.cases = list(_measure_cases(setups, estimate.load, measure, ONE_SEED, num_at_once))
-    for place, case in enumerate(_measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)):
+    near = [case.setup for case in _get_near(estimate.cases[:-1])]
+    places = [place for place, each in enumerate(setups) if each in (stock, *near, setups[-1])]
+    setups = [setups[place] for place in places]
+    cases = _measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)
+    for number, (place, case) in enumerate(zip(places, cases, strict=True), 1):
         estimate.cases[place] = case
         tell(f"{case.name}: {_describe(case)}")
-        measure.expect(0, len(setups) - place - 1)
+        measure.expect(0, len(setups) - number)
 
 
 def _measure_cases(
@@ -317,6 +324,7 @@ def _count_machines(
             target,
             measure,
             2 * NUM_MACHINES,
+            num_jobs=2 * ALL_SEEDS.num_jobs,
             expect=partial(measure.expect, setups.index(setup)),
         )
         return Need(setup, found.num_machines)
@@ -324,6 +332,15 @@ def _count_machines(
     estimate.target_s = target.p95_s
     needs = list(each_at_once(count, setups, num_at_once))
     estimate.needs = needs
+
+
+def _get_near(cases: Sequence[Case]) -> list[Case]:
+    """Those that may be the best: with the first seed they are not clearly slower."""
+    times_s = [
+        fmean(run.job_times_s) if run.verdict == "steady" and run.job_times_s else math.inf
+        for run in (case.point.runs[0] for case in cases)
+    ]
+    return [case for case, time_s in zip(cases, times_s, strict=True) if time_s <= NEAR * min(times_s)]
 
 
 def _get_best(cases: Sequence[Case]) -> Case:

@@ -217,16 +217,20 @@ class Found:
     """With one machine less; None for a single machine."""
 
 
-def find_fewest(
+def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     setup: Setup,
     load: LoadOptions,
     target: Target,
     measure: Measure,
     max_machines: int,
     *,
+    num_jobs: int = PRECISE,
     expect: Expect = lambda num_points: None,
 ) -> Found:
-    """The number of machines that keeps the target where one less does not."""
+    """The number of machines that keeps the target where one less does not.
+
+    `num_jobs`: of each run that decides; half of them where that is clear.
+    """
     assert load.jps is not None
     points: dict[int, Point] = {}
     settled: set[int] = set()
@@ -247,10 +251,13 @@ def find_fewest(
         else:
             break
         expect(math.ceil(math.log2(enough - too_few)) + 1 if is_between else NEXT_GUESS)
-        effort = Effort(num_jobs=QUICK, target=target, num_seeds=1)
+        effort = Effort(num_jobs=num_jobs, num_clear_jobs=num_jobs // 2, target=target)
         if num in (too_few, too_few + 1, enough - 1, enough):
-            effort = _get_effort(num, points.get(num - 1), load.jps, target)
+            is_far = _is_far(load.jps / num, points.get(num - 1))
+            effort = replace(effort, clear=CLEAR if is_far else 0.0)
             settled.add(num)
+        else:
+            effort = replace(effort, num_jobs=num_jobs // 2, num_seeds=1)
         points[num] = measure_jobs(setup, load, num, measure, effort)
         too_few = max((num for num, point in points.items() if not target.is_met(point)), default=0)
         enough = min((num for num in points if num > too_few), default=max_machines + 1)
@@ -261,14 +268,13 @@ def find_fewest(
     return Found(enough, points[enough], points.get(too_few))
 
 
-def _get_effort(num: int, fewer: Point | None, jps: float, target: Target) -> Effort:
-    """What it takes to tell whether this number of machines keeps the target.
+def _is_far(jps: float, fewer: Point | None) -> bool:
+    """Whether a machine that gets so many jobs a second is far from its capacity.
 
-    Near its capacity a machine looks steady for a while. It is far from it if it can do clearly more than it
-    gets: with one machine less it did with some seed, or finished this many jobs although it was overloaded.
+    Near it a machine looks steady for a while. It can do clearly more than it gets if with one machine less
+    it did with some seed, or finished this many jobs although it was overloaded.
     """
-    is_far = fewer is not None and jps / num <= NEAR_CAPACITY * _get_known_jps(fewer)
-    return Effort(num_jobs=PRECISE, num_clear_jobs=QUICK, target=target, clear=CLEAR if is_far else 0.0)
+    return fewer is not None and jps <= NEAR_CAPACITY * _get_known_jps(fewer)
 
 
 def _get_known_jps(point: Point) -> float:
@@ -592,7 +598,8 @@ class SeedRunner:
 
     def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         """A run for each seed, until one is not steady, or until the target is missed whatever follows."""
-        effort = replace(effort, num_jobs=min(effort.num_jobs, self._max_jobs))
+        # A machine that is not steady just then may be soon after.
+        effort = replace(effort, num_jobs=min(effort.num_jobs, self._max_jobs // 2))
         loads = [replace(load, seed=seed) for seed in self._seeds[: effort.num_seeds]]
         known = [self._find(setup, load, effort) for load in loads]
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
