@@ -150,7 +150,10 @@ def is_clear(point: Point, target: Target) -> bool:
 
 
 def is_missed(runs: Sequence[Steady], num_seeds: int, target: Target) -> bool:
-    """Whether steady runs miss a target for all seeds, of which the others are taken to be like the best."""
+    """Whether steady runs tell that a target is missed, even if the seeds to come are all like the best.
+
+    One run must miss it clearly; by how much less, the more of them say so.
+    """
     best = min(runs, key=target.get_use)
     whole = Point(1, 0.0, (*runs, *[best] * (num_seeds - len(runs))))
     return target.get_use(whole) >= 1 + (MISSED - 1) / len(runs)
