@@ -202,6 +202,29 @@ def test_seeds_that_cannot_change_the_answer_are_not_run(
     assert len(runs) == num_seeds
 
 
+def test_changes_are_tried_with_the_slowest_seed_first() -> None:
+    asked: list[int] = []
+
+    def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
+        asked.append(load.seed)
+        return [replace(make_run(seed), seed=seed) for seed in (5, 7, 6)]
+
+    [plan] = make_plans([L40S], LoadOptions(jps=1.0), Target(p95_s=10.0), measure)
+    asked.clear()
+    list(try_changes(plan, LoadOptions(jps=1.0), Target(p95_s=10.0), measure))
+    assert set(asked) == {7}
+
+
+def test_the_seed_of_the_load_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tenuto.sim.plan.simulate_until_steady",
+        lambda setup, load, **others: replace(make_run(1.0), seed=load.seed),
+    )
+    with make_runner((1, 2, 3)) as measure:
+        runs = measure(L40S, LoadOptions(jps=1.0, seed=2), Effort(num_jobs=300))
+    assert [run.seed for run in runs] == [2, 1, 3]
+
+
 def test_lighter_work_takes_one_seed_where_the_target_is_clearly_kept() -> None:
     asked: list[int | None] = []
 

@@ -119,6 +119,7 @@ class Point:
             "p95_ttft_s": self.p95_ttft_s if is_steady and math.isfinite(self.p95_ttft_s) else None,
             "seeds": [
                 {
+                    "seed": run.seed,
                     "verdict": run.verdict,
                     "p95_s": run.p95_s if run.verdict == "steady" else None,
                     "jobs": run.num_jobs,
@@ -237,8 +238,9 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     assert load.jps is not None
     points: dict[int, Point] = {}
     settled: set[int] = set()
-    guess: int | None = min(math.ceil(load.jps / get_most_jps(setup, load)), max_machines)
-    stride = math.ceil(FIRST_STRIDE * guess)
+    first = min(math.ceil(load.jps / get_most_jps(setup, load)), max_machines)
+    guess: int | None = first
+    stride = math.ceil(FIRST_STRIDE * first)
     too_few, enough = 0, max_machines + 1
     while True:
         is_between = too_few and enough <= max_machines
@@ -254,13 +256,13 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
         else:
             break
         expect(math.ceil(math.log2(enough - too_few)) + 1 if is_between else NEXT_GUESS)
-        effort = Effort(num_jobs=num_jobs, num_clear_jobs=num_jobs // 2, target=target)
-        if num in (too_few, too_few + 1, enough - 1, enough):
-            is_far = _is_far(load.jps / num, points.get(num - 1))
-            effort = replace(effort, clear=CLEAR if is_far else 0.0)
-            settled.add(num)
+        effort = Effort(num_jobs=num_jobs, num_clear_jobs=num_jobs // 2, target=target, clear=CLEAR)
+        if num not in (too_few, too_few + 1, enough - 1, enough):
+            effort = replace(effort, num_seeds=1)
         else:
-            effort = replace(effort, num_jobs=num_jobs // 2, num_seeds=1)
+            settled.add(num)
+            if not _is_far(load.jps / num, points.get(num - 1)):
+                effort = replace(effort, clear=0.0)
         points[num] = measure_jobs(setup, load, num, measure, effort)
         too_few = max((num for num, point in points.items() if not target.is_met(point)), default=0)
         enough = min((num for num in points if num > too_few), default=max_machines + 1)
@@ -507,6 +509,9 @@ def try_changes(
     `num_at_once`: changes that are tried at the same time, in threads.
     """
     plain = replace(target, margin=0.0)
+    # What is too slow with the plan's slowest seed needs no other.
+    slowest = max(plan.point.runs, key=target.get_use)
+    load = replace(load, seed=slowest.seed)
 
     def measure_change(change: Change) -> Point | None:
         assert plan.num_machines is not None
@@ -557,7 +562,7 @@ WAIT_S = 0.5
 class SeedRunner:
     """Measures machines, as `Measure` says. A context manager: it ends its processes.
 
-    With several processes, several threads may measure at the same time.
+    The load's own seed goes first. With several processes, several threads may measure at the same time.
     """
 
     def __init__(self, seeds: Sequence[int], *, workers: int, max_jobs: int, say: Say) -> None:
@@ -603,7 +608,8 @@ class SeedRunner:
         """A run for each seed, until one is not steady, or until the target is missed whatever follows."""
         # A machine that is not steady just then may be soon after.
         effort = replace(effort, num_jobs=min(effort.num_jobs, self._max_jobs // 2))
-        loads = [replace(load, seed=seed) for seed in self._seeds[: effort.num_seeds]]
+        seeds = sorted(self._seeds, key=lambda seed: seed != load.seed)
+        loads = [replace(load, seed=seed) for seed in seeds[: effort.num_seeds]]
         known = [self._find(setup, load, effort) for load in loads]
         new = [load for load, run in zip(loads, known, strict=True) if run is None]
         simulate = partial(simulate_until_steady, setup, effort=effort, max_jobs=self._max_jobs)

@@ -344,6 +344,7 @@ class Steady:
     num_cut: int
     """Turns that are too long for the machine, of all turns that were made."""
     step_cost: str
+    seed: int = 0
 
     @property
     def p95_s(self) -> float:
@@ -391,7 +392,7 @@ def _simulate(
     )
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
     horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
-    observer = _Observer(settling, horizon_s, effort, load.jps, tell)
+    observer = _Observer(settling, horizon_s, effort, load, tell)
     prepared = prepare(
         setup, load, extras=Extras(workload=make_long_workload(load, horizon_s)), watch=observer
     )
@@ -431,12 +432,12 @@ class _Observer:
     """Watches a simulation and stops it when there is a verdict."""
 
     def __init__(
-        self, settling: Settling, horizon_s: float, effort: Effort, jps: float, tell: Tell | None
+        self, settling: Settling, horizon_s: float, effort: Effort, load: LoadOptions, tell: Tell | None
     ) -> None:
         self._settling = settling
         self._horizon_s = horizon_s
         self._effort = effort
-        self._jps = jps
+        self._load = load
         self._tell = tell
         target = effort.target
         # No job is older than the simulation.
@@ -484,7 +485,8 @@ class _Observer:
 
     def _is_known_well(self) -> bool:
         """Whether a steady run is long enough."""
-        is_enough = self._effort.is_enough(self.make_result(), self._now_s * self._jps)
+        assert self._load.jps is not None
+        is_enough = self._effort.is_enough(self.make_result(), self._now_s * self._load.jps)
         return is_enough and are_done(self._arrivals_s, self._get_times_s(), self._now_s)
 
     def _glance(self, now_s: float) -> None:
@@ -546,4 +548,5 @@ class _Observer:
             num_jobs=bisect_right(self._arrivals_s, self._now_s),
             num_cut=self._prepared.num_cut,
             step_cost=self._prepared.machine.step_cost_name,
+            seed=self._load.seed,
         )
