@@ -140,9 +140,11 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"Prometheus did not answer at {url}")
 
 
-def send_jobs(url: str, engines: list[str], num_jobs: int, jps: float = 2.0) -> dict[str, Any]:
+def send_jobs(
+    url: str, engines: list[str], num_jobs: int, jps: float = 2.0, hints: str = "job"
+) -> dict[str, Any]:
     """Agent jobs through the router."""
-    load = LoadOptions(jps=jps, max_jobs=num_jobs, hints="job")
+    load = LoadOptions(jps=jps, max_jobs=num_jobs, hints=hints)
     options = BenchOptions(urls=(url,), engine_urls=tuple(engines), load=load, retries=3, answers="server")
     with RunFiles(None) as files:
         return asyncio.run(measure(options, make_workload(load), files))
