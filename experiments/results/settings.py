@@ -24,7 +24,8 @@ class Setting(NamedTuple):
     @property
     def label(self) -> str:
         """As the tables print it: `continuum @1,024`, or `continuum` at the default."""
-        name = self.policy.rpartition(":")[2].partition("/")[0]
+        name, _, layer = self.policy.rpartition(":")[2].partition("/")
+        name += " with vLLM's host memory" if layer == "native" else ""
         size = "" if self.step is None else f" @{format_step(self.step)}"
         return f"{name}{size}" + (f", prefill every {self.interval} steps" if self.interval > 1 else "")
 
