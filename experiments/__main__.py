@@ -64,6 +64,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "benchmarks.growth": "",
         "benchmarks.tier_step": VLLM,
         "benchmarks.stock_queue": "",
+        "benchmarks.breakpoints": VLLM,
         "benchmarks.policy_decisions": "",
         "benchmarks.server_throughput": MODEL,
         "benchmarks.client_lag": "",

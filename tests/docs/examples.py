@@ -51,6 +51,8 @@ NOT_RUN: tuple[tuple[str, str], ...] = (
         r"tenuto profile|tenuto simulate --step-cost",
         "times a server's steps for minutes: tests/client/test_profile.py",
     ),
+    (r"tenuto validate MODEL", "measures servers for half an hour: tests/client/test_validate.py"),
+    (r"claude ", "needs that client: tests/unchanged_clients runs it where it is installed"),
     (r"tenuto estimate", "takes minutes: tests/sim/test_estimate.py"),
     (r"tenuto (compare|plan) .*(--router|\$P|--p95)", "takes minutes; its flags are parsed by tests/cli"),
     (

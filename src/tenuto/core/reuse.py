@@ -10,7 +10,6 @@ turn 2 is preempted with 155 computed tokens and hits 144 when it is back →   
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Hashable, Sequence
 
 
@@ -77,10 +76,10 @@ class PrefixMarks:
         self._num_computed_tokens = num_computed_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
-        self._positions = array("q", [each for each in sorted(positions, reverse=True) if each > 0])
+        self._positions = tuple([each for each in sorted(positions, reverse=True) if each > 0])
         """For each kept prefix, longest first: its number of blocks."""
-        self._hashes = array("q", [hash(hashes[each - 1]) for each in self._positions])
-        """64 bits of the hash of its last block. Every idle job has such an object, so it is small."""
+        self._hashes = tuple([hashes[each - 1] for each in self._positions])
+        """The hash of its last block; in two tuples, because there is one such object for each idle job."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
@@ -117,6 +116,6 @@ class PrefixMarks:
     def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
         """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
         for position, block_hash in zip(self._positions, self._hashes, strict=True):
-            if position <= len(hashes) and hash(hashes[position - 1]) == block_hash:
+            if position <= len(hashes) and hashes[position - 1] == block_hash:
                 return position
         return 0
