@@ -26,7 +26,6 @@ from experiments.random_scenarios.report import (
 )
 from experiments.random_scenarios.runs import CLAIRVOYANT, OURS, STOCK, UNLIMITED, Book, Place, get_setup
 from experiments.results.settings import Setting
-from tenuto.core.errors import ConfigError
 
 RIVAL = Setting("thunderagent/async", 512)
 
@@ -223,9 +222,9 @@ def test_runs_of_older_code_that_come_out_the_same_are_not_older(
     assert "No run is of older code." in capsys.readouterr().out
 
     elsewhere = Book(tmp_path / "elsewhere.jsonl")
-    elsewhere.write([{**older, "code": f"before-elsewhere-{present.rules}"}])
-    with pytest.raises(ConfigError, match="another machine"):
-        command.confirm_kept(elsewhere, 1, 1)
+    moved = {**record, "code": f"{present.engine}-elsewhere-{present.rules}"}
+    elsewhere.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, moved])
+    assert command.confirm_kept(elsewhere, 1, 1) == 0 and runs.is_present(moved)
     decision_code._read_same.cache_clear()
 
 
