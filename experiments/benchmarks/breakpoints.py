@@ -94,7 +94,7 @@ def measure(tokenizer: Any, num_tokens: int, num_requests: int) -> dict[str, lis
         )
         if kind == "last, again":
             place(Wish("anthropic", (Span(300.0, None, Mark(1.0, marks[1].tail)),)), head)
-        reader.place, looked_s[0] = place_timed, 0.0  # type: ignore[method-assign]
+        reader.place, looked_s[0] = place_timed, 0.0  # type: ignore[method-assign, assignment]
         hints = {WISH_FIELD: write_wish(Wish("anthropic", tuple(spans)))} if spans else {}
         request = make_request(f"r{number}", prompt, max_tokens=64, xargs=hints)
         before_s, started_s = engine.scheduler_s, time.process_time()

@@ -70,6 +70,18 @@ class CountingEngine(Engine):
     def get_num_leased_blocks(self) -> int:
         return self._num_leased
 
+    def get_num_idle_leased_blocks(self) -> int:
+        return self._num_leased
+
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
+        raise NotImplementedError("leases can be truncated")
+
+    def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
+        raise NotImplementedError("leases can be truncated")
+
+    def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
+        raise NotImplementedError("leases can be truncated")
+
     def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
         return blocks
 

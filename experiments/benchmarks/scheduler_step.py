@@ -99,7 +99,7 @@ class TimedEngine(Engine):
 def start(settings: dict[str, Any] | None) -> TimedEngine:
     """An engine with these settings of Tenuto; None for stock vLLM."""
     cls = AsyncScheduler if settings is None else tenuto.vllm.Scheduler
-    tenuto.vllm.scheduler.time = ProcessorTime
+    tenuto.vllm.scheduler.time = ProcessorTime  # type: ignore[attr-defined, assignment]
     config = make_config(
         is_async=True, tenuto=settings, max_num_seqs=NUM_RUNNING + 8, max_num_batched_tokens=8192
     )

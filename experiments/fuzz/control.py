@@ -163,8 +163,10 @@ def wish_on_simulated_server(data: bytes) -> None:
     What makes no sense is counted, once for each dialect; no lease is longer than the operator allows.
     """
     value = load_json(data)
-    names = ("cache_control", "prompt_cache_retention", "prompt_cache_options", "retention_directives")
-    names += ("nvext", "kv_hints", "agentic_context", "agent_hint", "kv_transfer_params")
+    names = (
+        *("cache_control", "prompt_cache_retention", "prompt_cache_options", "retention_directives"),
+        *("nvext", "kv_hints", "agentic_context", "agent_hint", "kv_transfer_params"),
+    )
     body = value if isinstance(value, dict) else dict.fromkeys(names, value)
     path = "/v1/responses" if "input" in body else "/v1/messages" if "system" in body else GENERATION_PATHS[0]
     if path != "/v1/responses":
