@@ -16,6 +16,7 @@ Code may become faster and decide the same. `experiments/records/same_code.txt` 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -122,7 +123,7 @@ def digest_engine() -> str:
 
 @cache
 def _digest_place(gpus: tuple[str, ...], model: str, jobs: str, is_module: bool) -> str:
-    things = [repr(get_gpu(gpu)) for gpu in gpus] + [repr(load_model(model))]
+    things = [repr(get_gpu(gpu)) for gpu in gpus] + [describe_model(model)]
     if is_module:
         made_by = [jobs]
     elif jobs in GENERATORS:
@@ -132,6 +133,13 @@ def _digest_place(gpus: tuple[str, ...], model: str, jobs: str, is_module: bool)
         made_by = [name for name in parts.imports if _is_in(name, [READERS])]
         things += [text for name, text in parts.statements if name in READING]
     return _digest([*things, *_read_modules(_close(made_by, _find_engine()))])
+
+
+def describe_model(model: str) -> str:
+    """A model's shape in words, without the place of its file: that is another one in each clone."""
+    found = load_model(model)
+    names = [each.name for each in dataclasses.fields(found) if each.name != "config_path"]
+    return repr([(name, getattr(found, name)) for name in names])
 
 
 @cache

@@ -138,3 +138,8 @@ def test_of_several_codes_the_last_counts() -> None:
     new = [make("tenuto", "e-p-T")]
     assert take_last([*old, *new]) == [old[0], *new]
     assert take_last([]) == []
+
+
+def test_a_digest_is_the_same_in_every_clone() -> None:
+    said = decision_code.describe_model("llama-3.1-8b")
+    assert "hidden_size" in said and str(decision_code.ROOT) not in said and "Path" not in said
