@@ -33,7 +33,7 @@ import httpx
 from experiments.benchmarks.light_server import serve
 from tenuto.client.ab_verdict import estimate_ratio
 from tenuto.client.bench import measure
-from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
+from tenuto.client.http import Conversation, RequestWriter, TokenIds
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload

@@ -7,12 +7,12 @@ from typing import Any
 
 from experiments.fuzz.guard import Wrong
 from experiments.fuzz.requests import GENERATION_PATHS, check_hints
-from tenuto.client.http.client import AnswerStream, RequestFailed
+from tenuto.client.http import AnswerStream, RequestFailed
 from tenuto.client.metrics import parse_page
 from tenuto.proxy import exchange as recorded
 from tenuto.proxy.exchange import Exchange, Unreadable
 from tenuto.proxy.proxy import UsageFilter, ask_for_usage
-from tenuto.report.top_state import Window, make_state
+from tenuto.report.top import Window, make_state
 from tenuto.sim.server.request import Served, read_request
 from tenuto.sim.server.tokens import PieceTokenizer
 from tenuto.wire import get_format

@@ -27,10 +27,10 @@ from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.wishes.wish import make_wish_header
 from tenuto.sim.machine import build
+from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.app import make_parts
 from tenuto.sim.server.control import LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Pacer, ServedRequest
-from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.request import read_request
 from tenuto.sim.setup import Setup
 from tenuto.vllm import control_http

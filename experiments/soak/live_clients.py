@@ -16,7 +16,7 @@ import httpx
 
 from experiments.fuzz.hostile import make_hints, make_request_id, make_text
 from experiments.soak.book import Book
-from tenuto.client.http.client import KEEP_ALIVE_S
+from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core.requests import HINT_FIELDS
 
 STALL_S = 120.0

@@ -23,7 +23,7 @@ import pytest
 
 import tenuto.vllm
 from tenuto.client import bench as run_module
-from tenuto.client.http.request import Conversation, TokenIds
+from tenuto.client.http import Conversation, TokenIds
 from tenuto.client.options import BenchOptions
 from tenuto.core.engine import StepTokens
 from tenuto.core.requests import make_fields

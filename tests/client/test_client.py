@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.client import Answer, Client, RequestFailed
+from tenuto.client.http import Answer, Client, RequestFailed
 from tests.client.fake_server import FakeServer, Reply
 
 HEADERS = {"X-Session-ID": "job"}

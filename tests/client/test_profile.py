@@ -12,10 +12,9 @@ import pytest
 
 from tenuto import cli
 from tenuto.client import profile as run_module
-from tenuto.client.http.client import Answer
-from tenuto.client.http.probe import ServerError
-from tenuto.client.http.request import RequestWriter, TokenIds
+from tenuto.client.http import Answer, RequestWriter, TokenIds
 from tenuto.client.options import ProfileOptions
+from tenuto.client.probe import ServerError
 from tenuto.client.profile import (
     OUTPUT_TOKENS,
     Decode,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.client import Answer
+from tenuto.client.http import Answer
 from tenuto.client.profile import LOADED, STORED, choose_lengths, time_copies
 from tenuto.wire.response import Usage
 from tenuto.workload.schema import Prompt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.client import load as servers_module
-from tenuto.client.http.client import Answer, Client, RequestFailed
+from tenuto.client.http import Answer, Client, RequestFailed
 from tenuto.client.load import RoutedServers
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError, PolicyError

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.client.http import client as client_module
-from tenuto.client.http.client import Answer, AnswerStream, RequestFailed
+from tenuto.client import http as client_module
+from tenuto.client.http import Answer, AnswerStream, RequestFailed
 from tenuto.wire import Format, openai_chat, openai_completions
 from tenuto.wire.response import Usage, get_error_message
 

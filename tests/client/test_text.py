@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.client.http.client import Answer
-from tenuto.client.http.request import WORDS, Conversation, TokenIds, Words
+from tenuto.client.http import WORDS, Answer, Conversation, TokenIds, Words
 from tenuto.wire.response import Usage
 from tenuto.workload import Job, Span, TurnSpec, count_shared_tokens, load_workload
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tenuto.proxy import RecordOptions
 from tenuto.proxy import recorder as recorder_module
-from tenuto.proxy.options import RecordOptions
 from tenuto.proxy.proxy import Proxy
 from tenuto.proxy.recorder import Recorder, RecordingFile
 

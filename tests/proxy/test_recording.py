@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from tenuto.core.errors import ConfigError
+from tenuto.proxy import RecordOptions
 from tenuto.proxy import recorder as recorder_module
-from tenuto.proxy.options import RecordOptions
 from tenuto.workload import count_shared_tokens, load_workload
 from tests.proxy.conftest import Model, encode, make_client, render, serving_with
 

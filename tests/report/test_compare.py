@@ -14,9 +14,8 @@ from tenuto.report.html.compare import Group, get_seed_spread, group_runs
 from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
 from tenuto.report.html.sources import Run, Sources, make_run
-from tenuto.report.html.spec import Look, Panel
+from tenuto.report.html.spec import Look, Panel, format_seconds
 from tenuto.report.html.verdict import describe
-from tenuto.report.html.words import format_seconds
 from tests.report.data import make_record
 
 

@@ -14,7 +14,7 @@ from tenuto.records.codec import Fields
 from tenuto.records.load import read_sample, read_turn
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
-from tenuto.records.trace_reader import read_trace
+from tenuto.records.trace import read_trace
 from tenuto.report.html.charts import MAX_LIVES, MAX_SAMPLES, average_samples, plot_lives
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.spec import Bars, Panel, Signs

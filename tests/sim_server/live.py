@@ -14,9 +14,9 @@ import httpx
 from aiohttp import web
 
 from tenuto.sim.machine import build
+from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.app import make_app, make_parts
 from tenuto.sim.server.engine import Pacer, ServedEngine
-from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.setup import Setup
 from tests.support.sim_checks import check_integrity
 

@@ -28,7 +28,7 @@ from tenuto.records.files import METRICS, TURNS, RunFiles
 from tenuto.records.metrics import get_job_times_s
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.machine import build
-from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server import ServerOptions
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload.load import LoadOptions, make_workload

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tenuto.client.http.request import RequestWriter, TokenIds
+from tenuto.client.http import RequestWriter, TokenIds
 from tenuto.core.requests import Hints, read_hints
 from tenuto.core.wishes import wish
 from tenuto.workload import Job, Span, TurnSpec

@@ -126,7 +126,7 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
         return {}
     import httpx
 
-    from tenuto.client.http.address import check_api_key, check_url
+    from tenuto.client.address import check_api_key, check_url
     from tenuto.client.metrics import connect, read_cache_state
     from tenuto.client.verify import read_model
 

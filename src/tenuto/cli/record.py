@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tenuto.cli.command import Command, Given, Part, needing
-from tenuto.proxy.options import RecordOptions
+from tenuto.proxy import RecordOptions
 
 _SUMMARY = """\
 Record the requests of agents to a server, without their text: a proxy that passes everything on unchanged.

@@ -8,7 +8,7 @@ from typing import Literal
 from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.cli.simulations import PolicyOptions
 from tenuto.core.settings import Options, option
-from tenuto.sim.server.options import ServerOptions
+from tenuto.sim.server import ServerOptions
 from tenuto.sim.setup import Setup
 
 _SUMMARY = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass
 
 from tenuto.cli.command import Command, Given, Part, needing
-from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.address import check_api_key, check_url
 from tenuto.core.settings import Options, option
 
 _SUMMARY = """\

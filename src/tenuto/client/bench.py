@@ -17,11 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tenuto.client.address import get_base_url
 from tenuto.client.commands import CommandRecord, CommandRunner, check_commands
-from tenuto.client.http.address import get_base_url
-from tenuto.client.http.client import Client, RequestFailed
-from tenuto.client.http.probe import Server, check_lengths, probe_server
-from tenuto.client.http.request import FORMS, RequestWriter, read_format
+from tenuto.client.http import FORMS, Client, RequestFailed, RequestWriter, read_format
 from tenuto.client.load import Load, OneServer, Progress, RoutedServers, show
 from tenuto.client.metrics import (
     LIST_PATH,
@@ -35,6 +33,7 @@ from tenuto.client.metrics import (
     try_get_sim_speed,
 )
 from tenuto.client.options import BenchOptions
+from tenuto.client.probe import Server, check_lengths, probe_server
 from tenuto.client.result import (
     Outcome,
     Sending,

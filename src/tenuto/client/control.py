@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
-from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.settings import Options, option, parse_option
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
-from tenuto.client.http.address import check_api_key, check_url
+from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option

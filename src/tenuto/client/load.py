@@ -19,8 +19,7 @@ from itertools import count
 from typing import Any, Protocol, TextIO
 
 from tenuto.client.commands import CommandRunner
-from tenuto.client.http.client import Answer, Client, RequestFailed
-from tenuto.client.http.request import Conversation, RequestWriter
+from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter
 from tenuto.client.result import Flight, Sending, make_turn_record
 from tenuto.core import router as routing
 from tenuto.core.dispatcher import Dispatcher, FleetLimits

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenuto.client.http.address import check_url, get_base_url
+from tenuto.client.address import check_url, get_base_url
 from tenuto.core.errors import ConfigError, DataError
 
 _WRITTEN = ("vllm:", "tenuto:")

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
+from tenuto.client.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.workload.load import JPS_HELP, LoadOptions

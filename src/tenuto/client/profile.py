@@ -30,11 +30,10 @@ from typing import Any
 
 import httpx
 
-from tenuto.client.http.client import Answer, Client, RequestFailed
-from tenuto.client.http.probe import ServerError, probe_server
-from tenuto.client.http.request import Conversation, RequestWriter, TokenIds
+from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter, TokenIds
 from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, read_cache_state
 from tenuto.client.options import ProfileOptions
+from tenuto.client.probe import ServerError, probe_server
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 

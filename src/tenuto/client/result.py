@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from tenuto.client.commands import CommandRecord
-from tenuto.client.http.client import Answer
+from tenuto.client.http import Answer
 from tenuto.client.metrics import Totals
 from tenuto.core import __version__
 from tenuto.core.reuse import count_missed_tokens

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import httpx
 
-from tenuto.client.http.address import check_api_key, check_engine_urls, check_url, get_base_url
+from tenuto.client.address import check_api_key, check_engine_urls, check_url, get_base_url
 from tenuto.client.metrics import (
     CacheState,
     OwnJob,

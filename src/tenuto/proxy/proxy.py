@@ -22,11 +22,11 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from tenuto.client.http.client import KEEP_ALIVE_S
+from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import read_hints
+from tenuto.proxy import RecordOptions
 from tenuto.proxy.exchange import Exchange, is_recorded
-from tenuto.proxy.options import RecordOptions
 from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.wire import openai_chat, openai_completions
 from tenuto.wire.response import LineReader, get_data

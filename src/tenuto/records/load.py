@@ -16,7 +16,7 @@ from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_
 from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord, ValidationRecord
-from tenuto.records.trace_reader import read_trace
+from tenuto.records.trace import read_trace
 
 _TIME_SLACK_S = 1e-6
 """Tolerance for the order of times, in seconds, because times are written rounded."""

@@ -68,7 +68,7 @@ class Failure:
     """One failed attempt to send a turn: it got no complete answer."""
 
     kind: str
-    """As in `tenuto.client.http.client.RequestFailed`."""
+    """As in `tenuto.client.http.RequestFailed`."""
     detail: str
     sent_s: float
     failed_s: float

@@ -1,4 +1,4 @@
-"""Writes the JSONL trace of steps and decisions; one schema for every engine.
+"""The JSONL trace of steps and decisions, written and read; one schema for every engine.
 
 Each line is one JSON object. Every line has `kind` and `step`, the number of its step, counted from 0. Kinds:
 `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started, finished, lease-granted,
@@ -8,6 +8,12 @@ beside the policy: the tokens of a step, if these are adaptive).
 
 A header has `run` and `part`. A file that exceeds its limit is renamed to `FILE.1`. The same run continues in
 a new FILE, and its header has the next `part`.
+
+Read, a trace is all turns and leases, and the engine's state. A trace may contain several starts of a server,
+each with its header. Clocks restart there, so jobs are separate too: the second job with the same id is
+called `ID #2`. A trace does not contain the time to first token; the first token is assumed at the next step
+after the prompt was computed. If its steps do not contain the size of the KV cache, as before 0.2, the
+largest number of free blocks is used, which is exact if the engine was ever idle.
 """
 
 from __future__ import annotations
@@ -16,20 +22,26 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import stat
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from tenuto.core import __version__
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import describe_policy
 from tenuto.core.policy import Policy
+from tenuto.core.reuse import count_missed_tokens
 from tenuto.core.types import TierView
+from tenuto.records.codec import Fields
+from tenuto.records.run_data import LeaseRecord, Preemption, RunData
+from tenuto.records.schema import Sample, TurnRecord
 
 Commands = Literal["none", "hash", "full"]
 COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")
@@ -254,3 +266,362 @@ class CommandHider:
             return None
         text = str(command).encode(errors="replace")
         return "hash-" + hashlib.blake2b(text, key=self._salt, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+SCARCE = 0.05
+"""Free blocks are scarce at or below this share of the largest number that was ever free. A step that
+reclaims blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's
+prompt took them, not other jobs."""
+_GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_free_blocks",
+    "num_cached_blocks",
+    "num_retained_blocks",
+    "num_retained_jobs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a run that one header begins. A run is a server's life, in one file or several."""
+
+    run: str | None = None
+    """None if the header does not say it."""
+    number: int = 1
+    """Number of the part, from 1. A later part continues where the previous file ended."""
+    commands: str = "full"
+    """`none`, `hash` or `full`."""
+
+    def follows(self, before: Part | None) -> bool:
+        """Whether this part continues the previous part, so that no state is reset."""
+        return (
+            before is not None
+            and self.run is not None
+            and (self.run, self.number) == (before.run, before.number + 1)
+        )
+
+
+def read_part(header: Fields) -> Part:
+    """Read the part from a header. Raises DataError if the header is malformed."""
+    if "run" not in header:
+        return Part()
+    commands = header.text("commands")
+    if commands not in COMMANDS:
+        raise header.error("commands", f"must be one of {', '.join(COMMANDS)}, got {commands!r}")
+    return Part(header.text("run"), header.integer("part", 1), commands)
+
+
+@dataclass(slots=True)
+class _TracedTurn:
+    """A turn with the data that has been read from the trace so far."""
+
+    job: str
+    turn: int
+    due_s: float
+    prompt_tokens: int
+    start_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int | None = None
+    hit_tokens: int | None = None
+    reusable_tokens: int | None = None
+    lost_tokens: int | None = None
+    """Tokens lost by preemptions; None if the trace does not contain them."""
+    loaded_tokens: int = 0
+    preemptions: int = 0
+    is_aborted: bool = False
+    num_left_tokens: int = 0
+    """Prompt tokens that have not been computed yet."""
+
+    def to_record(self) -> TurnRecord:
+        names = (each.name for each in fields(TurnRecord) if hasattr(self, each.name))
+        return TurnRecord(
+            **{name: getattr(self, name) for name in names},
+            status="cancelled" if self.is_aborted else "ok",
+            recomputed_tokens=self._count_recomputed(),
+        )
+
+    def _count_recomputed(self) -> int | None:
+        if self.reusable_tokens is None or self.hit_tokens is None:
+            return None
+        return count_missed_tokens(self.reusable_tokens, self.hit_tokens) + (self.lost_tokens or 0)
+
+
+@dataclass
+class _TraceReader:
+    data: RunData
+    with_samples: bool
+    turns: list[_TracedTurn] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    """Their KV cache has no size yet: it is known at the end."""
+    num_jobs: Counter[str] = field(default_factory=Counter)
+    """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Names of the live jobs by id."""
+    live: dict[str, _TracedTurn] = field(default_factory=dict)
+    """Turns by id."""
+    leases: dict[str, LeaseRecord] = field(default_factory=dict)
+    """Active leases, by the id of the turn that they belong to."""
+    preempted: dict[str, Preemption] = field(default_factory=dict)
+    """The last preemption of each turn that has not resumed, by the turn's id."""
+    finished: dict[str, _TracedTurn] = field(default_factory=dict)
+    """Each job's last finished turn."""
+    computed: list[tuple[int, _TracedTurn]] = field(default_factory=list)
+    """Turns whose prompt a step completed that may still run, with the number of that step."""
+    num_steps: int = 0
+    """Steps with tokens so far."""
+    part: Part | None = None
+    last_step_s: float | None = None
+    num_blocks: int = 0
+    """Size of the KV cache; 0 if no step says it."""
+    most_free: int = 0
+    pressed_s: float | None = None
+    """The last time when free blocks were scarce; None before the first step."""
+    just_ended: list[LeaseRecord] = field(default_factory=list)
+    """Leases that ended in the current step; the step's own record has not been read yet."""
+
+    def read(self, records: Iterable[Fields]) -> None:
+        kinds: dict[str, Callable[[Fields], None]] = {
+            "header": self._on_header,
+            "job": self._on_job,
+            "step": self._on_step,
+            "admission": self._on_admission,
+            "asked": self._on_asked,
+        }
+        for record in records:
+            kind = record.text("kind")
+            if kind in kinds:
+                kinds[kind](record)
+            elif kind not in ("told", "chosen", "shadow"):
+                raise record.error("kind", f"{kind!r} is not a record of a trace")
+
+    def _on_header(self, record: Fields) -> None:
+        schema = record.integer("schema")
+        if schema != SCHEMA:
+            raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
+        if "policy" in record:
+            self.data.policy = record.text("policy")
+        before, self.part = self.part, read_part(record)
+        if self.part.follows(before):
+            return
+        kept = (self.names, self.live, self.leases, self.preempted, self.finished, self.computed)
+        for each in (*kept, self.just_ended):
+            each.clear()
+        self.last_step_s = self.pressed_s = None
+        self.num_steps = 0
+
+    def _on_job(self, record: Fields) -> None:
+        events = {
+            "started": self._on_started,
+            "resumed": self._on_resumed,
+            "preempted": self._on_preempted,
+            "finished": self._on_finished,
+            "lease-granted": self._on_lease_granted,
+            "lease-truncated": self._on_lease_truncated,
+            "lease-ended": self._on_lease_ended,
+        }
+        event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
+        if record.values.get("shadow") is True:
+            return  # a lease that was never held
+        if event == "arrived":
+            self._on_arrived(record, job_id, turn_id)
+        elif event == "lease-refused":
+            self.data.refusals[record.text("reason")] += 1
+        elif event == "wished":
+            record.optional(record.text, "result")  # only checked; other records say what became of leases
+        elif event not in events:
+            raise record.error("event", f"{event!r} is not an event of a trace")
+        elif job_id in self.names:  # otherwise the trace began in the middle of the job
+            events[event](record, turn_id)
+
+    def _on_arrived(self, record: Fields, job_id: str, turn_id: str) -> None:
+        number = record.integer("turn_number", 1)
+        if job_id not in self.names or number == 1:
+            # The driver counts from 1 again if a job has ended and its id is used for another job.
+            self.num_jobs[job_id] += 1
+            times = self.num_jobs[job_id]
+            self.names[job_id] = job_id if times == 1 else f"{job_id} #{times}"
+        record.optional(record.number, "tool_s")  # only checked; turn times imply it
+        due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
+        turn = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
+        if "parted_at" in record:
+            self.data.parted_at[turn.job, turn.turn] = record.integer("parted_at")
+        self.turns.append(turn)
+        self.live[turn_id] = turn
+
+    def _on_started(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        if turn is not None:
+            turn.start_s = record.number("now_s")
+            turn.hit_tokens = record.integer("num_hit_tokens")
+            turn.reusable_tokens = record.optional(record.integer, "num_reusable_tokens")
+            turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
+            if "short_group" in record:
+                group = record.text("short_group")
+                self.data.short_hits[turn.job, turn.turn] = group
+                self.data.short_tokens[group] += record.integer("num_short_tokens")
+
+    def _on_resumed(self, record: Fields, turn_id: str) -> None:
+        num_hit = record.integer("num_hit_tokens")
+        if (preemption := self.preempted.pop(turn_id, None)) is not None:
+            preemption.resumed_s, preemption.hit_tokens = record.number("now_s"), num_hit
+        num_lost = record.optional(record.integer, "num_lost_tokens")
+        if turn_id in self.live and num_lost is not None:
+            self.live[turn_id].lost_tokens = (self.live[turn_id].lost_tokens or 0) + num_lost
+
+    def _on_preempted(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        if turn is not None:
+            turn.preemptions += 1
+            preemption = Preemption(turn.job, turn.turn, record.number("now_s"))
+            self.preempted[turn_id] = preemption
+            self.data.preemptions.append(preemption)
+
+    def _on_finished(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        if turn is None:
+            return
+        turn.last_token_s = record.number("now_s")
+        turn.output_tokens = record.integer("num_output_tokens")
+        turn.is_aborted = record.values.get("aborted") is True
+        if not turn.is_aborted:
+            self.finished[turn.job] = turn
+
+    def _on_lease_granted(self, record: Fields, turn_id: str) -> None:
+        turn = self.live.get(turn_id)
+        lease = LeaseRecord(
+            job=self.names[record.text("job")],
+            turn=turn.turn if turn else 0,
+            granted_s=record.number("now_s"),
+            num_blocks=record.integer("num_blocks"),
+            until_s=record.number("until_s"),
+        )
+        self.data.leases.append(lease)
+        self.leases[turn_id] = lease
+
+    def _on_lease_truncated(self, record: Fields, turn_id: str) -> None:
+        record.integer("num_blocks")
+        self._take(record, self.leases.get(turn_id))
+
+    def _take(self, record: Fields, lease: LeaseRecord | None) -> None:
+        """Blocks of a lease were reclaimed."""
+        taken_by = record.text("taken_by")
+        self.data.takes[taken_by] += 1
+        if lease is not None:
+            lease.taken_by = taken_by
+
+    def _on_lease_ended(self, record: Fields, turn_id: str) -> None:
+        lease = self.leases.pop(turn_id, None)
+        if lease is None:
+            return
+        lease.ended_s = record.number("now_s")
+        lease.reason = record.text("reason")
+        lease.num_blocks_left = record.integer("num_blocks")
+        if "taken_by" in record:
+            self._take(record, lease)
+        # Without steps this is unknown. Blocks are reclaimed only if none are free.
+        lease.was_pressed = self.pressed_s is None or self.pressed_s >= lease.granted_s
+        self.just_ended.append(lease)
+
+    def _on_asked(self, record: Fields) -> None:
+        inputs, answer = record.values.get("inputs"), record.values.get("answer")
+        if not isinstance(inputs, list):
+            raise record.error("inputs", "must be a list")
+        for each in inputs:
+            if isinstance(each, dict) and type(each.get("block_size")) is int and each["block_size"] > 0:
+                self.data.known_block_size = each["block_size"]
+        if record.values.get("hook") == "load" and inputs and isinstance(inputs[0], dict):
+            turn = self.live.get(inputs[0].get("turn_id", ""))
+            if turn is not None:
+                # A turn that waits is asked for again; its last answer counts.
+                change = self.data.declined_loads.discard if answer else self.data.declined_loads.add
+                change((turn.job, turn.turn))
+        if record.values.get("hook") == "retain" and _is_offload(answer) and inputs:
+            job = inputs[0].get("job") if isinstance(inputs[0], dict) else None
+            name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
+            if name in self.finished:
+                self.data.offloaded.add((name, self.finished[name].turn))
+
+    def _on_admission(self, record: Fields) -> None:
+        turn = self.live.get(record.text("turn"))
+        num_loaded = record.optional(record.integer, "num_external_hit_tokens") or 0
+        if turn is not None and num_loaded:
+            turn.loaded_tokens = num_loaded
+
+    def _on_step(self, record: Fields) -> None:
+        now_s = record.number("now_s")
+        values = {name: record.integer(name) for name in _GAUGES}
+        for name, value in values.items():
+            self.data.add_to_gauge(name, value)
+        self.num_blocks = record.optional(record.integer, "num_blocks") or self.num_blocks
+        self._see_pressure(values["num_free_blocks"], now_s)
+        counts = record.optional_part("num_tokens")
+        # Traces before 0.2 do not say it; they have one step in flight.
+        self._end_steps(self.num_steps - (record.optional(record.integer, "num_in_flight") or 0), now_s)
+        if counts.values and self.last_step_s is not None:
+            self.data.step_s.append(now_s - self.last_step_s)
+        self.last_step_s = now_s if counts.values else None
+        self._see_prefills(counts)
+        if self.with_samples:
+            tiers = record.optional_part("num_tier_blocks")
+            host, disk = (tiers.optional(tiers.integer, tier) for tier in ("host", "disk"))
+            self.samples.append(
+                Sample(
+                    now_s=now_s,
+                    num_blocks=0,
+                    running_blocks=0,
+                    leased_blocks=values["num_retained_blocks"],
+                    cached_blocks=None,  # a trace does not say which free blocks hold content
+                    free_blocks=values["num_free_blocks"],
+                    host_blocks=host,
+                    disk_blocks=disk,
+                )
+            )
+
+    def _end_steps(self, num_ended: int, now_s: float) -> None:
+        """`num_ended` steps have ended by now: turns whose prompt they completed have their first token."""
+        while self.computed and self.computed[0][0] <= num_ended:
+            _, turn = self.computed.pop(0)
+            if turn.last_token_s is None:
+                turn.first_token_s = now_s
+
+    def _see_prefills(self, counts: Fields) -> None:
+        self.num_steps += bool(counts.values)
+        for turn_id in counts.values:
+            live = self.live.get(turn_id)
+            if live is not None and live.num_left_tokens > 0:
+                live.num_left_tokens -= counts.integer(turn_id)
+                if live.num_left_tokens <= 0:
+                    self.computed.append((self.num_steps, live))
+
+    def _see_pressure(self, num_free: int, now_s: float) -> None:
+        self.most_free = max(self.most_free, num_free)
+        if num_free <= SCARCE * self.most_free:
+            self.pressed_s = now_s
+            for lease in self.just_ended:
+                lease.was_pressed = True
+        elif self.pressed_s is None:
+            self.pressed_s = -math.inf
+        self.just_ended.clear()
+
+
+def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool = True) -> None:
+    """Fill `data`. Raises DataError for a malformed record, or if no turn arrived."""
+    reader = _TraceReader(data, with_samples)
+    reader.read(records)
+    if not reader.turns:
+        raise DataError(f"{data.source}: no turn arrived in this trace")
+    data.turns = [turn.to_record() for turn in reader.turns]
+    data.samples = [_set_size(sample, reader.num_blocks or reader.most_free) for sample in reader.samples]
+    data.tells_leases = True
+
+
+def _is_offload(answer: Any) -> bool:
+    return isinstance(answer, dict) and answer.get("type") == "Offload"
+
+
+def _set_size(sample: Sample, num_blocks: int) -> Sample:
+    used = num_blocks - sample.free_blocks
+    held = max(0, min(sample.leased_blocks, used))
+    return replace(sample, num_blocks=num_blocks, running_blocks=used - held, leased_blocks=held)

@@ -17,8 +17,7 @@ from tenuto.core.policy_caller import Difference, Replay
 from tenuto.records.codec import Fields, show
 from tenuto.records.files import stream_objects
 from tenuto.records.load import TRACE, UNKNOWN, identify, make_error
-from tenuto.records.trace import SCHEMA
-from tenuto.records.trace_reader import Part, read_part
+from tenuto.records.trace import SCHEMA, Part, read_part
 
 _PROGRESS_S = 2.0
 _SHOWN_CHARS = 300

@@ -21,6 +21,8 @@ the application asks for it, which is after that check. The number of bytes that
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
 import os
@@ -28,7 +30,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
 from tenuto.core.head_lines import read_head_lines
+from tenuto.core.loader import load_router
 from tenuto.core.requests import (
     are_xargs,
     get_new_fields,
@@ -37,6 +41,7 @@ from tenuto.core.requests import (
     parse_hints,
     write_context_as_text,
 )
+from tenuto.core.router import EngineInfo
 from tenuto.vllm import tenants
 from tenuto.vllm.compat.process import get_engine_client, watch_requests
 from tenuto.vllm.control_http import (
@@ -51,7 +56,6 @@ from tenuto.vllm.control_http import (
     read_body,
     send_json,
 )
-from tenuto.vllm.ranks import RankedTurn, Ranks, get_rank_by_name
 from tenuto.vllm.tenants import TenantReader
 from tenuto.vllm.wishes import WishAnswers
 
@@ -63,7 +67,7 @@ MAX_BODY_BYTES = 8 * 2**20
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
 DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
-"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.ranks`."""
+"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.identity`."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
@@ -283,3 +287,67 @@ async def _refuse(scope: Scope, send: Send, problem: str) -> None:
         return
     error = {"message": f"tenuto: {problem}", "type": "Service Unavailable", "param": None, "code": 503}
     await send_json(send, 503, {"error": error})
+
+
+ROUTER = "tenuto"
+
+
+def get_rank_by_name(job_id: str, dp_size: int) -> int:
+    """The job's data-parallel rank; the same in every API server process."""
+    digest = hashlib.blake2b(job_id.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % dp_size
+
+
+class Ranks:
+    """The data-parallel ranks behind one API server, as a fleet; chooses one for each request.
+
+    The same router that Tenuto has for fleets decides: a job stays with its KV, a new job goes where its work
+    will finish soonest, and a job moves only in a tool gap, if the move gains more than computing its context
+    again costs. One process keeps the accounts for this, so it needs `--api-server-count 1`.
+    """
+
+    def __init__(self, size: int, get_now_s: Callable[[], float] = time.monotonic) -> None:
+        self._get_now_s = get_now_s
+        self._numbers = itertools.count()
+        # A turn cannot be held back here: the engine has its own admission.
+        self.dispatcher = Dispatcher(load_router(ROUTER), FleetLimits(max_held=0))
+        for rank in range(size):
+            self.dispatcher.join(EngineInfo(str(rank)), get_now_s())
+
+    def open_turn(self, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> RankedTurn:
+        """Choose the rank of a request."""
+        turn_id = str(next(self._numbers))
+        arrival = read_arrival(turn_id, request, headers, path)
+        (sending,) = self.dispatcher.arrive(arrival, self._get_now_s())
+        return RankedTurn(self, turn_id, int(sending.engine))
+
+    def get_now_s(self) -> float:
+        """Seconds on the clock of the accounts."""
+        return self._get_now_s()
+
+
+class RankedTurn:
+    """One request that was sent to a rank, until its answer is complete."""
+
+    def __init__(self, ranks: Ranks, turn_id: str, rank: int) -> None:
+        self.rank = rank
+        self._ranks = ranks
+        self._turn_id = turn_id
+        self._num_pieces = 0
+        self._is_refused = False
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """A message of the answer. Its pieces count as tokens, as in vLLM's streams."""
+        dispatcher, now_s = self._ranks.dispatcher, self._ranks.get_now_s()
+        if message["type"] == "http.response.start":
+            self._is_refused = message.get("status", 200) >= 400
+        elif message["type"] == "http.response.body" and not self._is_refused:
+            if not self._num_pieces:
+                dispatcher.first_token(self._turn_id, now_s)
+            self._num_pieces += 1
+            if not message.get("more_body", False):
+                dispatcher.finish(self._turn_id, now_s, self._num_pieces)
+
+    def close(self) -> None:
+        """The request is over, whether its answer is complete or the client left."""
+        self._ranks.dispatcher.abort(self._turn_id, self._ranks.get_now_s())

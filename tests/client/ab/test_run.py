@@ -18,7 +18,7 @@ import pytest
 from tenuto.client import ab as run_module
 from tenuto.client.ab import run_ab
 from tenuto.client.ab_verdict import MEASURES
-from tenuto.client.http.client import Answer
+from tenuto.client.http import Answer
 from tenuto.client.local_server import LocalServer, ServerError, run_server
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.client.result import Flight, Outcome, Sending, make_result, make_turn_record

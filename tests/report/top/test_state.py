@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.client.metrics import parse_page
 from tenuto.core.errors import DataError
-from tenuto.report.top_state import Window, get_percentile, make_state
+from tenuto.report.top import Window, get_percentile, make_state
 from tests.report.top.conftest import FakeMetrics
 
 SERVER = {"url": "http://x", "vllm": "0.32.0"}

@@ -18,8 +18,7 @@ from tenuto.cli.top import TopOptions
 from tenuto.client.metrics import parse_page
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report import top
-from tenuto.report.top import make_line, make_screen, make_spark, watch
-from tenuto.report.top_state import Window, make_state
+from tenuto.report.top import Window, make_line, make_screen, make_spark, make_state, watch
 from tests.report.top.conftest import FakeMetrics, FakeServer
 
 HISTORY: dict[str, list[float | None]] = {

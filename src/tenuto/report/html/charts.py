@@ -39,10 +39,15 @@ from tenuto.report.html.spec import (
     Table,
     Tile,
     Trace,
+    count,
+    format_load,
+    format_ratio,
+    format_seconds,
+    format_share,
+    shorten,
     stretch,
 )
 from tenuto.report.html.timeline import HEIGHTS, LABELS, CacheVerdict, Life, State, follow_jobs
-from tenuto.report.html.words import count, format_load, format_ratio, format_seconds, format_share, shorten
 
 MAX_SETTINGS = 12
 """Maximum number of settings with their own charts; each takes about 300 kB."""

@@ -18,8 +18,7 @@ from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.records.metrics import get_geometric_mean, get_mean, get_percentile
 from tenuto.records.schema import get_stat
 from tenuto.report.html.sources import NO_GPU, Run, Setting
-from tenuto.report.html.spec import BASELINE
-from tenuto.report.html.words import format_load, shorten
+from tenuto.report.html.spec import BASELINE, format_load, shorten
 from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
 
 BEST_STOCK = "stock @best"

@@ -41,8 +41,8 @@ from tenuto.report.html.spec import (
     Signs,
     Tile,
     Trace,
+    shorten,
 )
-from tenuto.report.html.words import shorten
 
 WIDE_INCHES, NARROW_INCHES = 9.6, 3.8
 """In the page an inch is 96 px: up to 920 px wide, and from 360 px."""

@@ -26,10 +26,9 @@ from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.reproduce import make_recipe
 from tenuto.report.html.sources import Sources, read_sources
-from tenuto.report.html.spec import DARK, LIGHT, Looks, make_looks
+from tenuto.report.html.spec import DARK, LIGHT, Looks, count, make_looks, shorten
 from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
-from tenuto.report.html.words import count, shorten
 
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""

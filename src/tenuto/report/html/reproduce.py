@@ -15,8 +15,7 @@ from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
 from tenuto.records.text import MIN_PAIRS
 from tenuto.report.html.sources import AbRun, Run
-from tenuto.report.html.spec import Table
-from tenuto.report.html.words import count, format_seconds, shorten
+from tenuto.report.html.spec import Table, count, format_seconds, shorten
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 

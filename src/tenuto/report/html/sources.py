@@ -20,7 +20,7 @@ from tenuto.records.metrics import summarise
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
 from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
 from tenuto.records.text import is_overloaded
-from tenuto.report.html.words import format_load, shorten
+from tenuto.report.html.spec import format_load, shorten
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
 IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed", "step_tokens", "keep_kv")

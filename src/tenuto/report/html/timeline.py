@@ -20,8 +20,7 @@ from tenuto.records.metrics import estimate_reusable_tokens
 from tenuto.records.run_data import LeaseRecord
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.spec import BLOCK_STATES
-from tenuto.report.html.words import count
+from tenuto.report.html.spec import BLOCK_STATES, count
 
 State = Literal["queue", "wait", "prefill", "decode", "held", "tool", "failed"]
 CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]

@@ -23,8 +23,7 @@ from tenuto.report.html.compare import (
     sort_policies,
 )
 from tenuto.report.html.sources import NO_GPU, Run, Setting
-from tenuto.report.html.spec import FAULT_MARK
-from tenuto.report.html.words import count, format_load, format_seconds, shorten
+from tenuto.report.html.spec import FAULT_MARK, count, format_load, format_seconds, shorten
 
 MAX_NAMED = 3
 """Winners whose names are in the headline; the others are in the map."""

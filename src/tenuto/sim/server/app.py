@@ -20,13 +20,12 @@ from tenuto.core.errors import ConfigError
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.machine import Machine
+from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
-from tenuto.sim.server.generate import Generator
+from tenuto.sim.server.generate import Generator, TokenPages
 from tenuto.sim.server.metrics import EngineMetrics
-from tenuto.sim.server.options import ServerOptions
 from tenuto.sim.server.request import Served, check_model
-from tenuto.sim.server.tokenize import TokenPages
 from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer
 from tenuto.sim.step_trace import StepTracer
 from tenuto.wire import PATHS, anthropic_messages, write_error

@@ -1,21 +1,39 @@
-"""Sends one streamed request to an OpenAI-compatible server: the answer, or what went wrong with it."""
+"""One request to an OpenAI-compatible server: how it is written and sent, and its answer or what went wrong.
+
+A prompt's texts are a fixed function of the run's salt and their content ids. Of two texts with the same id,
+the longer one begins with the shorter one. So prompts share the same prefixes on the server as their spans
+do. Another run uses another salt and gets no prefix hits from this one. (By chance, 1 of 10,000 pairs of
+texts has the same first token; no pair has the same first block.)
+
+- `TokenIds` sends prompts of token ids to `/v1/completions`. Prompt lengths are exact on every server without
+  a tokenizer. The answer in the next prompt is also exact, because it is made of the server's own token ids.
+- `Words` sends messages of words to `/v1/chat/completions`. Each word is one token in the common
+  vocabularies. A prompt has about the planned length, plus the tokens of the chat template. The records then
+  contain the server's counts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import shake_128
+from itertools import groupby
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 
-from tenuto.client.http.address import get_base_url
-from tenuto.core.errors import TenutoError
-from tenuto.wire import Format, get_format
+from tenuto.client.address import get_base_url
+from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.requests import get_bounded_id, make_fields
+from tenuto.wire import Format, get_format, openai_chat, openai_completions
+from tenuto.wire.request import Message, write_openai_request
 from tenuto.wire.response import (
     LineReader,
     MalformedEvent,
@@ -26,6 +44,8 @@ from tenuto.wire.response import (
     is_error,
     parse_event,
 )
+from tenuto.workload.hints import SayHints, say_job
+from tenuto.workload.schema import Job, Span, TurnSpec
 
 KEEP_ALIVE_S = 3.0
 """Idle connections are not used after this time. Uvicorn, under vLLM and SGLang, closes them after 5 s, and a
@@ -282,3 +302,208 @@ def make_printable(text: str) -> str:
 def _show(data: bytes) -> str:
     text = data.decode(errors="replace")
     return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")
+
+
+SESSION_HEADER = "X-Session-ID"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWriter:
+    """Writes the requests of one run.
+
+    The output's length is fixed (`min_tokens` = `max_tokens`, `ignore_eos`) unless its format is forced.
+    Decoding is greedy, so the same prompts get the same answers. The job's id goes into `X-Session-ID`, which
+    every server and router accepts. All other hints about the job go into `vllm_xargs`.
+    """
+
+    model: str
+    form: Form
+    run_id: str
+    """Prefix of every job id that is sent, so that a server distinguishes the jobs of two runs."""
+    say_hints: SayHints = say_job
+    """What the client says about a job."""
+    quotes_answers: bool = True
+    """Later prompts quote the answers, so ask for token ids. vLLM then repeats the prompt's token ids too."""
+    forced_format: Mapping[str, Any] | None = None
+    """vLLM's `structured_outputs`. The answer ends with its format, or at the planned length."""
+
+    def write_headers(self, job: Job, index: int = 0) -> dict[str, str]:
+        """The headers of a job's turn."""
+        job_id = self.say_hints(job, index).job_id
+        return {SESSION_HEADER: self._make_job_id(job_id)} if job_id is not None else {}
+
+    def write_body(self, job: Job, index: int, prompt_field: str) -> bytes:
+        """The body of a job's turn. `prompt_field` is the prompt, already written."""
+        turn = job.turns[index]
+        fields = {**write_openai_request(self.model, turn.num_output_tokens), "temperature": 0}
+        if self.forced_format is None:
+            fields |= {"min_tokens": turn.num_output_tokens, "ignore_eos": True}
+        else:
+            fields["structured_outputs"] = self.forced_format
+        if self.form.is_exact and self.quotes_answers:
+            fields["return_token_ids"] = True
+        hints = self.say_hints(job, index)
+        if hints.job_id is not None:
+            hints = replace(hints, job_id=self._make_job_id(hints.job_id))
+        hint_fields = make_fields(hints)
+        if hint_fields.keys() - {"job_id"}:  # if there is only the id, the header is enough
+            fields["vllm_xargs"] = hint_fields
+        # Join the parts as text: prompts are long, and most of the text was written for an earlier turn.
+        return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
+
+    def _make_job_id(self, job_id: str) -> str:
+        # A trace's ids may be invalid in a header. The length limit turns those into a digest.
+        return get_bounded_id(f"{self.run_id}/{job_id}") or self.run_id
+
+
+class Conversation:
+    """The prompts of one job. Each text is written once and kept while later prompts still contain it.
+
+    `answers` maps the content id of a planned output to the server's answer. It is shared with the jobs that
+    this job started. An output without an entry is written like any other text.
+    """
+
+    def __init__(self, job: Job, form: Form, salt: str, answers: dict[str, Answer]) -> None:
+        self._form = form
+        self._salt = salt
+        self._answers = answers
+        self._outputs = frozenset(turn.output.content_id for turn in job.turns)
+        self._parts: dict[Span, Part] = {}
+
+    def write_prompt(self, turn: TurnSpec) -> str:
+        """The request's field for a turn's prompt, as JSON without the surrounding braces."""
+        self._parts = {span: self._parts.get(span) or self._write_part(span) for span in turn.prompt}
+        return self._form.write_prompt(self._parts[span] for span in turn.prompt)
+
+    def _write_part(self, span: Span) -> Part:
+        answer = self._answers.get(span.content_id)
+        text = None if answer is None else self._form.write_answer(answer, span.num_tokens)
+        if text is None:
+            text = self._form.write_text(f"{self._salt}/{span.content_id}", span.num_tokens)
+        return Part(text, span.content_id in self._outputs)
+
+
+NUM_DIGITS = 4
+"""Token ids are 10,000 to 19,999. Every vocabulary of 20,000 or more tokens contains them, and they avoid the
+special tokens at the beginning or end of vocabularies."""
+_DIGITS = bytes(ord("0") + byte % 10 for byte in range(256))
+
+_WORD_LIST = """
+that with from this have your their they will which more other about were also part into these some self
+when time under there than over know people like year such been help what would need through work import
+many used only first child system between learn where health should well every high world even form water
+sign just make years call then result those each because effect while process found count long after general
+return read using lead list fact test life very being find right person back both follow does much main
+before level great food start good school within class often around made said show same power design again
+small allow care less example down take support human state called point number build play though body must
+plan common three cell pass social method known real public still change better hand another report place
+present project light energy open mean keep others best include direct name history create perform home stand
+move among mark look type large think against group rest control here based pain area family object current
+program early focus access last turn risk success making print certain period land case since local head post
+along value order come text cost areas cause able problem view major course model else press hard line tool
+special future natural plant complex role until second country works always step today given strong little
+results range ways book next percent flow four similar short working past space amount free heart later
+author words give paper
+"""
+WORDS = _WORD_LIST.split()
+"""256 words, one token each in the vocabularies of SmolLM2, Mistral 7B and Mistral Nemo."""
+
+
+class Part(NamedTuple):
+    """A span's text, and whether the model wrote it."""
+
+    text: str
+    is_answer: bool
+
+
+class TokenIds:
+    """Prompts of token ids."""
+
+    path = openai_completions.PATH
+    is_exact = True
+    """Prompts quote answers by their token ids, so that all lengths match the plan."""
+
+    def write_text(self, name: str, num_tokens: int) -> str:
+        """The first token ids of the text with that name, separated by commas."""
+        # Compute each digit for all ids at once. This is 100 times as fast as one id at a time. A client that
+        # is busy with writing prompts delays everything else.
+        digits = _make_bytes(name, NUM_DIGITS * num_tokens).translate(_DIGITS)
+        text = bytearray(b"1....," * num_tokens)
+        for place in range(NUM_DIGITS):
+            text[place + 1 :: NUM_DIGITS + 2] = digits[place::NUM_DIGITS]
+        return text[:-1].decode()
+
+    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
+        """The first token ids that the server sent. None if there are too few."""
+        if answer.token_ids is None or len(answer.token_ids) < num_tokens:
+            return None
+        return ",".join(map(str, answer.token_ids[:num_tokens]))
+
+    def write_prompt(self, parts: Iterable[Part]) -> str:
+        """The request's field for a prompt: one list of token ids, as JSON without the braces."""
+        return openai_completions.write_prompt(part.text for part in parts)
+
+
+class Words:
+    """Chat messages. The model's answers have the role assistant; all other texts have the role user."""
+
+    path = openai_chat.PATH
+    is_exact = False
+
+    def write_text(self, name: str, num_tokens: int) -> str:
+        """The first words of the text with that name, one per token."""
+        return " ".join([WORDS[byte] for byte in _make_bytes(name, num_tokens)])
+
+    def write_answer(self, answer: Answer, num_tokens: int) -> str | None:
+        """The complete text that the server wrote."""
+        return answer.text or None
+
+    def write_prompt(self, parts: Iterable[Part]) -> str:
+        """The same: messages with alternating roles, which some chat templates require."""
+        by_role = groupby(parts, lambda part: "assistant" if part.is_answer else "user")
+        return openai_chat.write_prompt(
+            Message(role, [" ".join(part.text for part in group)]) for role, group in by_role
+        )
+
+
+Form = TokenIds | Words
+"""How a prompt is sent to the server."""
+FORMS: dict[str, type[TokenIds] | type[Words]] = {"ids": TokenIds, "words": Words}
+
+
+def _make_bytes(name: str, num_bytes: int) -> bytes:
+    # With an extendable-output function, a longer output begins with every shorter one.
+    return shake_128(name.encode(errors="surrogatepass")).digest(num_bytes)
+
+
+REGEX = "regex:"
+
+
+def read_format(text: str) -> dict[str, Any]:
+    """Make the request's `structured_outputs` from an option's text. Raises ConfigError.
+
+    `json` means any JSON object; `regex:PATTERN` is a pattern. Any other text names a JSON schema file.
+    """
+    if text == "json":
+        return {"json_object": True}
+    if text.startswith(REGEX):
+        return {"regex": _check_pattern(text.removeprefix(REGEX))}
+    try:
+        schema = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--force-format wants json, regex:PATTERN or a file with a JSON schema; {text}: {error}"
+        ) from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--force-format: {text} holds no JSON schema: not an object")
+    return {"json": schema}
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"--force-format: {pattern!r} is not a regular expression: {error}") from error
+    if not pattern:
+        raise ConfigError("--force-format: the regular expression is empty")
+    return pattern

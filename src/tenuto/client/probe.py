@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tenuto.client.http.client import Answer, Client, RequestFailed, make_printable
-from tenuto.client.http.request import Conversation, Form, RequestWriter
+from tenuto.client.http import (
+    Answer,
+    Client,
+    Conversation,
+    Form,
+    RequestFailed,
+    RequestWriter,
+    make_printable,
+)
 from tenuto.client.load import get_pause_s
 from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError, TenutoError

@@ -1,1 +1,0 @@
-"""Requests to an OpenAI-compatible server: bodies, prompts, streams."""
