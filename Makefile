@@ -29,7 +29,7 @@ help:
 	@echo "make check           formatting, lint, types and import rules, without vLLM"
 	@echo "make test            all checks and tests, on vLLM $(VLLM) (CPU build)"
 	@echo "make test-vllm       the scheduler tests on one release, for example VLLM=0.33.0"
-	@echo "make test-clients    Claude Code, LiteLLM, LangChain, openai-agents, mini-swe-agent, AIPerf as they are, in an environment of their own"
+	@echo "make test-clients    Claude Code, Codex, LiteLLM, LangChain, openai-agents, mini-swe-agent as they are, in an environment of their own"
 	@echo "make test-harnesses  AIPerf, AgentX, GuideLLM, vllm bench serve against the simulated server, in environments of their own"
 	@echo "make test-all-vllm   the vLLM tests on every supported release, each in its own environment"
 	@echo "make package         the wheels and the sdist in dist, checked, and each installed and run in an empty environment"
@@ -71,11 +71,13 @@ $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python experiments/live/demo.py --model $(MODEL) $(DEMO_ARGS)
 
-# They leave sockets open at exit, which pytest would report as errors of ours.
+# They leave sockets open at exit, which pytest would report as errors of ours. Codex takes part where npm is.
+CODEX := @openai/codex@0.169.0
 .PHONY: test-clients
 test-clients:
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet --editable '.[sim,clients,router]' pytest pytest-timeout
+	! command -v npm >/dev/null || npm install --silent --global --prefix $(VENV)-clients $(CODEX)
 	$(VENV)-clients/bin/python -m pytest tests/unchanged_clients tests/workload/test_exports.py -W ignore::ResourceWarning \
 	  -W ignore::pytest.PytestUnraisableExceptionWarning -o filterwarnings=default $(PYTEST_ARGS)
 

@@ -94,6 +94,11 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
         (CHAT, {"messages": [USER], "tool_choice": "maybe"}, "tool_choice must be"),
         (CHAT, {"messages": [USER], "vllm_xargs": {"sim_tool": "rm"}}, "no tool 'rm'"),
         (CHAT, {"messages": [USER], "tools": [TOOL], "vllm_xargs": BAD_ARGUMENTS}, "must be a JSON object"),
+        (
+            CHAT,
+            {"messages": [USER], "tools": [TOOL], "vllm_xargs": {"sim_calls": "²"}},
+            "whole number of calls",
+        ),
     ],
 )
 def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], said: str) -> None:
@@ -101,6 +106,18 @@ def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], 
         read_request(json.dumps(body).encode(), {}, path, SERVED)
     assert said in str(refused.value)
     assert refused.value.status == (404 if "not served" in said else 400)
+
+
+def test_headers_can_ask_for_calls_of_a_tool_and_for_how_many() -> None:
+    """For agents that can add a header to their requests, and no field."""
+    headers = {"x-sim-tool": "bash", "x-sim-arguments": '{"command": "ls"}', "x-sim-calls": "1"}
+    body: dict[str, Any] = {"messages": [USER], "tools": [TOOL]}
+    call = read_request(json.dumps(body).encode(), headers, CHAT, SERVED).plan.call
+    assert call is not None and (call.name, call.arguments) == ("bash", '{"command": "ls"}')
+    body["messages"] = [USER, {"role": "tool", "tool_call_id": "1", "content": "done"}]
+    assert read_request(json.dumps(body).encode(), headers, CHAT, SERVED).plan.call is None
+    body["vllm_xargs"] = {"sim_calls": 2}  # what the body says comes first
+    assert read_request(json.dumps(body).encode(), headers, CHAT, SERVED).plan.call is not None
 
 
 @pytest.mark.parametrize(

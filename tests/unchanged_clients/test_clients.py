@@ -11,6 +11,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -77,7 +80,12 @@ def check_jobs(
     for live in served.engines:
         live.wait_until(lambda live=live: not live.engine.num_turns)
         driver = live.engine.scheduler.driver
-        found = live.call(lambda driver=driver: {j.job_id: j.num_turns for j in driver._jobs.jobs.values()})
+        found = live.call(
+            lambda driver=driver: (
+                {job_id: each.turns for job_id, each in driver.ledger._closed.items()}
+                | {job.job_id: job.num_turns for job in driver._jobs.jobs.values()}
+            )
+        )
         assert not jobs.keys() & found.keys(), "a job's turns were scattered"
         jobs |= found
         counts = live.call(lambda driver=driver: dict(driver.stats.num_leases_ended))
@@ -197,6 +205,55 @@ def test_claude_code(served: Served, tmp_path: Path) -> None:
     read, written = ended.usage["cache_read_input_tokens"], ended.usage["cache_creation_input_tokens"]
     prompt = read + written + ended.usage["input_tokens"]
     check_usage(served, read=read, prompt=prompt, output=ended.usage["output_tokens"])
+
+
+CODEX = """
+model = "{model}"
+model_provider = "simulated"
+[model_providers.simulated]
+name = "simulated"
+base_url = "{url}/v1"
+wire_api = "responses"
+env_key = "OPENAI_API_KEY"
+http_headers = {{ X-Sim-Tool = "exec_command", X-Sim-Arguments = '{{"cmd": "echo failed"}}', X-Sim-Calls = "{calls}" }}
+"""
+
+
+def test_codex(served: Served, tmp_path: Path) -> None:
+    """The coding agent itself, over Responses. It names its thread, and stops when its answer calls no tool."""
+    codex = shutil.which("codex", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if codex is None:
+        pytest.skip("there is no codex here; make test-clients installs it")
+    if len(served.engines) > 1:
+        pytest.skip("vllm-router forwards few headers, and not those that ask for a call")
+    (tmp_path / "config.toml").write_text(CODEX.format(model=MODEL, url=served.url, calls=NUM_TURNS - 1))
+    done = subprocess.run(
+        [
+            codex,
+            "exec",
+            "--skip-git-repo-check",
+            "--json",
+            "--dangerously-bypass-approvals-and-sandbox",
+            TASK,
+        ],
+        env={**os.environ, "CODEX_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    ran = [each["item"] for each in events if each["type"] == "item.completed"]
+    outputs = [item["aggregated_output"] for item in ran if item["type"] == "command_execution"]
+    assert outputs == ["failed\n"] * (NUM_TURNS - 1)
+    check_jobs(served, names=events[0]["thread_id"])
+    usage = events[-1]["usage"]
+    check_usage(
+        served, read=usage["cached_input_tokens"], prompt=usage["input_tokens"], output=usage["output_tokens"]
+    )
 
 
 def test_litellm(served: Served) -> None:

@@ -34,7 +34,7 @@ Answers: words without meaning, as many as `max_tokens` says (without it: 16 in 
 in a chat). A prompt gets the same answer each time at temperature 0 or with a `seed`. `stop` is never met. A
 request has one choice.
 Tools: one is called when `tool_choice` demands it, or when the request says
-"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}.
+"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}, or the headers X-Sim-Tool and X-Sim-Arguments.
 """
 
 

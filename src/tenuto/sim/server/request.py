@@ -2,8 +2,9 @@
 
 The simulated model answers with words without meaning, and calls tools on request. A prompt at temperature
 0, or with a `seed`, always gets the same answer; otherwise each answer is different. A tool is called when
-the request's `tool_choice` demands or names one, or when its `vllm_xargs` contain `sim_tool`. The call's
-arguments are `sim_arguments`, or a minimal value that the tool's schema allows.
+the request's `tool_choice` demands or names one, or when its `vllm_xargs` contain `sim_tool`, and fewer results
+of tools than `sim_calls` are in the prompt. The call's arguments are `sim_arguments`, or a minimal value that the
+tool's schema allows. Headers may say the same (`X-Sim-Tool`), for agents whose requests have no field to add.
 
 Fields that only steer sampling are accepted and change nothing. Fields that would change the form of the
 answer, and that the simulation cannot serve, are refused by name. One chat template serves all models:
@@ -106,7 +107,7 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
             f"the prompt has {len(prompt_ids)} tokens, the model's context is {served.max_model_len}",
             "prompt",
         )
-    call = read_call(body, form) if is_chat else None
+    call = read_call(body, form, headers) if is_chat else None
     if not is_chat and sampling.max_tokens is None:
         most = max(DEFAULT_COMPLETION_TOKENS, sampling.min_tokens)
         sampling = replace(sampling, max_tokens=min(most, room))
@@ -328,14 +329,23 @@ def get_seed(sampling: Sampling, prompt: TokenIds, request_id: str) -> str:
     return f"{blake2b(prompt.tobytes(), digest_size=16).hexdigest()}/{seed}"
 
 
-def read_call(body: Body, form: Format) -> Call | None:
+def read_call(body: Body, form: Format, headers: Mapping[str, str]) -> Call | None:
     """Return the tool call that a chat request asks for, or None. Raises RequestError."""
     schemas = form.read_tools(body)
     choice, name = form.read_tool_choice(body)
-    xargs = body.get("vllm_xargs") or {}
     if choice == "none":
         return None
-    if name is None and xargs.get("sim_tool") is not None:
+    xargs = {
+        field: headers.get("x-" + field.replace("_", "-"))
+        for field in ("sim_tool", "sim_arguments", "sim_calls")
+    } | dict(body.get("vllm_xargs") or {})
+    most = xargs.get("sim_calls")
+    if most is not None:
+        if not re.fullmatch("[0-9]{1,9}", str(most)):
+            raise RequestError("sim_calls must be a whole number of calls", "vllm_xargs")
+        if sum(message.role == "tool" for message in form.read_prompt(body)) >= int(most):
+            return None
+    if name is None and xargs["sim_tool"] is not None:
         name = str(xargs["sim_tool"])
     if name is None and choice == "required":
         name = next(iter(schemas), None)
@@ -343,11 +353,11 @@ def read_call(body: Body, form: Format) -> Call | None:
         return None
     if name not in schemas:
         raise RequestError(f"there is no tool {name!r} among the request's tools", "tools")
-    arguments = xargs.get("sim_arguments")
+    arguments = xargs["sim_arguments"]
     if arguments is None:
         return Call(0, name, json.dumps(make_value(schemas[name])))
     if not isinstance(arguments, str) or not _is_object(arguments):
-        raise RequestError("vllm_xargs.sim_arguments must be a JSON object, as a string", "vllm_xargs")
+        raise RequestError("sim_arguments must be a JSON object, as a string", "vllm_xargs")
     return Call(0, name, arguments)
 
 
