@@ -196,6 +196,8 @@ def test_every_block_is_commands_code_or_an_output() -> None:
             json.loads(block.text)
         elif block.language in ("yaml", "yml"):
             yaml.safe_load(block.text)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
         elif block.language == "python":
             compile(block.text, place, "exec")
         else:

@@ -215,13 +215,16 @@ name = "simulated"
 base_url = "{url}/v1"
 wire_api = "responses"
 env_key = "OPENAI_API_KEY"
-http_headers = {{ X-Sim-Tool = "exec_command", X-Sim-Arguments = '{{"cmd": "echo failed"}}', X-Sim-Calls = "{calls}" }}
+[model_providers.simulated.http_headers]
+X-Sim-Tool = "exec_command"
+X-Sim-Arguments = '{{"cmd": "echo failed"}}'
+X-Sim-Calls = "{calls}"
 """
 
 
 def test_codex(served: Served, tmp_path: Path) -> None:
-    """The coding agent itself, over Responses. It names its thread, and stops when its answer calls no tool."""
-    codex = shutil.which("codex", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    """The coding agent itself. It names its thread, and stops when an answer calls no tool."""
+    codex = shutil.which("codex", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
     if codex is None:
         pytest.skip("there is no codex here; make test-clients installs it")
     if len(served.engines) > 1:

@@ -2,9 +2,9 @@
 
 The simulated model answers with words without meaning, and calls tools on request. A prompt at temperature
 0, or with a `seed`, always gets the same answer; otherwise each answer is different. A tool is called when
-the request's `tool_choice` demands or names one, or when its `vllm_xargs` contain `sim_tool`, and fewer results
-of tools than `sim_calls` are in the prompt. The call's arguments are `sim_arguments`, or a minimal value that the
-tool's schema allows. Headers may say the same (`X-Sim-Tool`), for agents whose requests have no field to add.
+the request's `tool_choice` demands or names one, or when its `vllm_xargs` contain `sim_tool`, and its prompt
+has fewer results of tools than `sim_calls`. The call's arguments are `sim_arguments`, or a minimal value that
+the tool's schema allows. Headers may say the same (`X-Sim-Tool`), for agents that can add no field.
 
 Fields that only steer sampling are accepted and change nothing. Fields that would change the form of the
 answer, and that the simulation cannot serve, are refused by name. One chat template serves all models:
