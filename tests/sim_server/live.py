@@ -104,7 +104,13 @@ def serve(
         started.extend([runner.addresses[0][1], asyncio.get_running_loop(), stop])
         is_up.set()
         await stop.wait()
+        connections = list(runner.server.connections) if runner.server else []
         await runner.cleanup()
+        # A connection with unsent bytes would outlive the loop, and a later test would be blamed for it.
+        for each in connections:
+            if each.transport is not None:
+                each.transport.abort()
+        await asyncio.sleep(0)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
