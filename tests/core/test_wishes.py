@@ -28,12 +28,15 @@ from tenuto.core.wishes.wish import (
     MAX_MARKS,
     MAX_SPANS,
     MAX_TAIL_CHARS,
+    MAX_VALUES,
     Mark,
     MarkFinder,
     Span,
     Wish,
     cut,
     judge,
+    list_parts,
+    make_mark,
     make_wish_header,
     write_wish,
 )
@@ -126,6 +129,7 @@ def test_damaged_values_raise_nothing_and_stay_bounded(dialect: str, body: dict[
         {"retention_directives": [{"start": 0, "end": -1, "duration": 5}]},
         {"retention_directives": {"duration": 5}},
         {"nvext": {"cache_control": {"type": "ephemeral", "ttl": 300}}},
+        {"nvext": {"cache_control": {"type": "ephemeral", "ttl": "٣m"}}},
         {"kv_hints": {"retain_full_prompt": True}},
         {"agentic_context": {"kv_retention_ttl_seconds": "soon"}},
         {"agent_hint": {"lease_until": "tomorrow"}},
@@ -176,6 +180,18 @@ BODY: dict[str, Any] = {
         {"role": "assistant", "content": "w" * 100},
     ],
 }
+
+
+def test_a_body_of_millions_of_parts_is_not_looked_through() -> None:
+    """The server waits meanwhile. A mark of such a body is not found, and its wish is for nothing."""
+    messages: list[Any] = [{"role": "user", "content": "a", "cache_control": HOUR}, *[{}] * MAX_VALUES]
+    assert len(list(list_parts({"messages": messages}))) == MAX_VALUES
+    assert make_mark({"messages": messages}, ("messages", 0)) == Mark(0.0)
+    assert make_mark({"messages": messages[:1000]}, ("messages", 0)) == Mark(1.0, "a")
+    assert read({"messages": [*messages[1:], messages[0]]}) is None
+    wish = read({"messages": messages})
+    assert wish is not None
+    assert wish.resolve(lambda mark: MarkFinder(str, lambda _: ()).find(mark, [1] * 50)).num_tokens == 0
 
 
 def test_a_mark_is_the_share_of_the_text_and_its_end() -> None:

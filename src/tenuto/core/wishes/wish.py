@@ -17,6 +17,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from tenuto.core.types import LeaseEnd, LeaseRefusal
@@ -27,12 +28,14 @@ MAX_SPANS = 4
 """Of one request; Anthropic and OpenAI allow as many breakpoints. The longest wanted are taken."""
 MAX_MARKS = 64
 """Breakpoints of one request that are looked at; further ones are not read."""
+MAX_VALUES = 200_000
+"""Values of one body that are looked through for breakpoints and before them: the server waits meanwhile."""
 MAX_TAIL_CHARS = 48
 MAX_TEXT_CHARS = 2048
 MAX_PROMPT_TOKENS = 2**31
 _MAX_DEPTH = 8
 
-_DURATION = re.compile(r"(\d{1,6})([smhd])")
+_DURATION = re.compile(r"([0-9]{1,6})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 Place = tuple[str | int, ...]
@@ -142,7 +145,14 @@ def read_number(value: Any) -> float | None:
 
 
 def list_parts(body: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Every part of a prompt that can have a breakpoint, in the order of the prompt, and where it stands."""
+    """Every part of a prompt that can have a breakpoint, in the order of the prompt, and where it stands.
+
+    At most the first `MAX_VALUES` are listed.
+    """
+    return islice(_list_parts(body), MAX_VALUES)
+
+
+def _list_parts(body: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     for name in ("tools", "system"):
         yield from _list_objects(body.get(name), (name,))
     for name in ("messages", "input"):
@@ -173,10 +183,14 @@ def cut(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
 
 
 def make_mark(body: Mapping[str, Any], place: Place) -> Mark:
-    """The mark of a place of `list_parts`. Takes time in proportion to the body."""
-    head = cut(body, place)
+    """The mark of a place of `list_parts`; one that is never found if the body is too large to count.
+
+    Takes time in proportion to the body, up to `MAX_VALUES`.
+    """
     num_all = _count_all(body)
-    share = _count_all(head) / num_all if num_all else 1.0
+    if num_all is None:
+        return Mark(0.0)
+    share = (_count_all(cut(body, place)) or 0) / num_all if num_all else 1.0
     name, number, *inside = place
     part = body[str(name)][int(number)]
     part = part["content"][int(inside[0])] if inside else part
@@ -184,27 +198,27 @@ def make_mark(body: Mapping[str, Any], place: Place) -> Mark:
     return Mark(min(1.0, share), "" if text is None else text.rstrip()[-MAX_TAIL_CHARS:])
 
 
-def _count_all(body: Mapping[str, Any]) -> int:
-    return sum(
-        _count_chars(body.get(name)) for name in ("tools", "system", "instructions", "messages", "input")
-    )
+_NO_TEXT = ("cache_control", "prompt_cache_breakpoint", "type", "role", "id")
+"""Fields that are not text of the prompt: those about caching, and the words of the protocol."""
 
 
-def _count_chars(value: Any, depth: int = 0) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if depth >= _MAX_DEPTH:
-        return 0
-    if isinstance(value, list):
-        return sum(_count_chars(each, depth + 1) for each in value)
-    if isinstance(value, dict):
-        # Fields about caching are not text of the prompt, nor are the words of the protocol.
-        return sum(
-            _count_chars(each, depth + 1)
-            for name, each in value.items()
-            if name not in ("cache_control", "prompt_cache_breakpoint", "type", "role", "id")
-        )
-    return 0
+def _count_all(body: Mapping[str, Any]) -> int | None:
+    """Characters of all texts of a prompt; None if it has more than `MAX_VALUES` values."""
+    names = ("tools", "system", "instructions", "messages", "input")
+    inner: list[Iterator[Any]] = [iter([body.get(name) for name in names])]
+    num_chars = 0
+    for _ in range(MAX_VALUES):
+        while (value := next(inner[-1], inner)) is inner:
+            inner.pop()
+            if not inner:
+                return num_chars
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif len(inner) <= _MAX_DEPTH and isinstance(value, list):
+            inner.append(iter(value))
+        elif len(inner) <= _MAX_DEPTH and isinstance(value, dict):
+            inner.append(each for name, each in value.items() if name not in _NO_TEXT)
+    return None
 
 
 def _get_text(part: Any, depth: int = 0) -> str | None:
