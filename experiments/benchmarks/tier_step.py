@@ -11,6 +11,10 @@ count; absolute times depend on the machine, the ratios much less.
     vllm          vLLM's scheduler, its connector, its own order (LRU)
     own order     Tenuto's scheduler and policy above the same connector
     tenuto        Tenuto's scheduler and policy, and host memory in the policy's order (`--host-gb`)
+    disk          the same with a disk below (`--disk`), in a folder of the machine's own for such files
+
+Then turns of 6,000 tokens end one by one: what the last step's results take beyond vLLM's. The disk's threads
+read and write files beside the scheduler, and do not count.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import gc
 import json
 import logging
 import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 import tenuto.vllm
-from experiments.benchmarks.scheduler_step import Spent, TimedEngine, describe
+from experiments.benchmarks.scheduler_step import (
+    FINISH_TOKENS,
+    Spent,
+    TimedEngine,
+    describe,
+    end_turn,
+    report_difference,
+)
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
@@ -46,11 +58,18 @@ OUTPUT_TOKENS = 64
 TOOL_TOKENS = 128
 CHUNK_BYTES = 4096
 OURS = {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.worker"}
-ARMS: dict[str, tuple[type, dict[str, Any]]] = {
-    "vllm": (AsyncScheduler, {}),
-    "own order": (tenuto.vllm.Scheduler, {}),
-    "tenuto": (tenuto.vllm.Scheduler, OURS),
-}
+
+
+def make_arms(folder: str) -> dict[str, TieredEngine]:
+    """An engine for each arm; the disk's files are in this folder."""
+    tier = {"type": "DiskTier", "module_path": "tenuto.vllm.tiers.disk", "folder": folder}
+    disk = {**OURS, "spec_name": "DiskSpec", "secondary_tiers": [tier]}
+    return {
+        "vllm": TieredEngine(AsyncScheduler, {}),
+        "own order": TieredEngine(tenuto.vllm.Scheduler, {}),
+        "tenuto": TieredEngine(tenuto.vllm.Scheduler, OURS),
+        "disk": TieredEngine(tenuto.vllm.Scheduler, disk),
+    }
 
 
 class TieredEngine(TimedEngine):
@@ -139,6 +158,16 @@ def run_round(engines: dict[str, TieredEngine], number: int) -> dict[str, Spent]
     return spent
 
 
+def run_ends(engines: dict[str, TieredEngine], number: int, num_ends: int) -> dict[str, Spent]:
+    """Seconds of processor time of each arm's scheduler for the ends of so many turns."""
+    sums = dict.fromkeys(engines, Spent(0.0, 0.0))
+    for turn in range(number * num_ends, (number + 1) * num_ends):
+        for name, engine in engines.items():
+            spent = end_turn(engine, turn)
+            sums[name] = Spent(*(sum(each) for each in zip(sums[name], spent, strict=True)))
+    return sums
+
+
 def report(rounds: list[dict[str, Spent]], arm: str, to: str) -> dict[str, Any]:
     """Print one ratio with its spread, without and with what is done beside the GPU."""
     ratios = sorted(each[arm].waited_s / each[to].waited_s for each in rounds)
@@ -157,17 +186,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ends", type=int, default=12, help="ends of turns per round")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    engines = {name: TieredEngine(*arm) for name, arm in ARMS.items()}
-    run_round(engines, 0)
-    gc.collect()
-    gc.freeze()
-    rounds = [run_round(engines, number + 1) for number in range(args.rounds)]
-    for name, engine in engines.items():
-        print(f"{name}: {engine.num_steps} steps, {engine.num_stores} stores, {engine.num_loads} loads")
-    figures = [report(rounds, "tenuto", to) for to in ("vllm", "own order")]
+    with tempfile.TemporaryDirectory() as folder:
+        engines = make_arms(folder)
+        run_round(engines, 0)
+        gc.collect()
+        gc.freeze()
+        rounds = [run_round(engines, number + 1) for number in range(args.rounds)]
+        for name, engine in engines.items():
+            print(f"{name}: {engine.num_steps} steps, {engine.num_stores} stores, {engine.num_loads} loads")
+        figures = [
+            report(rounds, arm, to)
+            for arm, to in (("tenuto", "vllm"), ("tenuto", "own order"), ("disk", "vllm"), ("disk", "tenuto"))
+        ]
+        ends = [run_ends(engines, number, args.ends) for number in range(args.rounds)]
+        for arm in ("own order", "tenuto", "disk"):
+            what = f"a finish at {FINISH_TOKENS} tokens"
+            figures.append(report_difference(what, ends, args.ends, arm, to="vllm"))
+        for engine in engines.values():
+            engine.scheduler.shutdown()
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))
 
