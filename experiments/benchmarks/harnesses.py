@@ -101,7 +101,8 @@ def run_aiperf_turns(command: str, server: Server, folder: Path) -> Figures:
     """Made-up conversations, recognised by what they say."""
     more = [
         "--conversation-num", str(STREAMS), "--conversation-turn-mean", str(TURNS),
-        "--conversation-turn-stddev", "1", "--conversation-turn-delay-mean", "100", "--synthetic-input-tokens-mean", "300",
+        "--conversation-turn-stddev", "1", "--conversation-turn-delay-mean", "100",
+        "--synthetic-input-tokens-mean", "300",
         "--output-tokens-mean", str(OUTPUT_TOKENS), "--random-seed", "7",
     ]  # fmt: skip
     return _run_aiperf(command, server, folder, more)
@@ -203,7 +204,8 @@ def run_vllm_bench(command: str, server: Server, folder: Path) -> Figures:
             command, "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
             "--base-url", server.url, "--model", server.model, "--tokenizer", server.tokenizer,
             "--dataset-name", "random", "--random-input-len", "300",
-            "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(STREAMS * TURNS), "--max-concurrency", str(STREAMS), "--ignore-eos",
+            "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(STREAMS * TURNS),
+            "--max-concurrency", str(STREAMS), "--ignore-eos",
             "--disable-tqdm", "--percentile-metrics", "ttft,e2el", "--save-result", "--save-detailed",
             "--result-dir", str(folder), "--result-filename", "vllm.json",
         ]
