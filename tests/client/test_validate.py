@@ -18,11 +18,9 @@ import pytest
 
 from tenuto.cli import main, parse
 from tenuto.client import validate as module
-from tenuto.client import validate_plan
 from tenuto.client.ab import AbFolder, Ready, Slot, make_order
 from tenuto.client.options import ValidateOptions
-from tenuto.client.validate import is_hopeless, judge, run_validate
-from tenuto.client.validate_plan import describe_flags, make_plan
+from tenuto.client.validate import describe_flags, is_hopeless, judge, make_plan, run_validate
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_validation
@@ -198,7 +196,7 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    machine, disturbances = validate_plan.look_at_machine()
+    machine, disturbances = module.look_at_machine()
     assert (machine.gpu, machine.driver, machine.gpu_memory_mib) == ("NVIDIA X", "550.1", 81559)
     assert machine.gpu_processes == 2
     assert disturbances[0] == "2 other processes use the GPU"
@@ -312,7 +310,7 @@ def test_a_whole_short_run_on_simulated_servers(
 ) -> None:
     """All of it, with runs of seconds. The same command again finds all runs made, and makes none."""
     for name, value in (("LONG_RUN_S", 8.0), ("LEAST_RUN_S", 2.0), ("MIN_JOBS", 2)):
-        monkeypatch.setattr(validate_plan, name, value)
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "MAX_NOISE", 100.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

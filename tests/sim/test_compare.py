@@ -12,7 +12,8 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
-from tenuto.sim.compare import COLUMNS, RESULTS, Column, format_rows, make_rows, read_results
+from tenuto.records.files import RESULTS
+from tenuto.sim.compare import COLUMNS, Column, format_rows, make_rows, read_results
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),

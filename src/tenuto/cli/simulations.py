@@ -12,8 +12,8 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from tenuto.cli.command import Given
-from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.records.files import writing
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 from tenuto.sim.setup import FleetOptions, Setup
 
@@ -95,10 +95,8 @@ def say_notes(notes: Iterable[str]) -> None:
 
 def make_folder(path: Path) -> None:
     """Make the folder of --out, before anything runs. Raises ConfigError."""
-    try:
+    with writing(path, is_folder=True):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write to {path}: {error.strerror or error}") from error
 
 
 class Progress:

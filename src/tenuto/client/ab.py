@@ -47,9 +47,10 @@ from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import parse_option
-from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first
+from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_run
 from tenuto.records.text import write_csv
+from tenuto.vllm.launch import find_vllm
 from tenuto.workload.load import make_workload
 
 _UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")
@@ -314,12 +315,10 @@ class AbFolder:
 
     def __enter__(self) -> Self:
         """Create the folder, or open it to continue an earlier comparison."""
-        try:
+        with writing(self.path, is_folder=True):
             for part in ("runs", "logs"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / SETTINGS, "a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--out: cannot write to {self.path}: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._take_up()
@@ -407,13 +406,8 @@ class AbFolder:
         self._write(VERDICT, json.dumps(verdict, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        # Replace the file as a whole: the old file is better than half of the new one.
-        temporary = self.path / f"{name}.new"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
-        except OSError as error:
-            raise ConfigError(f"--out: cannot write {self.path / name}: {error}") from error
+        with writing(self.path / name):
+            write_whole(self.path / name, text)
 
 
 def _find_free(folder: Path, name: str, suffix: str) -> Path:
@@ -570,9 +564,3 @@ def make_command(arm: Arm, model: str, port: int, serve_args: Sequence[str]) -> 
     if arm.kind == "sim":
         return [*serve, "--engine", "sim", "--model", model, *policy, *where]
     return [*serve, model, *policy, _DETAILS, *where]
-
-
-def find_vllm() -> str:
-    """The `vllm` of this environment; otherwise the one that the shell finds."""
-    beside = Path(sys.executable).parent / "vllm"
-    return str(beside) if beside.exists() else "vllm"

@@ -42,7 +42,7 @@ from tenuto.client.result import (
     read_simulated_server,
 )
 from tenuto.core.errors import ConfigError
-from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first
+from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
 from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
 from tenuto.records.text import format_time_s, is_overloaded, write_csv
@@ -525,12 +525,8 @@ def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
 
 
 def _write_results(path: Path, results: Sequence[Result]) -> None:
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        temporary.write_text("".join(json.dumps(each) + "\n" for each in results), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}") from error
+    with writing(path):
+        write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
 
 
 def _print(results: Sequence[Result], options: BenchOptions) -> None:

@@ -305,6 +305,7 @@ def _show(data: bytes) -> str:
 
 
 SESSION_HEADER = "X-Session-ID"
+"""By which routers pin sessions."""
 
 
 @dataclass(frozen=True, slots=True)

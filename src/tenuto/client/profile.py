@@ -35,6 +35,7 @@ from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, rea
 from tenuto.client.options import ProfileOptions
 from tenuto.client.probe import ServerError, probe_server
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.records.files import writing
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 UNIT = 128
@@ -65,10 +66,8 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
-    try:
+    with writing(path, None):
         path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     say(f"the steps are in {path}")
 
 

@@ -22,7 +22,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from tenuto.client.http import KEEP_ALIVE_S
+from tenuto.client.http import KEEP_ALIVE_S, SESSION_HEADER
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import read_hints
 from tenuto.proxy import RecordOptions
@@ -48,8 +48,6 @@ _HOP_BY_HOP = frozenset(
 _NOT_SENT = _HOP_BY_HOP | {"host", "expect"}
 """`host` is not forwarded because the server expects its own name. `expect` concerns one connection only."""
 _AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
-SESSION_HEADER = "X-Session-ID"
-"""By which routers pin sessions."""
 _HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
 
 

@@ -36,6 +36,7 @@ from tenuto.proxy.exchange import (
     read_request,
     read_response,
 )
+from tenuto.records.files import writing
 from tenuto.wire.response import Response
 from tenuto.workload.formats.conversations import (
     BLOCK_TOKENS,
@@ -431,11 +432,9 @@ class RecordingFile:
         """The reason why the file ends early. None if it does not."""
         self.num_lost = 0
         """Number of lines lost because they came after the file ended early."""
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise ConfigError(f"--out: cannot write {path}: {error.strerror or error}") from error
         if os.fstat(self._file).st_size:
             os.close(self._file)
             raise ConfigError(f"--out {path} holds something already; name a new file")

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -271,14 +272,12 @@ class RunFiles:
         """Create the folder and turns.jsonl."""
         if self._folder is None:
             return self
-        try:
+        with writing(self._folder, is_folder=True):
             self._folder.mkdir(parents=True, exist_ok=True)
             turns = self._folder / TURNS
             if not self._replaces and turns.exists() and turns.stat().st_size > 0:
                 raise ConfigError(f"--out {self._folder} holds a run already; name another folder")
             self._files[TURNS] = _open_for_lines(turns)
-        except OSError as error:
-            raise ConfigError(f"--out: cannot write to {self._folder}: {error.strerror or error}") from error
         return self
 
     def __exit__(
@@ -323,6 +322,35 @@ class RunFiles:
         except OSError as error:
             self.problem = f"{name}: {error}"
             self._given_up.add(name)
+
+
+@contextmanager
+def writing(path: Path, option: str | None = "--out", *, is_folder: bool = False) -> Iterator[None]:
+    """Raise ConfigError where the block cannot write a file, or into a folder, that `option` named."""
+    try:
+        yield
+    except OSError as error:
+        given = f"{option}: " if option else ""
+        where = f"to {path}" if is_folder else str(path)
+        raise ConfigError(f"{given}cannot write {where}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one step, so that readers find the old text or the new; a device or pipe directly.
+
+    Raises OSError.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:  # for example a full disk or Ctrl-C
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _open_for_lines(path: Path) -> TextIO:

@@ -28,6 +28,7 @@ from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
 from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
+from tenuto.records.files import writing
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import open_private
@@ -222,11 +223,8 @@ def write_prototype(path: Path, data: RunData) -> None:
     jobs = make_events(data)
     if not jobs:
         raise DataError(f"{data.source}: no turn arrives in it")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(jobs, file, indent=2)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path, None), path.open("x", encoding="utf-8") as file:
+        json.dump(jobs, file, indent=2)
 
 
 def make_events(data: RunData) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tenuto.core.errors import ConfigError, clean
+from tenuto.core.errors import clean
+from tenuto.records.files import writing
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
 
 OVERLOADED = 0.9
@@ -190,13 +191,10 @@ def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """
     rows = [flatten(record) for record in records]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, names, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise ConfigError(f"--csv: cannot write {path}: {error.strerror or error}") from error
+    with writing(path, "--csv"), path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, Any]:

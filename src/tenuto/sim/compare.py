@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.codec import Fields
-from tenuto.records.files import read_objects
+from tenuto.records.files import RESULTS, read_objects
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
@@ -44,7 +44,6 @@ from tenuto.sim.run import NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import LoadOptions, make_workload
 
-RESULTS = "results.jsonl"
 GC_THRESHOLD = (50_000,)
 """New objects until Python looks for garbage. Simulations make many that live; the default takes 6 %."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,11 +208,4 @@ class VllmEngine:
 
 def _count_common(most: int, is_common: Callable[[int], bool]) -> int:
     """How many leading positions, of at most `most`, are common; once one is not, none after it is."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if is_common(middle - 1):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(most), True, key=lambda position: not is_common(position))

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, TextIO, cast
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.core.types import ToolCall
-from tenuto.records.files import read_objects
+from tenuto.records.files import read_objects, writing
 from tenuto.workload.formats.agentic_mooncake import make_agentic_mooncake, name_agentic
 from tenuto.workload.formats.conversations import GUESSED, get_plain_tool
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, make_mooncake, read_mooncake, sort_turns
@@ -126,13 +126,11 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
     If .gz follows, the file is compressed. Raises ConfigError if `out` already exists or cannot be written.
     """
     rows = _report(chosen.make_rows(jobs, block_size))
-    try:
+    with writing(out, None):
         if chosen.has_sessions and not out.name.endswith(_FILE_ENDS):
             _write_folder(out, rows)
         else:
             _write_file(out, rows)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}") from error
     if chosen.get_names(jobs) is None:
         return read_mooncake(read_objects(out, exact=True), block_size)
     return read_trace(out)

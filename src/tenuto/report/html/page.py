@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -19,7 +17,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from tenuto.core.errors import ConfigError
+from tenuto.records.files import write_whole, writing
 from tenuto.records.text import name_machine
 from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
@@ -48,15 +46,16 @@ def run_report(
     """Write the page and the other wanted files, and print the verdict. Raises DataError or ConfigError."""
     say = _Progress()
     report = make_report(read_sources(records))
-    with _writing("--out", "cannot write", out):
-        _write_text(out, render_page(report, say))
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, render_page(report, say))
     written = [f"{out}: the page, {out.stat().st_size / 1e6:.1f} MB"]
     if figures is not None:
-        with _writing("--figures", "cannot write to", figures):
+        with writing(figures, "--figures", is_folder=True):
             number = _write_figures(report, figures, say)
         written.append(f"{figures}: {count(number, 'picture')}, as PNG and SVG")
     if trace_events is not None:
-        with _writing("--trace-events", "cannot write", trace_events):
+        with writing(trace_events, "--trace-events"):
             trace_events.parent.mkdir(parents=True, exist_ok=True)
             number = write_trace_events(report.sources.details, trace_events)
         found = f"{count(number, 'event')}, for ui.perfetto.dev"
@@ -233,30 +232,6 @@ def _get_outcome(winner: Winner | None) -> str | None:
     if winner is None:
         return None
     return "open" if winner.is_open else "tie" if winner.is_tie else "win"
-
-
-@contextlib.contextmanager
-def _writing(option: str, problem: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option}: {problem} {path}: {error.strerror or error}") from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file atomically; a device or pipe is written directly. Raises OSError."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_text(text, encoding="utf-8")
-        return
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def _write_figures(report: Report, folder: Path, say: Say) -> int:
