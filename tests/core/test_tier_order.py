@@ -32,6 +32,32 @@ def test_without_keys_it_is_the_least_recently_used() -> None:
         assert set(order) == set(plain)
 
 
+def test_a_use_is_the_same_as_to_put_each_chunk() -> None:
+    for seed in range(20):
+        rng, order, plain = random.Random(seed), TierOrder(), TierOrder()
+        sequences: list[list[Hashable]] = [[]]
+        for number in range(200):
+            sequence = list(rng.choice(sequences)[: rng.randrange(8)])
+            for _ in range(rng.randrange(1, 6)):
+                sequence.append((tuple(sequence[-1:]), rng.random()))
+            sequences = [*sequences, sequence][-10:]
+            key, owner = (rng.randrange(3),), rng.choice([None, "a", "b", "c"])
+            first, end = sorted(rng.choices(range(len(sequence)), k=2))
+            while first and sequence[first - 1] not in order:
+                first -= 1
+            order.use(sequence, key, owner, first, end)
+            use = plain.begin_use()
+            for place in range(first, end):
+                before = sequence[place - 1] if place else None
+                plain.put(sequence[place], before, (key, use, -place), owner=owner)
+            assert order.changes.take() == plain.changes.take()
+            while len(plain) > 20:
+                assert order.pop_first() == plain.pop_first()
+            if number % 20 == 0:
+                assert order.drop("a") == plain.drop("a")
+        assert pop_all(order) == pop_all(plain)
+
+
 def test_the_smallest_key_goes_first_and_tails_before_prefixes() -> None:
     order = TierOrder()
     order.use(["root", "a1", "a2"], (5,), "a")

@@ -152,12 +152,7 @@ class TierOrder:
         known = self._chunks[chunk]
         known.rank = rank
         if known.owner != owner:
-            if self._tails.get(known.owner) == chunk:
-                # Its last owner used nothing after it, and all chunks before it are the new owner's too.
-                del self._tails[known.owner]
-            self.changes.count(known.owner, -1)
-            self.changes.count(owner, 1)
-            known.owner = owner
+            self._change_owner(chunk, known, owner)
         if owner is not None:
             self._tails[owner] = chunk
         if chunk not in self._num_behind:
@@ -167,12 +162,45 @@ class TierOrder:
         """The rank of a chunk that is there."""
         return self._chunks[chunk].rank
 
-    def use(self, chunks: Sequence[Hashable], key: Key, owner: Hashable | None = None) -> None:
-        """A turn used these chunks, which follow each other from its start; those that are new are added."""
-        use, before = self.begin_use(), None
-        for number, chunk in enumerate(chunks):
-            self.put(chunk, before, (key, use, -number), owner=owner)
+    def use(
+        self,
+        chunks: Sequence[Hashable],
+        key: Key,
+        owner: Hashable | None = None,
+        first: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """A turn used these chunks from number `first` to `end`; new ones are added.
+
+        They follow each other from the turn's start. The same as to `put` each, in fewer steps: only a chunk
+        that nothing continues is offered.
+        """
+        use, last = self.begin_use(), len(chunks) if end is None else end
+        known_chunks, num_behind = self._chunks, self._num_behind
+        before = chunks[first - 1] if first else None
+        num_more = 0
+        for number in range(first, last):
+            chunk, rank = chunks[number], (key, use, -number)
+            known = known_chunks.get(chunk)
+            if known is None:
+                known_chunks[chunk] = _Chunk(before, True, rank, owner)
+                num_more += 1
+                if before is not None:
+                    num_behind[before] = num_behind.get(before, 0) + 1
+            else:
+                known.rank = rank
+                if known.owner != owner:
+                    self._change_owner(chunk, known, owner)
+            if number > first and before not in num_behind:
+                self._offer(before)
             before = chunk
+        if num_more:
+            self.changes.count(owner, num_more)
+        if last > first:
+            if owner is not None:
+                self._tails[owner] = before
+            if before not in num_behind:
+                self._offer(before)
 
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
         """Let a present chunk go last until a time. `end`: where it ends in its sequence, in tokens."""
@@ -299,6 +327,14 @@ class TierOrder:
         self.kept.clear()
 
     # Inside.
+
+    def _change_owner(self, chunk: Hashable, known: _Chunk, owner: Hashable | None) -> None:
+        if self._tails.get(known.owner) == chunk:
+            # Its last owner used nothing after it, and all chunks before it are the new owner's too.
+            del self._tails[known.owner]
+        self.changes.count(known.owner, -1)
+        self.changes.count(owner, 1)
+        known.owner = owner
 
     def _pop_firsts(
         self,

@@ -106,10 +106,7 @@ class Tier:
             return ()
         befores = [chunks[place - 1] if place else None for place in range(num_hit, len(chunks))]
         way = order.make_way(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
-        number = order.begin_use()
-        for place in range(first, num_hit + len(way.new)):
-            before = chunks[place - 1] if place else None
-            order.put(chunks[place], before, (use.key, number, -place), owner=use.owner)
+        order.use(chunks, use.key, use.owner, first, num_hit + len(way.new))
         if use.wished:
             for place in range(num_hit + len(way.new)):
                 self.keep(chunks[place], (place + 1) * self.chunk_tokens, use)
