@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -217,6 +218,37 @@ def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
     assert [heard[1] for heard in engine.driver.policy.heard if heard[0] == "job ended"] == ["a", "b"]
     assert set(engine.driver._jobs.jobs) == {"c", "a"}
     assert len(engine.driver._jobs.lineage) == 2
+
+
+@pytest.mark.parametrize("max_idle", [0, 1, 2])
+def test_what_is_remembered_after_several_ends_is_the_same(max_idle: int) -> None:
+    """Of the jobs that end together, one ends with its turn, and others are forgotten at once."""
+    found = []
+    for remembers_later in (False, True):
+        engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=max_idle))
+        driver, finish = engine.driver, engine.driver.finish
+        driver.finish = partial(finish, remembers_later=remembers_later)  # type: ignore[method-assign]
+        for number, job_id in enumerate("abcd"):
+            prompt = make_tokens(number * 1000, 8 + number)
+            engine.arrive(f"{job_id}1", 0, prompt, OUTPUT, Hints(job_id=job_id))
+            engine.start_first(1)
+        for job_id in "abcd":
+            engine.finish(f"{job_id}1", 2, tool=LS, is_last=job_id == "b")
+        driver.remember()
+        waits = driver._fairness._waits
+        assert waits is not None
+        found.append(
+            (
+                driver._jobs.jobs.keys(),
+                [driver._jobs.jobs[job_id].last_marks is not None for job_id in driver._jobs.jobs],
+                driver._jobs.lineage._finished.keys(),
+                waits._jobs.keys(),
+                driver.ledger.total.get_figures(3),
+                [lease.job_id for lease in driver.leases],
+            )
+        )
+    assert found[0] == found[1]
+    assert len(found[0][0]) == max_idle
 
 
 def test_a_forgotten_job_leaves_no_lease() -> None:

@@ -410,16 +410,20 @@ def test_chaos_ends_clean(clock: Clock, depth: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("per_prompt", [0, 24])
 def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
-    clock: Clock, depth: int, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, depth: int, per_prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs with one prompt compute it side by side; of the copies the one that is hit is leased."""
-    engine = start(depth=depth, num_blocks=60)
+    """Jobs with one prompt compute it side by side; of the copies the one that is hit is leased.
+
+    With `per_prompt`, prompts too are computed in parts, and so twice.
+    """
+    engine = start(depth=depth, num_blocks=60, long_prefill_token_threshold=per_prompt)
     compared = []
     own = vllm_engine.get_own_cached_blocks
 
-    def compare(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
-        blocks = own(scheduler, request, num_hit_tokens)
+    def compare(scheduler: Any, request: Any, num_known: int) -> list[Any]:
+        blocks = own(scheduler, request, num_known)
         found = scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks[0]
         compared.append((blocks, [block for block in found if not block.is_null]))
         return blocks

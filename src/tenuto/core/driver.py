@@ -122,6 +122,8 @@ class Driver:
             by_priority=by_priority,
         )
         self.leases, self.pins = self._retention.leases, self._retention.pins
+        self._ended: deque[tuple[TurnState, float, Finish, bool]] = deque()
+        """Turns that ended, when and how, and whether their job did; see `remember`."""
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
         self._rekey_s = math.inf if policy.needs.rekey_s is None else policy.needs.rekey_s
@@ -260,39 +262,29 @@ class Driver:
         job = self._jobs.get(job_id)
         self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
-    def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
-        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
+    def finish(self, turn_id: str, now_s: float, finish: Finish, *, remembers_later: bool = False) -> None:
+        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them.
+
+        `remembers_later`: the engine calls `remember`, before it tells or asks anything but further ends.
+        """
         turn = self._turns.pop(turn_id, None)
         if turn is None:
             return
         self.stats.num_events += 1
         job = turn.job
         del job.live_turn_ids[turn_id]
-        if self._step_chooser is not None and not turn.started:
-            self._step_chooser.observe_start(turn_id)
         if self.pins.max_blocks:
             self.pins.finish(turn)
         self._retention.leave(turn)
-        self._fairness.leave(turn, finish.num_output_tokens, now_s)
+        self._fairness.free(turn)
         self._order.leave(turn)
         if self._history is not None:
             self._history.record(
                 "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
             )
         view = turn.get_finished_view(finish)
-        num_prompt_tokens, num_computed_tokens = turn.arrival.num_prompt_tokens, finish.num_computed_tokens
-        if not finish.aborted:
-            num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
-        if turn.started:
-            run_from = num_computed_tokens if turn.run_from is None else turn.run_from
-            job.account.stop(max(0, num_computed_tokens - run_from), finish.num_output_tokens)
         if not finish.aborted:
             job.last_finish_s, job.last_tool = now_s, view.tool
-            job.last_marks = PrefixMarks(
-                turn.arrival.hashes, num_prompt_tokens, num_computed_tokens, self._hash_block_size
-            )
-            if self._step_chooser is not None:
-                self._step_chooser.observe_turn(view)
         self._tell("on_turn_finished", turn, now_s, view=view)
         retains = self._retains and not job.runs_as_stock
         goes_on = not (view.is_last or job.is_released)
@@ -303,18 +295,45 @@ class Driver:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted)
         if is_complete and not job.live_turn_ids:
+            self._ended.append((turn, now_s, finish, True))
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
             return
-        if not finish.aborted and not job.is_released:
-            self._jobs.remember(job, turn.arrival)
-            if retains and (goes_on or wish is not None):
-                self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
+        if retains and not finish.aborted and not job.is_released and (goes_on or wish is not None):
+            self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
         # Of too many idle jobs, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
+        self._ended.append((turn, now_s, finish, False))
+        if not remembers_later:
+            self.remember()
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
+
+    def remember(self) -> None:
+        """Take in of the turns that ended what is not read while further turns end."""
+        while self._ended:
+            self._remember(*self._ended.popleft())
+
+    def _remember(self, turn: TurnState, now_s: float, finish: Finish, is_complete: bool) -> None:
+        job, arrival = turn.job, turn.arrival
+        self._fairness.leave(turn, finish.num_output_tokens, now_s)
+        num_computed_tokens = finish.num_computed_tokens
+        if not finish.aborted:
+            num_computed_tokens = count_computed_tokens(arrival.num_prompt_tokens, finish.num_output_tokens)
+            job.last_marks = PrefixMarks(
+                arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
+            )
+            if not (is_complete or job.is_released):
+                self._jobs.remember(job, arrival)
+        if turn.started:
+            run_from = num_computed_tokens if turn.run_from is None else turn.run_from
+            job.account.stop(max(0, num_computed_tokens - run_from), finish.num_output_tokens)
+        if self._step_chooser is not None:
+            if not turn.started:
+                self._step_chooser.observe_start(turn.turn_id)
+            if not finish.aborted:
+                self._step_chooser.observe_turn(turn.get_finished_view(finish))
 
     def release(self, job_id: str, now_s: float) -> bool:
         """The client says that a job is complete; return whether the job was known.
@@ -793,6 +812,7 @@ class Driver:
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
         """`keeps_copies`: tiers below the GPU keep what only this job used."""
+        self.remember()
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if "on_job_ended" in self._caller.heard and not job.runs_as_stock:

@@ -78,9 +78,12 @@ class Fairness:
             self._waits.resume(turn, now_s)
         self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
 
-    def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
-        """A turn ended, or left before it started."""
+    def free(self, turn: TurnState) -> None:
+        """A turn needs no memory any more; `leave` follows."""
         self.quota.leave(turn)
+
+    def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
+        """A turn ended, or left before it started; its memory is free already (`free`)."""
         self.shares.leave(turn, num_output_tokens)
         if self._waits is not None:
             self._waits.leave(turn, num_output_tokens, now_s)
@@ -401,10 +404,9 @@ class BlockRefCounts:
 
     def add(self, block_ids: Collection[Hashable]) -> None:
         """One more lease covers these blocks; each block must be named once."""
-        shared = self._covered.intersection(block_ids)
+        if not self._covered.isdisjoint(block_ids):
+            self._more.update(self._covered.intersection(block_ids))
         self._covered.update(block_ids)
-        if shared:
-            self._more.update(shared)
 
     def remove(self, block_ids: Collection[Hashable]) -> None:
         """One lease fewer covers these blocks."""

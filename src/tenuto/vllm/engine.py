@@ -15,6 +15,7 @@ from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, g
 from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
     can_truncate_leases,
+    count_first_copies,
     get_block_size,
     get_num_cached_tokens,
     get_own_cached_blocks,
@@ -58,6 +59,8 @@ class VllmEngine:
         """The request whose end the driver hears of now."""
         self._found: list[Any] = []
         """Its cached blocks."""
+        self._num_known: dict[str, int] = {}
+        """For running requests: how many of their blocks were looked at already; see `look`."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""
@@ -92,13 +95,25 @@ class VllmEngine:
             yield
         finally:
             self._ending, self._found = None, []
+            self.forget(ended.request.request_id)
+
+    def look(self, request_id: str) -> None:
+        """A step computes a part of a prompt: look at its cached blocks now, so that its end need not."""
+        if self.can_truncate:
+            num_known = self._num_known.get(request_id, 0)
+            self._num_known[request_id] = count_first_copies(self._scheduler, request_id, num_known)
+
+    def forget(self, request_id: str) -> None:
+        """A request has lost its blocks."""
+        self._num_known.pop(request_id, None)
 
     def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
         """Cached blocks of a finishing request."""
         assert self._ending is not None
         request = self._ending.request
         if self.can_truncate:
-            self._found = get_own_cached_blocks(self._scheduler, request, num_hit_tokens)
+            num_known = max(num_hit_tokens // self._block_size, self._num_known.get(turn_id, 0))
+            self._found = get_own_cached_blocks(self._scheduler, request, num_known)
             return self._found
         self._cache_ends(request)
         if not reads_cache(request):

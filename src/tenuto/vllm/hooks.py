@@ -21,6 +21,7 @@ from tenuto.vllm.compat.scheduler import (
     AllocationGuard,
     count_missing_blocks,
     get_hit_tokens,
+    get_prompts,
     get_reason_for_full_steps,
     is_by_priority,
     is_running,
@@ -174,6 +175,13 @@ class Hooks:
                 self.driver.load(request_id, get_hit_tokens(self._scheduler.requests[request_id])[1])
             short_hit = self._scheduler.short_hits.get(request_id)
             self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
+
+    def look(self, output: Any) -> None:
+        """A step was scheduled: look at what can be kept of its prompts, if anything can."""
+        if self._keeps_blocks:
+            for request_id in get_prompts(output):
+                if request_id in self._scheduler.requests:
+                    self.engine.look(request_id)
 
     def leave(self, request: Any, now_s: float) -> None:
         """A request ends; the driver still knows it."""

@@ -212,13 +212,18 @@ class _DrivenScheduler(PrivateHooks):
         """A request ended and still has its blocks, so the driver may grant a lease on them."""
         ended = Ended(request, time.monotonic(), len(self.running))
         self._hooks.leave(request, ended.now_s)
-        self._tell_later(self._tell_end, ended)
-        if not self._hooks.can_end_later:
+        if self._hooks.can_end_later:
+            self._tell_later(self._tell_end, ended)
+            return
+        if self._untold:
             self._catch_up()
+        # What is only remembered of it can wait for the next time.
+        self._tell_end(ended, remembers_later=True)
 
     def on_turn_preempting(self, request: Any) -> None:
         """A running request is about to be preempted."""
         self.driver.preempt(request.request_id, time.monotonic(), request.num_computed_tokens)
+        self._hooks.engine.forget(request.request_id)
 
     def has_requests(self) -> bool:
         """Also true when a lease has passed its deadline, so that an idle engine runs a step that ends it."""
@@ -291,6 +296,7 @@ class _DrivenScheduler(PrivateHooks):
             return
         self._is_telling = True
         try:
+            self._hooks.driver.remember()
             while self._untold:
                 tell, facts = self._untold.popleft()
                 tell(*facts)
@@ -320,6 +326,7 @@ class _DrivenScheduler(PrivateHooks):
             hooks.steps.schedule(output, now_s, is_full=output.total_num_scheduled_tokens >= max_tokens)
         hooks.driver.settle()
         hooks.start(list(get_started(output)), now_s)
+        hooks.look(output)
         self.short_hits.forget()
         if self._steps is not None:
             self._steps.record(output, now_s, max_tokens)
@@ -331,7 +338,7 @@ class _DrivenScheduler(PrivateHooks):
         if self._steps is not None:
             self._steps.finish(output)
 
-    def _tell_end(self, ended: Ended) -> None:
+    def _tell_end(self, ended: Ended, *, remembers_later: bool = False) -> None:
         started_s = time.perf_counter()
         request, hooks = ended.request, self._hooks
         driver = hooks.driver
@@ -340,7 +347,7 @@ class _DrivenScheduler(PrivateHooks):
         if self.tier is not None:
             self.tier.finish(request, driver.get_finished_turn(request.request_id, finish))
         with hooks.engine.ending(ended):
-            driver.finish(request.request_id, ended.now_s, finish)
+            driver.finish(request.request_id, ended.now_s, finish, remembers_later=remembers_later)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     # The engine adapter calls these.

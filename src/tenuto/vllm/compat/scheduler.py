@@ -145,6 +145,13 @@ def get_started(output: Any) -> Iterable[tuple[str, int]]:
                 yield request_id, num_computed
 
 
+def get_prompts(output: Any) -> list[str]:
+    """The requests of a step of which it computes more than one token."""
+    if output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
+        return []
+    return [request_id for request_id, number in output.num_scheduled_tokens.items() if number > 1]
+
+
 def get_tokens_per_prompt(scheduler: Any) -> int:
     """The most tokens of one prompt in a step; 0 for no bound. vLLM reads it anew in each step."""
     return int(scheduler.scheduler_config.long_prefill_token_threshold)
@@ -259,13 +266,34 @@ def count_cached_blocks(scheduler: Any) -> int:
 
 # A turn of 6,000 tokens has 375 blocks. So loops over them run in C: not by the property `block_hash`, and
 # lists are compared as a whole, which looks at the blocks' identity first.
-_get_hash = attrgetter("_block_hash")
+_get_hash, _get_block_id, _get_num_refs = map(attrgetter, ("_block_hash", "block_id", "ref_cnt"))
 
 
-def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> list[Any]:
+def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
+    """How many of a running request's leading blocks a prompt that extends it would hit.
+
+    `num_known`: so many are known to be. Two requests may have computed the same block at the same time. A
+    prompt hits the copy that was cached first. That one stays the first as long as its request has it.
+    """
+    manager = scheduler.kv_cache_manager
+    own = manager.get_blocks(request_id).blocks[0]
+    num_full = len(own)
+    while num_full > num_known and own[num_full - 1].block_hash is None:
+        num_full -= 1
+    new = own[num_known:num_full]
+    # Only where there are copies the map has no block, but a dict.
+    found = list(map(manager.block_pool.cached_block_hash_to_block._cache.get, map(_get_hash, new)))
+    if found == new:
+        return num_full
+    pairs = enumerate(zip(found, new, strict=True), num_known)
+    return next(number for number, (first, block) in pairs if first is not block)
+
+
+def get_own_cached_blocks(scheduler: Any, request: Any, num_known: int) -> list[Any]:
     """The blocks that a prompt extending this request would hit, without a look-up per block.
 
-    The request references its own cached blocks, so they cannot have been evicted.
+    `num_known`: of so many of its blocks it is known that they are the ones, because they were hit or counted
+    (`count_first_copies`). The request references its own cached blocks, so they cannot have been evicted.
     """
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
     if not manager.enable_caching or request.skip_reading_prefix_cache:
@@ -276,13 +304,12 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_hit_tokens: int) -> 
     while num_full and own[num_full - 1].block_hash is None:
         num_full -= 1
     blocks = list(own[:num_full])
-    # Two requests may have computed the same block at the same time. A prompt hits the copy that was cached
-    # first, so the lease holds that copy. Only where there are copies the map has no block, but a dict.
-    new = blocks[num_hit_tokens // size :]
+    # As in `count_first_copies`.
+    new = blocks[num_known:]
     cached = manager.block_pool.cached_block_hash_to_block
     if list(map(cached._cache.get, map(_get_hash, new))) != new:
         firsts = map(cached.get_one_block, map(_get_hash, new))
-        blocks[num_hit_tokens // size :] = [first or own for first, own in zip(firsts, new, strict=True)]
+        blocks[num_known:] = [first or own for first, own in zip(firsts, new, strict=True)]
     return blocks
 
 
@@ -338,20 +365,22 @@ class LeasedBlocks:
     def hold(self, blocks: Sequence[Any]) -> None:
         """Take one reference to each block for a lease."""
         self._touch(blocks)
-        self._leased.add([block.block_id for block in blocks])
+        self._leased.add(list(map(_get_block_id, blocks)))
         self._changed += blocks
 
     def take_over(self, blocks: Sequence[Any]) -> None:
         """A request that ends leaves its references to these blocks to a lease."""
-        block_ids = [block.block_id for block in blocks]
+        block_ids = list(map(_get_block_id, blocks))
         self._leased.add(block_ids)
-        self._in_use.difference_update(block_ids)
-        self._changed += [block for block in blocks if block.ref_cnt > 1]
+        if self._in_use:
+            self._in_use.difference_update(block_ids)
+        if max(map(_get_num_refs, blocks), default=0) > 1:
+            self._changed += [block for block in blocks if block.ref_cnt > 1]
 
     def release(self, blocks: Sequence[Any]) -> None:
         """Release one reference of a lease to each block; the last blocks will be evicted first."""
         self._free(reversed(blocks))
-        self._leased.remove([block.block_id for block in blocks])
+        self._leased.remove(list(map(_get_block_id, blocks)))
         if self._in_use:
             self._changed += blocks
 
@@ -381,7 +410,7 @@ class LeasedBlocks:
     def _look(self) -> None:
         changed, self._changed = self._changed, []
         if self._in_use:
-            self._in_use.difference_update([block.block_id for block in changed])
+            self._in_use.difference_update(map(_get_block_id, changed))
         # A leased block that is used as well has two references or more.
         several = {block.block_id: block.ref_cnt for block in changed if block.ref_cnt > 1}
         self._in_use.update(self._leased.find_used(several))
