@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from functools import partial
 
 import pytest
 
@@ -12,6 +14,7 @@ from tenuto.core.types import DecodeSteps, EngineView, Job, StepView, ToolCall, 
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
+    PATIENCE,
     SLACK,
     AdaptiveSteps,
     choose_step_tokens,
@@ -54,6 +57,51 @@ def test_while_prompts_take_less_than_half_they_are_a_tenth_slower_at_most(rate:
     assert choose_step_tokens(make_times(), 10, rate, 1.0, BUDGET) == wanted == 2048
 
 
+def make_riding_times(pass_s: float = 0.02) -> StepTimes:
+    """A pass over the weights takes 20 ms. 250 prompt tokens ride along with it; each further one takes 40 us."""
+    times = StepTimes()
+    for n in range(1, 401):
+        times.observe(n % 80 + 1, n % 80 + 1, pass_s + 1e-4 * (n % 80 + 1))
+    for n in range(400):
+        size = 2000 if n % 4 else 1000
+        times.observe(40 + size, 40, pass_s + 4e-3 + 4e-5 * (size - 250))
+    return times
+
+
+def get_riding_wait(num_tokens: int, num_decoding: int, rate: float, pass_s: float = 0.02) -> float:
+    """Seconds that others wait for one more prompt token, by `make_riding_times`."""
+
+    def get_left(num_tokens: int) -> float:
+        num_prompt_tokens = num_tokens - num_decoding
+        step_s = pass_s + 1e-4 * num_decoding + 4e-5 * max(0, num_prompt_tokens - 250)
+        return num_prompt_tokens / step_s - rate
+
+    if get_left(num_tokens) < get_left(BUDGET) / PATIENCE:
+        return math.inf
+    num_prompt_tokens = num_tokens - num_decoding
+    return 1 / get_left(num_tokens) + num_decoding * 4e-5 * max(0, num_prompt_tokens - 250) / num_prompt_tokens
+
+
+@pytest.mark.parametrize("num_decoding", [5, 20, 40, 60, 100])
+@pytest.mark.parametrize("rate", [100.0, 4_000.0, 8_000.0, 11_000.0])
+def test_prompts_ride_along_with_decoding_as_far_as_it_spares_waiting(num_decoding: int, rate: float) -> None:
+    wanted = min(SIZES, key=lambda size: get_riding_wait(size, num_decoding, rate))
+    assert choose_step_tokens(make_riding_times(), num_decoding, rate, 1.0, BUDGET) == wanted < BUDGET
+
+
+def test_beside_few_that_decode_prompts_go_as_fast_as_they_can() -> None:
+    """One who decodes loses less than the prompt would: the smallest step that is fast, a tenth aside."""
+    assert choose_step_tokens(make_riding_times(), 1, 100.0, 1.0, BUDGET) == 2048
+    assert choose_step_tokens(make_riding_times(pass_s=0.05), 1, 100.0, 1.0, BUDGET) == BUDGET
+
+
+def test_nobody_waits_over_half_longer_for_a_first_token_than_with_full_steps() -> None:
+    """At 50 ms a pass, steps of 512 or 1,024 tokens would let prompts wait longer than that."""
+    wait = partial(get_riding_wait, num_decoding=60, rate=4_000.0, pass_s=0.05)
+    assert wait(512) == wait(1024) == wait(2048) == math.inf
+    assert choose_step_tokens(make_riding_times(pass_s=0.05), 60, 4_000.0, 1.0, BUDGET) == 4096
+
+
 @pytest.mark.parametrize("rate", [13_000.0, 15_000.0, 18_000.0, 20_000.0, 21_000.0])
 def test_when_they_take_more_steps_are_as_small_as_keeps_up_with_them(rate: float) -> None:
     wanted = next(size for size in SIZES if get_speed(size) >= SLACK * rate)
@@ -66,19 +114,13 @@ def test_a_weight_says_from_which_share_on_decoding_goes_first(weight: float, si
     assert choose_step_tokens(make_times(), 10, 8_500.0, weight, BUDGET) == size
 
 
-def test_steps_are_smaller_where_the_pass_over_the_weights_hardly_counts() -> None:
-    """A prompt token takes 3 ms, as on a CPU."""
-    assert choose_step_tokens(make_times(token_s=3e-3), 10, 0.0, 0.0, 1024) == 256
-    assert choose_step_tokens(make_times(token_s=3e-3, pass_s=1.0), 10, 0.0, 0.0, 1024) == 512
-
-
 def test_if_prompts_come_faster_than_any_step_computes_them_steps_are_full() -> None:
     assert choose_step_tokens(make_times(), 10, 1e6, 1.0, BUDGET) == BUDGET
 
 
 @pytest.mark.parametrize("budget", [64, 300, 512, 700, 2048])
 def test_it_stays_within_the_engines_own_limit(budget: int) -> None:
-    assert min(256, budget) <= choose_step_tokens(make_times(), 10, 0.0, 0.0, budget) <= budget
+    assert min(512, budget) <= choose_step_tokens(make_times(), 10, 0.0, 0.0, budget) <= budget
 
 
 @pytest.mark.parametrize("num_decoding", [200, 400, 900])

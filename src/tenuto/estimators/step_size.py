@@ -12,14 +12,21 @@ with d(n) what decoding alone takes, and `fixed` and `token` the line that `Step
 Who goes first decides who waits; it hardly changes what the engine computes. Waits are least, in sum, if
 those go first who take less of the engine (the cμ rule; Cox and Smith, 1961). Each turn has one prompt and
 one answer. So it is enough to compare their shares of the engine's time. If prompt tokens come at a rate r,
-prompts take ρ = r · token of it, and answers the rest:
+prompts take ρ = r · token of it, and answers the rest.
 
-    ρ < weight · (1 - ρ)     prompts first:    v(T) >= v(budget) / SLACK
-    otherwise                answers first:    v(T) >= SLACK · r
+If ρ >= weight · (1 - ρ), answers go first: the step is the smallest with v(T) >= SLACK · r. Prompts are the
+larger part then, and the turns that already run end sooner, so that fewer run at a time.
 
-The step is the smallest T that fulfils this; if no smaller step does, it is the whole budget. So while
-prompts are the lesser part, first tokens are never far from those of stock vLLM. When they are the larger
-part, the turns that already run end first, and fewer run at a time.
+Otherwise prompts go first, but only as far as it spares more waiting than it costs. While one prompt token
+more is computed, its turn waits, and so do the n turns that decode:
+
+    weight / (v(T) - r)      seconds that the prompt waits for it, others before it included (M/M/1)
+    n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
+
+The step is the size with the smallest sum. The second term is why small steps can be better for all: a few
+prompt tokens ride along with a pass over the weights that decoding needs anyway. Two bounds: a prompt
+waits at most PATIENCE times as long as with full steps, so that first tokens stay near those of stock vLLM;
+and a step that computes prompts within SLACK as fast as a full one is always small enough to take.
 
 Plain requests, those of jobs that call no tools, shall not pay for small steps. What waits of them, and what
 stock vLLM would compute in one step, gets room of its own in the next step. No prompt may then take more than
@@ -29,6 +36,7 @@ the longest of them or the chosen size, so that a long prompt leaves this room t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,14 +46,12 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""If prompts go first, they take at most a tenth longer than in full steps. If answers do, prompts are
-computed a tenth faster than they come, so that their queue empties."""
+"""A difference of a tenth in speed counts as none. If answers go first, prompts are computed a tenth faster
+than they come, so that their queue empties."""
+PATIENCE = 1.5
+"""If prompts go first, they wait at most half as long again as with full steps."""
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
-SMALL_STEP_TOKENS = 256
-"""The smallest step where the pass over the weights hardly counts, as on CPUs."""
-SAME_SPEED = 0.9
-"""It hardly counts where small steps compute prompts at this share of the speed of the whole budget."""
 FIRST_STEP_TOKENS = 2048
 """Before steps were observed: vLLM's default on small GPUs, which no engine suffers from for long."""
 RATE_S = 30.0
@@ -65,7 +71,7 @@ def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
 def choose_step_tokens(
     times: StepTimes, num_decoding: int, prompt_rate: float, prompt_weight: float, budget: int
 ) -> int:
-    """Tokens of the next step, decode tokens included: a power of two from 512 or 256 up, or `budget`.
+    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`.
 
     `prompt_rate`: prompt tokens that arrive, a second.
     """
@@ -81,18 +87,30 @@ def choose_step_tokens(
         return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
     most = get_speed(budget)
+    # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
+    sizes = [size for size in _get_sizes(budget) if size >= 2 * num_decoding]
     share = min(1.0, prompt_rate * token_s)
-    is_prompts_turn = share < prompt_weight * (1 - share)
-    needed = most / SLACK if is_prompts_turn else SLACK * prompt_rate
-    # Not before a step that only decodes was seen: until then the pass seems to cost nothing.
-    is_same = decode_s > 0 and get_speed(SMALL_STEP_TOKENS) >= SAME_SPEED * most
-    size = SMALL_STEP_TOKENS if is_same else MIN_STEP_TOKENS
+    if share >= prompt_weight * (1 - share):
+        return next((size for size in sizes if get_speed(size) >= SLACK * prompt_rate), budget)
+
+    def get_wait(num_tokens: int) -> float:
+        """Seconds that others wait for one more prompt token; infinite where prompts would wait too long."""
+        left = get_speed(num_tokens) - prompt_rate
+        if left <= 0 or left < (most - prompt_rate) / PATIENCE:
+            return math.inf
+        delay_s = max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
+        return prompt_weight / left + num_decoding * delay_s
+
+    best = min((budget, *reversed(sizes)), key=get_wait)
+    return next((size for size in sizes if size == best or get_speed(size) >= most / SLACK), budget)
+
+
+def _get_sizes(budget: int) -> Iterator[int]:
+    """Sizes of steps below the budget, each twice the one before."""
+    size = MIN_STEP_TOKENS
     while size < budget:
-        # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-        if size >= 2 * num_decoding and get_speed(size) >= needed:
-            return size
+        yield size
         size *= 2
-    return budget
 
 
 @dataclass
