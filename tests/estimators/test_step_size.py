@@ -79,7 +79,9 @@ def get_riding_wait(num_tokens: int, num_decoding: int, rate: float, pass_s: flo
     if get_left(num_tokens) < get_left(BUDGET) / PATIENCE:
         return math.inf
     num_prompt_tokens = num_tokens - num_decoding
-    return 1 / get_left(num_tokens) + num_decoding * 4e-5 * max(0, num_prompt_tokens - 250) / num_prompt_tokens
+    return (
+        1 / get_left(num_tokens) + num_decoding * 4e-5 * max(0, num_prompt_tokens - 250) / num_prompt_tokens
+    )
 
 
 @pytest.mark.parametrize("num_decoding", [5, 20, 40, 60, 100])
