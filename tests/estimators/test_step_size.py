@@ -58,7 +58,7 @@ def test_while_prompts_take_less_than_half_they_are_a_tenth_slower_at_most(rate:
 
 
 def make_riding_times(pass_s: float = 0.02) -> StepTimes:
-    """A pass over the weights takes 20 ms. 250 prompt tokens ride along with it; each further one takes 40 us."""
+    """A pass over the weights takes 20 ms. 250 prompt tokens ride along; each further one takes 40 us."""
     times = StepTimes()
     for n in range(1, 401):
         times.observe(n % 80 + 1, n % 80 + 1, pass_s + 1e-4 * (n % 80 + 1))
