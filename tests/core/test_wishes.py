@@ -262,6 +262,17 @@ def test_a_mark_of_many_tokens_is_found_without_reading_the_prompt() -> None:
     assert ended.num_decoded < 100
 
 
+def test_the_text_is_read_only_where_two_tokens_in_a_row_are_the_mark_s() -> None:
+    """Most marks that a prompt lacks cost no decoding; one that is split otherwise in a place is found."""
+    words = Words(" ".join(f"w{n}" for n in range(6000)))
+    finder, prompt = MarkFinder(words.decode, words.encode), list(range(6000))
+    assert finder.find(Mark(0.5, " ".join(f"w{n}" for n in range(0, 6000, 500))), prompt) == 0
+    assert words.num_decoded == 0
+    words.words.append("w3094 w3095 ")
+    prompt[3094:3096] = [6000]
+    assert finder.find(Mark(0.5, " ".join(f"w{n}" for n in range(3090, 3100))), prompt) == 3099
+
+
 def test_looking_for_a_mark_is_bounded() -> None:
     words = Words(" ".join(f"word{n}" for n in range(100_000)))
     finder = MarkFinder(words.decode, words.encode)

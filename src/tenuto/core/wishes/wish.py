@@ -17,7 +17,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from tenuto.core.types import LeaseEnd, LeaseRefusal
@@ -268,7 +268,11 @@ class MarkFinder:
         if known is not None and self._ends_at(known, mark.tail, prompt):
             self._known.move_to_end(mark.tail)
             return known
-        found = self._search(mark, prompt) or self._look(mark, prompt)
+        tail = list(self._encode(mark.tail))
+        # Its first tokens and its last may be others in the prompt, where text goes on before and behind.
+        num_before = max(2, len(tail) - 10)
+        core = tail[num_before:-2]
+        found = self._search(mark, prompt, core, num_before) or self._look(mark, prompt, core)
         if found:
             self._remember(mark.tail, found)
         return found
@@ -279,12 +283,11 @@ class MarkFinder:
         if len(self._known) > self.NUM_KNOWN:
             self._known.popitem(last=False)
 
-    def _search(self, mark: Mark, prompt: Sequence[int]) -> int:
-        """Look for the tail's tokens around where it should be; 0 if they are not there."""
-        tail = list(self._encode(mark.tail))
-        # Its first tokens and its last may be others in the prompt, where text goes on before and behind.
-        num_before = max(2, len(tail) - 10)
-        core = tail[num_before:-2]
+    def _search(self, mark: Mark, prompt: Sequence[int], core: list[int], num_before: int) -> int:
+        """Look for the tail's tokens around where it should be; 0 if they are not there.
+
+        `core`: some of them, after `num_before` others.
+        """
         if len(core) < self.MIN_CORE:
             return 0
         guess = int(mark.share * len(prompt))
@@ -306,10 +309,13 @@ class MarkFinder:
         before, found, _ = self._decode(part).partition(mark.tail)
         return first + self._count(part, len(before) + len(found), behind - first) if found else 0
 
-    def _look(self, mark: Mark, prompt: Sequence[int]) -> int:
+    def _look(self, mark: Mark, prompt: Sequence[int], core: Sequence[int]) -> int:
         """Look for the tail in the text around where it should be; 0 if it is not there."""
         first = max(0, int(mark.share * len(prompt)) - self.WINDOW // 2)
         window = prompt[first : first + self.WINDOW]
+        # Tokenizers split some places of a text otherwise, not all. Reading the text takes far longer.
+        if len(core) >= self.MIN_CORE and set(pairwise(core)).isdisjoint(pairwise(window)):
+            return 0
         text = self._decode(window)
         guess = len(text) * (mark.share * len(prompt) - first) / max(1, len(window))
         ends = [match.end() for match in re.finditer(re.escape(mark.tail), text)]
