@@ -270,7 +270,7 @@ def test_the_text_is_read_only_where_two_tokens_in_a_row_are_the_mark_s() -> Non
     assert words.num_decoded == 0
     words.words.append("w3094 w3095 ")
     prompt[3094:3096] = [6000]
-    assert finder.find(Mark(0.5, " ".join(f"w{n}" for n in range(3090, 3100))), prompt) == 3099
+    assert finder.find(Mark(0.5, " ".join(f"w{n}" for n in range(3090, 3100))), prompt) == 3098
 
 
 def test_looking_for_a_mark_is_bounded() -> None:
