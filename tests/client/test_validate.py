@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -294,7 +295,11 @@ def test_a_run_that_takes_much_longer_than_planned_is_given_up(
     monkeypatch.setattr(module._Validation, "finish", lambda self: replace(self.record, stopped=self.stopped))
     monkeypatch.setattr(module, "OVERTIME", 0.001)
     options = ValidateOptions(model="m", engine="sim", minutes=3, out=tmp_path / "out", port=8198)
-    record, is_interrupted = run_validate(options)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as behind a shell: tenuto validate … &
+    try:
+        record, is_interrupted = run_validate(options)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (record.stopped, is_interrupted) == ("time was up", False)
 
 

@@ -407,11 +407,14 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
     is_interrupted = False
     late = threading.Timer(OVERTIME * options.limit_s, run.end_late)
     late.daemon = True
-    late.start()
     try:
         with sigterm_as_sigint():
-            run.prepare()
-            run.make_runs()
+            late.start()
+            try:
+                run.prepare()
+                run.make_runs()
+            finally:
+                late.cancel()
     except KeyboardInterrupt:
         if run.record is None or run.record.load is None:
             if run.stopped is None:
@@ -427,8 +430,6 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
             run.stopped = "a server failed"
             run.finish()
         raise
-    finally:
-        late.cancel()
     return run.finish(), is_interrupted
 
 
@@ -481,7 +482,8 @@ class _Validation:
     def end_late(self) -> None:
         """End what runs now, as Ctrl-C does: it takes much longer than was planned."""
         self.stopped = "time was up"
-        os.kill(os.getpid(), signal.SIGINT)
+        # Shells ignore SIGINT in what runs behind them.
+        os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def left_s(self) -> float:
