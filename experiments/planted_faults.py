@@ -364,8 +364,8 @@ FAULTS = (
     Fault(
         "policies: their time is not counted",
         "vllm/scheduler.py",
-        "ended.now_s, finish)\n        driver.stats.decision_s",
-        "ended.now_s, finish)\n        started_s = time.perf_counter()\n        driver.stats.decision_s",
+        "=remembers_later)\n        driver.stats.decision_s",
+        "=remembers_later)\n        started_s = time.perf_counter()\n        driver.stats.decision_s",
         ("vllm/test_faults.py::test_a_slow_policy_is_waited_for_and_shows_in_the_time_of_decisions",),
     ),
     Fault(
