@@ -2,7 +2,7 @@
 
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --middleware tenuto.vllm.Middleware
 
-Nothing of vLLM is imported before one of the two names is used.
+vLLM is imported only when one of the two names is used.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The addresses under /tenuto/ on vLLM's API server.
 
-    GET  /tenuto/control              what runs, on every data-parallel rank     (operator)
-    POST /tenuto/control              change it: {"mode": "off"}, …               (operator)
-    GET  /tenuto/ledger               what jobs and tenants used                 (operator)
-    GET  /tenuto/jobs/ID              what it used, what is held for it, or why not (client, or operator)
-    POST /tenuto/jobs/ID/release      the job is complete: give its cache back   (client, or operator)
+    GET  /tenuto/control            what runs, on every data-parallel rank       (operator)
+    POST /tenuto/control            change it: {"mode": "off"}, …                (operator)
+    GET  /tenuto/ledger             what jobs and tenants used                   (operator)
+    GET  /tenuto/jobs/ID            what a job used, and what is held for it     (client, or operator)
+    POST /tenuto/jobs/ID/release    the job is complete: release its cache       (client, or operator)
 
 The operator's key is not one of vLLM's API keys, because those belong to clients. Without the environment
-variable TENUTO_ADMIN_KEY every operator's call is refused. A client's call is checked as vLLM checks its
-own: by the API key, if the server has keys; and a client sees and ends jobs of its own tenant only. The
-operator sees and ends any job, and names its tenant: `?tenant=NAME`.
+variable TENUTO_ADMIN_KEY, every operator call is refused. A client call is checked as vLLM checks its own
+calls: by the API key, if the server has keys. A client can see and end only its own tenant's jobs. An
+operator can see and end any job, and names the job's tenant: `?tenant=NAME`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ CALL = "tenuto_control"
 STOCK = "Tenuto's scheduler does not run here"
 MAX_BODY_BYTES = 64 * 1024
 LIMIT_S = 30.0
-"""Longest wait for an engine's answer. It answers between two steps, and on a CPU a step may take seconds."""
+"""Longest wait for an engine's answer. An engine answers between two steps; a step on a CPU can take
+seconds."""
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -49,12 +50,12 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class ControlAddresses:
-    """Answers requests under /tenuto/; `find` says which those are."""
+    """Answers requests under /tenuto/; `find` recognises them."""
 
     def __init__(
         self, tenants: TenantReader, changed: Callable[[Mapping[str, Any]], None] = lambda status: None
     ) -> None:
-        """`tenants`: whose a request is. `changed` is called with what runs after an operator's change."""
+        """`tenants` finds a request's tenant. `changed` gets the new status after an operator's change."""
         self._tenants = tenants
         self._changed = changed
 
@@ -69,14 +70,14 @@ class ControlAddresses:
         """Answer one request."""
         try:
             status, answer = await self._answer(address, scope, get_headers(scope), receive)
-        except Exception as error:  # an error here must not reach a client as a stack of frames
+        except Exception as error:  # a client must not see a traceback
             logger.exception("control: a request failed")
             status, answer = 500, {"error": f"failed, see the server's log: {type(error).__name__}"}
         await send_json(send, status, answer)
 
     async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         method = scope["method"]
-        # The address is decoded already, and a job's id may have slashes.
+        # The path is already decoded, and a job id may contain slashes.
         is_job, is_release = address.startswith("jobs/"), address.endswith("/release")
         if not is_job and address not in ("control", "ledger"):
             return 404, {"error": "there are /tenuto/control, …/ledger, …/jobs/ID and …/jobs/ID/release"}
@@ -105,9 +106,9 @@ class ControlAddresses:
     async def _change(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         """Check the change on every rank; apply it on every rank if none refuses it.
 
-        The first rank decides between two operators who change the settings at the same time, maybe
-        through different API servers: it takes the change that comes first, and refuses the other, which
-        then goes to no other rank. So the ranks stay alike.
+        Two operators may change the settings at the same time, through different API servers. Then the first
+        rank accepts the change that arrives first and refuses the other. A refused change is sent to no other
+        rank, so all ranks keep the same settings.
         """
         body, after = await read_body(receive, MAX_BODY_BYTES)
         if after is not None:
@@ -150,7 +151,8 @@ class ControlAddresses:
             tenant = self._tenants.get(headers)
             if tenant is None and self._tenants.has_tenants:
                 return 403, {"error": "a job is its tenant's alone, and this request names no tenant"}
-        # Without a signature, a client's tenant counts only if the settings let clients name tenants.
+        # Without a signature, the engine accepts the client's tenant only if the settings let clients name
+        # tenants.
         fields = {"job_id": job_id, "tenant": said, **({} if tenant is None else sign(tenant))}
         status, answer = await _ask(scope, {"do": do, "fields": fields})
         if status != 200:
@@ -164,10 +166,10 @@ class ControlAddresses:
 
 
 async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | None = None) -> Answer:
-    """Ask the engines of some ranks, or all that this server knows.
+    """Ask the engines of some ranks, by default of all ranks that this server knows.
 
-    The status is 200 if all agree, 400 if one refuses, 409 if one was changed by another operator meanwhile,
-    and 504 if one is silent.
+    The status is 200 if all engines accept, 400 if one refuses, 409 if another operator changed one
+    meanwhile, and 504 if one does not answer.
     """
     client = get_engine_client(scope)
     told = [] if client is None else await ask_engines(client, CALL, json.dumps(request), ranks)
@@ -188,10 +190,10 @@ async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | N
 async def ask_engines(
     client: Any, name: str, text: str, ranks: Collection[int] | None = None
 ) -> list[dict[str, Any]]:
-    """What the engines of some ranks, or of all known ones, answer to a call; none if none can be asked.
+    """The answers of some ranks' engines, by default of all known ranks; empty if none can be asked.
 
-    `client`: the server's AsyncLLM. An answer has `rank` and `ok`, and an `error` where `ok` is false, or
-    None for an engine that said nothing.
+    `client`: the server's AsyncLLM. An answer has `rank` and `ok`. `ok` is None if the engine did not answer.
+    If `ok` is not true, there is an `error` too.
     """
     if not can_call_engines(client):
         return []
@@ -201,7 +203,7 @@ async def ask_engines(
 
 
 def get_headers(scope: Scope) -> dict[str, str]:
-    """Headers by name in lower case. If a header occurs several times, the first is used, as in vLLM."""
+    """Headers by lower-case name. If a header occurs several times, the first one is used, as in vLLM."""
     return {
         name.decode("latin-1").lower(): value.decode("latin-1")
         for name, value in reversed(scope.get("headers", ()))
@@ -209,9 +211,9 @@ def get_headers(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(receive: Receive, most_bytes: int) -> tuple[bytes, Message | None]:
-    """The whole body and None; or the part that was read and the next message.
+    """The whole body and None, or the part that was read and the message that ended the reading.
 
-    The next message is an `http.disconnect`, or the part of the body that made it too large.
+    That message is an `http.disconnect`, or the part of the body that exceeded `most_bytes`.
     """
     body = bytearray()
     while True:
@@ -233,7 +235,7 @@ async def send_json(send: Send, status: int, answer: dict[str, Any]) -> None:
 
 
 def _read_answer(name: str, rank: int, answer: str | Exception) -> dict[str, Any]:
-    """What a rank said: its `ok` is None if it said nothing."""
+    """A rank's answer; its `ok` is None if the rank did not answer in time."""
     if isinstance(answer, TimeoutError):
         return {"rank": rank, "ok": None, "error": f"no answer within {LIMIT_S:g} s"}
     if isinstance(answer, Exception):

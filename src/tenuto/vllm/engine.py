@@ -27,21 +27,21 @@ from tenuto.vllm.compat.scheduler import (
 
 @dataclass(slots=True)
 class Ended:
-    """A request that ended, as it was then."""
+    """A request that ended, and the engine's state at that time."""
 
     request: Any
     now_s: float
     num_running: int
-    """Requests that ran then, this one included, if it ran."""
+    """Requests that ran at that time, including this one if it ran."""
 
 
 class GroupedBlocks(list[Any]):
-    """Blocks of one lease on a model with several layer groups: all groups' blocks of one hit."""
+    """The blocks of one lease on a model with several layer groups: all groups' blocks of one hit."""
 
     num_tokens: int
     """Tokens of the hit."""
     hashes: Sequence[Any]
-    """The chained hashes of the turn that the lease is of."""
+    """The chained block hashes of the turn that computed the blocks."""
 
 
 class VllmEngine:
@@ -56,14 +56,14 @@ class VllmEngine:
         self.hit_alignment = get_hit_alignment(scheduler)
         self._tokens_per_block = get_tokens_per_block(scheduler)
         self._ending: Ended | None = None
-        """The request whose end the driver hears of now."""
+        """The ended request that the driver is being told about."""
         self._found: list[Any] = []
-        """Its cached blocks."""
+        """The cached blocks of that request."""
         self._num_known: dict[str, int] = {}
-        """For running requests: how many of their blocks were looked at already; see `look`."""
+        """For each running request: how many of its blocks were already checked; see `look`."""
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The engine's state in numbers, with this many leases."""
+        """The engine's state; `num_leases` is copied into the view."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
         if self._ending is not None:
@@ -89,7 +89,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def ending(self, ended: Ended) -> Iterator[None]:
-        """The driver hears that a request ended."""
+        """In this context, the driver is told that a request ended."""
         self._ending = ended
         try:
             yield
@@ -98,7 +98,7 @@ class VllmEngine:
             self.forget(ended.request.request_id)
 
     def look(self, request_id: str) -> None:
-        """A step computes a part of a prompt: look at its cached blocks now, so that its end need not."""
+        """A step computes a part of a prompt: check its cached blocks now, to save time at its end."""
         if self.can_truncate:
             num_known = self._num_known.get(request_id, 0)
             self._num_known[request_id] = count_first_copies(self._scheduler, request_id, num_known)
@@ -145,14 +145,14 @@ class VllmEngine:
         assert isinstance(blocks, GroupedBlocks)
         if max_tokens >= blocks.num_tokens:
             return blocks
-        # No look-up of the other prompt continues after the part that both share.
+        # A look-up for the other prompt ends where the two prompts differ.
         return self._find(blocks.hashes[: max_tokens // self.hash_block_size], max_tokens)
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
         """The part that a lease keeps if it frees about this many blocks."""
         assert isinstance(blocks, GroupedBlocks)
         if self._tokens_per_block is None:
-            # Of a window alone a shorter prefix needs as many blocks.
+            # With windowed layers only, a shorter prefix needs the same number of blocks.
             return []
         max_tokens = get_max_tokens(blocks.num_tokens, num_blocks, self._tokens_per_block)
         rest = self._find(blocks.hashes, max_tokens)
@@ -175,7 +175,7 @@ class VllmEngine:
         return len(self._leased)
 
     def get_num_idle_leased_blocks(self) -> int:
-        """Leased blocks that no request uses; vLLM's reported usage does not include them."""
+        """Number of leased blocks that no request uses; vLLM's reported usage does not include them."""
         return self._leased.count_idle()
 
     def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
@@ -183,7 +183,7 @@ class VllmEngine:
         return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
-        """Take one reference to each block: that of the finishing request, if it has them all."""
+        """Take one reference to each block: the finishing request's own, if it has all of them."""
         ended = self._ending
         if ended is None or blocks is not self._found:
             self._leased.hold(blocks)
@@ -202,7 +202,7 @@ class VllmEngine:
         return self._scheduler.tier is not None
 
     def store(self, blocks: list[Any], turn: Turn, wish: Wish | None = None) -> None:
-        """Copy blocks to host memory; nothing where another's connector copies everything."""
+        """Copy blocks to host memory. Does nothing without a tier of Tenuto's."""
         if self._scheduler.tier is not None:
             self._scheduler.tier.store(blocks, turn, wish)
 
@@ -222,5 +222,5 @@ class VllmEngine:
 
 
 def _count_common(most: int, is_common: Callable[[int], bool]) -> int:
-    """How many leading positions, of at most `most`, are common; once one is not, none after it is."""
+    """The number of leading positions that are common, up to `most`. After the first that is not, none is."""
     return bisect_left(range(most), True, key=lambda position: not is_common(position))

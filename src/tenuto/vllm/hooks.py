@@ -1,7 +1,7 @@
-"""The hooks of one policy on one vLLM scheduler. A live change removes them and installs others.
+"""The hooks of one policy in one vLLM scheduler. A live change of the settings replaces them.
 
 Only the hooks that the policy overrides are installed, so with policy `stock` vLLM's own code runs unchanged.
-There are none at all while leases are off. In shadow mode the policy is asked, and vLLM does not follow.
+In mode off, no hook is installed. In shadow mode, the policy is asked, but vLLM does not follow it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tenuto.vllm.steps import StepTeller
 from tenuto.vllm.waiting import SplitQueue, TurnQueue
 
 MAX_RENEWALS = 32
-"""Most leases that one step renews. This is enough to renew 1,000 leases once a second, and it bounds the
-cost of a step even with 10,000 leases."""
+"""Most leases that one step renews. It is enough to renew 1,000 leases once a second, and it bounds the cost
+of a step even with 10,000 leases."""
 MAX_ORDERING_SHARE = 0.02
-"""Largest share of time spent on reordering all waiting turns; with thousands, this is done less often."""
+"""Largest share of time spent on reordering all waiting turns. With thousands, this is done less often."""
 
 logger = logging.getLogger("vllm.tenuto")
 
 
 class Hooks:
-    """A driver with a policy, and all that it needs in the scheduler."""
+    """A driver with a policy, and its hooks in the scheduler."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Hooks:
         """Changes nothing in the scheduler before `install`. `clock`: the module `time`, or a test's."""
         self.settings = settings
         self.policy = policy
-        """The policy of the settings, also while it is off."""
+        """The configured policy, even while the mode is off."""
         asked = Policy() if settings.mode == "off" else policy
         self._scheduler = scheduler
         self._clock = clock
@@ -77,7 +77,7 @@ class Hooks:
             canary=settings.canary,
             step_chooser=make_step_chooser(self._step_tokens),
         )
-        # The output shows what follows a turn: a tool call, or the end of the job.
+        # The output shows what follows the turn: a tool call, or the end of the job.
         self.reads_output = any(map(asked.overrides, ("retain", "on_tool_returned", "on_job_ended")))
         self.asks_admission = asked.overrides("admit")
         self._asks_policy_budget = self.asks_budget and asked.overrides("step_budget")
@@ -99,20 +99,20 @@ class Hooks:
             or self._is_shadow
             or asked.needs.rekey_s is not None
         )
-        """Whether a step depends on what the driver answers. If not, the driver only counts."""
+        """Whether steps depend on the driver's answers. If not, the driver only counts."""
         self.shadow: Shadow | None = None
         if isinstance(engine, ShadowEngine):
             self.shadow = Shadow(self.driver, engine, metrics.shadow_stats, log)
 
     def can_keep_leases_of(self, before: Hooks) -> bool:
-        """Whether leases that were granted under other settings mean the same under these."""
+        """Whether leases that were granted under the settings `before` are still valid under these."""
         old, new = before.settings, self.settings
         return old.mode == new.mode == "on" and old.policy == new.policy
 
     def install(self, before: Hooks | None = None) -> None:
-        """Install the hooks, in the place of others that were installed before.
+        """Install the hooks; they replace those of `before`.
 
-        The scheduler's `driver` must be this one's. Requests that wait keep waiting, in the new order.
+        The scheduler's `driver` must be this object's. Waiting requests keep waiting, in the new order.
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = get_max_step_tokens(self._step_tokens, scheduler.max_step_tokens)
@@ -124,12 +124,12 @@ class Hooks:
             before._checkpoints.remove()
         waiting = list(scheduler.waiting)
         if self._has_order:
-            # Only now, because the driver may have taken over the turns of another.
+            # Not earlier: the driver may first have to take over another driver's turns.
             self.order = self._make_queue()
             if self.shadow is not None:
                 self.shadow.order = self.order
             for request in waiting:
-                # In shadow mode the policy orders first starts only.
+                # In shadow mode the policy orders only turns that have not started yet.
                 if not self._is_shadow or not self.driver.has_started(request.request_id):
                     self.order.add_request(request)
         if self.order is not None and not self._is_shadow:
@@ -146,7 +146,7 @@ class Hooks:
             self._checkpoints = FirstCheckpoints(scheduler)
 
     def describe_pins(self) -> str | None:
-        """How many shared prefixes can be pinned; None if none are."""
+        """How many shared prefixes can be pinned, as a text; None if nothing is pinned."""
         if self._checkpoints is None:
             return None
         return describe_room(
@@ -177,14 +177,14 @@ class Hooks:
             self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
 
     def look(self, output: Any) -> None:
-        """A step was scheduled: look at what can be kept of its prompts, if anything can."""
+        """A step was scheduled: check which blocks of its prompts can be kept, if leases are possible."""
         if self._keeps_blocks:
             for request_id in get_prompts(output):
                 if request_id in self._scheduler.requests:
                     self.engine.look(request_id)
 
     def leave(self, request: Any, now_s: float) -> None:
-        """A request ends; the driver still knows it."""
+        """A request ends; the driver has not been told yet."""
         if self.first_tokens is not None:
             self.first_tokens.finish(request, now_s)
         if self.shadow is not None:
@@ -194,7 +194,7 @@ class Hooks:
 
     @property
     def can_end_later(self) -> bool:
-        """Whether the driver may hear later that a turn ended: where nothing of it can be kept."""
+        """Whether the driver may be told later that a turn ended. This is so if no blocks can be kept."""
         return self._scheduler.tier is None and not self._keeps_blocks
 
     def prepare_memory(self, now_s: float) -> None:
@@ -205,7 +205,7 @@ class Hooks:
     def is_quiet(self, now_s: float, *, was_cut: bool) -> bool:
         """Whether the driver decides nothing about the next step, unless it runs out of memory.
 
-        `was_cut`: whether the step before may have left a part of a prompt to this one.
+        `was_cut`: whether the last step may have left part of a prompt uncomputed.
         """
         if not self.is_followed:
             return True
@@ -217,12 +217,12 @@ class Hooks:
         return not (self.asks_budget and (was_cut or self._asks_policy_budget))
 
     def use_free_time(self, now_s: float) -> None:
-        """Do what no step waits for, and only time asks for."""
+        """Do periodic work that no step waits for."""
         if now_s >= self.driver.next_rekey_s and not self._scheduler.get_request_counts()[1]:
             self.driver.tick(now_s)
 
     def begin_step(self, now_s: float) -> None:
-        """A step is about to be scheduled that is not quiet."""
+        """A step that is not quiet is about to be scheduled."""
         self.driver.expire(now_s, MAX_RENEWALS)
         if self.driver.tick(now_s) and self.order is not None:
             self._ask_all_keys(self.order, now_s)
@@ -234,7 +234,7 @@ class Hooks:
             self.shadow.begin_step(now_s)
 
     def _find_step_tokens(self) -> tuple[StepTokens | None, bool]:
-        """The step size that holds on this engine, and whether each step's budget must be asked for."""
+        """The step size on this engine, and whether the driver must be asked before each step."""
         settings = self.settings
         if settings.mode != "on":
             return None, False
@@ -289,7 +289,7 @@ class Hooks:
 
 
 class Pressure:
-    """Handles failed allocations: reclaims leases first, and then lets vLLM preempt the policy's victim.
+    """Handles failed allocations: reclaims leases first, then lets vLLM preempt the policy's victim.
 
     All of this runs inside vLLM's allocation, so it must not reorder the waiting queue. The queue calls
     `Driver.settle` before it is read again.
@@ -300,7 +300,7 @@ class Pressure:
         self._guard = AllocationGuard(scheduler, self._allocate_with_leases)
         self._now_s = 0.0
         self._victims: list[str] | None = None
-        """Running turns in the order in which to preempt them; None until this step needs the order."""
+        """Running turns in order of preemption; None until this step needs the order."""
 
     def remove(self) -> None:
         """Leave vLLM's allocation as it was."""
@@ -315,8 +315,8 @@ class Pressure:
     def _allocate_with_leases(
         self, allocate: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]
     ) -> Any:
-        """Reclaim leases until vLLM's allocation succeeds; if it still fails, return None."""
-        # In a quiet step, the driver may not know yet which blocks are free since turns ended.
+        """Reclaim leases until vLLM's allocation succeeds. Return None if it still fails."""
+        # In a quiet step, the driver may not have been told yet of turns that ended.
         scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
         driver.expire(now_s, MAX_RENEWALS)
         runs = is_running(request)
@@ -349,7 +349,7 @@ class Pressure:
             return
         running = self._scheduler.running
         if self._victims is None:
-            # Ask only once per step: if many turns are preempted, asking for each one would take too long.
+            # Ask only once per step: if many turns are preempted, asking for each would take too long.
             driver = self._scheduler.driver
             self._victims = driver.get_victims([each.request_id for each in running], self._now_s)
         candidates = {each.request_id: each for each in running[running.index(request) :]}
@@ -361,19 +361,19 @@ class Pressure:
 
 
 class FirstTokens:
-    """Times to the first token in the engine, for the two parts of a canary.
+    """Measures times to first token in the engine, for the two groups of a canary.
 
-    Watches turns from their start to their first token; a step looks at those turns only.
+    It watches a turn from its start to its first token, so each step checks only those turns.
     """
 
     def __init__(self, scheduler: Any, driver: Driver) -> None:
         self._scheduler = scheduler
         self._driver = driver
         self._pending: dict[str, float] = {}
-        """Arrival times of turns that have started and have no token yet."""
+        """Arrival times of turns that have started but have no token yet."""
 
     def start(self, request_id: str) -> None:
-        """A turn got a step; call before the driver is told."""
+        """A turn got a step. Call this before the driver is told."""
         arrival_s = self._driver.get_arrival_s(request_id)
         if arrival_s is not None and not self._driver.has_started(request_id):
             self._pending[request_id] = arrival_s
@@ -385,7 +385,7 @@ class FirstTokens:
             self._observe(request_id, now_s)
 
     def finish(self, request: Any, now_s: float) -> None:
-        """A turn ends; the driver still knows it."""
+        """A turn ends. Call this before the driver is told."""
         if request.request_id in self._pending:
             if request.num_output_tokens:
                 self._observe(request.request_id, now_s)

@@ -7,16 +7,16 @@ ways. The middleware copies these names into `vllm_xargs`, by the rules of `tenu
 It does not copy vLLM's own session id, because vLLM passes that itself.
 
 The middleware also tells the engine the tenant of every request (`tenuto.vllm.tenants`), and it answers
-requests under /tenuto/ (`tenuto.vllm.control_http`). A server that has tenants and cannot tell them to its
+requests under /tenuto/ (`tenuto.vllm.control_http`). A server that has tenants but cannot send them to its
 engines does not start.
 
-Answers get a header with the name that the job has here (`JOB_HEADER`), for routers that pin by a header, and
-one that says what becomes of the request's cache wish, if it has one (`tenuto.vllm.wishes`).
+Responses get a header with the job's name on this server (`JOB_HEADER`), for routers with header affinity. If
+the request has a cache wish, another header says what becomes of it (`tenuto.vllm.wishes`).
 
-Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests that
-name nothing new. A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored.
-vLLM runs middleware before it checks an API key. The middleware therefore reads and parses a body only when
-the application asks for it, which is after that check. The number of bytes that it reads is bounded.
+Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests without
+new names. A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored. vLLM runs
+middleware before it checks an API key. The middleware therefore reads and parses a body only when the
+application asks for it, which is after that check. The number of bytes that it reads is bounded.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 class Middleware:
-    """ASGI middleware that copies the name of a request's job to where vLLM passes it to the scheduler."""
+    """ASGI middleware that copies the name of a request's job to where the scheduler gets it."""
 
     def __init__(self, app: App, dp_size: int | None = None) -> None:
         self._app = app
@@ -91,7 +91,7 @@ class Middleware:
         """The client of the engines whose requests are signed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection. Responses of the application get headers, and are not changed beside."""
+        """Handle one connection. Responses of the application get additional headers and no other change."""
         if not self._tenants.has_tenants:
             await self._handle(scope, receive, send)
             return
@@ -109,7 +109,7 @@ class Middleware:
             await self._handle(scope, receive, send)
 
     def _watch(self, scope: Scope) -> str | None:
-        """Sign all requests to the engines; return the reason if that is not possible."""
+        """Sign all requests to the engines from now on; return the reason if that is not possible."""
         client = get_engine_client(scope)
         if client is None or client is self._watched:
             return None
@@ -121,14 +121,14 @@ class Middleware:
         return problem
 
     async def _introduce(self, scope: Scope) -> str | None:
-        """Tell the engines that this server has tenants; what is wrong, if they cannot verify them."""
+        """Tell the engines that this server has tenants. Return the reason if they cannot verify them."""
         problem, client = self._watch(scope), get_engine_client(scope)
         if problem is not None or client is None:
             return problem
         answers = await ask_engines(client, tenants.INTRODUCE, tenants.make_introduction())
         if not answers:
             return "this vLLM's client of its engines is not known, so they cannot be told of tenants"
-        # Stock vLLM keeps nothing for jobs, so it has nothing to keep apart.
+        # Stock vLLM keeps nothing for jobs, so it need not know the tenants.
         wrong = [f"rank {rank['rank']}: {rank['error']}" for rank in answers if not rank["ok"]]
         return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None
 
@@ -151,7 +151,7 @@ class Middleware:
     def _read_when_asked(self, scope: Scope, receive: Receive, found: _Found) -> Receive:
         """A `receive` that returns the rewritten request. It reads nothing before the application asks.
 
-        The check of API keys refuses a request without asking for its body, so such a body is never read.
+        The API key check refuses a request without asking for its body, so that body is never read.
         """
         pending: list[Message] | None = None
 
@@ -162,7 +162,7 @@ class Middleware:
                 if after is None:
                     body = self._rewrite(scope, body, found)
                 pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
-                # The next part of a body that is too large, or the message that the client disconnected.
+                # The rest of a body that is too large, or the message that the client disconnected.
                 pending += [] if after is None else [after]
             return pending.pop(0) if pending else await receive()
 
@@ -197,7 +197,7 @@ class Middleware:
         if not is_usable:
             _set_headers(scope, new_headers)
             return body
-        # A client's own word does not count for the ranks either.
+        # The choice of rank must not trust the tenant that a client claims, either.
         known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
         hints = parse_hints(known, own_session_id)
         headers_found = make_job_header(hints.name), self._wishes.make_header(get_engine_client(scope), hints)
@@ -216,7 +216,7 @@ class _Found:
     """What the middleware found in one request."""
 
     headers: Sequence[tuple[str, str]] = ()
-    """For its answer."""
+    """Headers to add to its response."""
     turn: RankedTurn | None = None
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class _Found:
             self.turn.close()
 
     def wrap(self, send: Send) -> Send:
-        """A `send` that adds the headers, once the request was read."""
+        """A `send` that adds the headers to the response."""
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -301,15 +301,15 @@ def get_rank_by_name(job_id: str, dp_size: int) -> int:
 class Ranks:
     """The data-parallel ranks behind one API server, as a fleet; chooses one for each request.
 
-    The same router that Tenuto has for fleets decides: a job stays with its KV, a new job goes where its work
-    will finish soonest, and a job moves only in a tool gap, if the move gains more than computing its context
-    again costs. One process keeps the accounts for this, so it needs `--api-server-count 1`.
+    Tenuto's router for fleets decides. A job stays with its KV cache. A new job goes where its work will
+    finish soonest. A job moves only between two turns, if that gains more than computing its context again
+    costs. One process keeps the router's state, so this needs `--api-server-count 1`.
     """
 
     def __init__(self, size: int, get_now_s: Callable[[], float] = time.monotonic) -> None:
         self._get_now_s = get_now_s
         self._numbers = itertools.count()
-        # A turn cannot be held back here: the engine has its own admission.
+        # Turns are not held back here, because the engine has its own admission.
         self.dispatcher = Dispatcher(load_router(ROUTER), FleetLimits(max_held=0))
         for rank in range(size):
             self.dispatcher.join(EngineInfo(str(rank)), get_now_s())
@@ -322,12 +322,12 @@ class Ranks:
         return RankedTurn(self, turn_id, int(sending.engine))
 
     def get_now_s(self) -> float:
-        """Seconds on the clock of the accounts."""
+        """The time on the router's clock, in seconds."""
         return self._get_now_s()
 
 
 class RankedTurn:
-    """One request that was sent to a rank, until its answer is complete."""
+    """One request that was sent to a rank, until its response is complete."""
 
     def __init__(self, ranks: Ranks, turn_id: str, rank: int) -> None:
         self.rank = rank
@@ -337,7 +337,7 @@ class RankedTurn:
         self._is_refused = False
 
     def hear(self, message: Mapping[str, Any]) -> None:
-        """A message of the answer. Its pieces count as tokens, as in vLLM's streams."""
+        """A message of the response. Each body message counts as one token, as in vLLM's streams."""
         dispatcher, now_s = self._ranks.dispatcher, self._ranks.get_now_s()
         if message["type"] == "http.response.start":
             self._is_refused = message.get("status", 200) >= 400
@@ -349,5 +349,5 @@ class RankedTurn:
                 dispatcher.finish(self._turn_id, now_s, self._num_pieces)
 
     def close(self) -> None:
-        """The request is over, whether its answer is complete or the client left."""
+        """The request is over: its response is complete, or the client left."""
         self._ranks.dispatcher.abort(self._turn_id, self._ranks.get_now_s())

@@ -36,11 +36,11 @@ GIB = 2**30
 def build_command(
     model: str, settings: Mapping[str, Any], passed: Sequence[str], tiers: Tiers | None = None
 ) -> list[str]:
-    """The command: Tenuto's scheduler and middleware, the tiers below the GPU, then what was passed on.
+    """The command: Tenuto's scheduler and middleware, the tiers below the GPU, then the passed arguments.
 
-    Engine settings of the policy or the preset are there too, if they were not passed. `settings` goes under
-    `tenuto` in the additional config, over what an `--additional-config` among the passed arguments says
-    there. Raises ConfigError or PolicyError before anything starts.
+    It includes the engine settings of the policy or the preset, unless the passed arguments set them.
+    `settings` goes under `tenuto` in the additional config. It overrides a passed `--additional-config`.
+    Raises ConfigError or PolicyError before anything starts.
     """
     given, rest = _take_option(list(passed), "--additional-config")
     if _take_option(list(rest), "--scheduler-cls")[0] is not None:
@@ -66,7 +66,7 @@ def build_command(
 
 
 def get_hints(command: Sequence[str]) -> list[str]:
-    """Hints, one per line: options that only the operator can choose, and why the interval is what it is."""
+    """Hints, one per line: options that only the operator can choose, and the retention interval."""
     config = _parse_config(_take_option(list(command), "--additional-config")[0])
     wanted = _get_engine_settings(config)
     hints = []
@@ -79,7 +79,7 @@ def get_hints(command: Sequence[str]) -> list[str]:
 
 
 def check_files(command: Sequence[str]) -> None:
-    """Check, before the server loads its weights, that its output files can be written; make their folders.
+    """Check that the server's output files can be written, before it loads weights; make their folders.
 
     Raises ConfigError naming the setting and the file.
     """
@@ -101,13 +101,13 @@ def check_files(command: Sequence[str]) -> None:
 
 
 def find_vllm() -> str:
-    """The `vllm` command of this environment, or else the one that the shell finds."""
+    """The `vllm` command of this environment, or else the one on PATH."""
     beside = Path(sys.executable).parent / "vllm"
     return str(beside) if beside.exists() else "vllm"
 
 
 def get_environment(passed: Sequence[str]) -> dict[str, str]:
-    """What the server's environment needs beside: our plug-in, and the number of ranks that jobs keep to."""
+    """Environment variables for the server: Tenuto's plug-in, and the number of data-parallel ranks."""
     environment = {}
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "tenuto" not in plugins.split(","):
@@ -120,7 +120,10 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
 
 
 def _get_dp_choice(passed: Sequence[str]) -> dict[str, str]:
-    """By load, if only one process answers requests: it counts open turns. vLLM starts one for each rank."""
+    """By load if only one process answers requests, because that process counts open turns.
+
+    By default vLLM starts one API server for each rank.
+    """
     counts = (_take_option(list(passed), name)[0] for name in ("--api-server-count", "-asc"))
     return {DP_CHOICE_VARIABLE: "load"} if "1" in counts else {}
 
@@ -174,7 +177,7 @@ class Tiers:
             "spec_name": "HostSpec" if self.disk is None else "DiskSpec",
             "spec_module_path": "tenuto.vllm.tiers.worker",
             "cpu_bytes_to_use": int(self.host_gb * GIB),
-            # An agent's answer is a part of its next prompt.
+            # An agent's answer is part of its next prompt.
             "offload_prompt_only": False,
         }
         if self.disk is not None:
@@ -189,7 +192,7 @@ class Tiers:
         return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
-            # A load that fails costs its computation, and not the request.
+            # After a failed load the tokens are computed, and the request goes on.
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
@@ -201,9 +204,10 @@ class Tiers:
 
 
 def describe_interval(model: str, given: str | None, *, retains: bool) -> str | None:
-    """What to tell the operator of a hybrid model about the interval; None for other models, and if unknown.
+    """What to tell the operator of a hybrid model about the retention interval.
 
-    `given`: the interval among vLLM's arguments. `retains`: whether the policy grants leases.
+    None for other models, or if the model's layers are unknown. `given`: the interval in vLLM's arguments.
+    `retains`: whether the policy grants leases.
     """
     layers = read_layers(model)
     if layers is None or len(layers) < 2:
@@ -224,9 +228,9 @@ def describe_interval(model: str, given: str | None, *, retains: bool) -> str | 
 
 
 def read_layers(model: str) -> dict[str, int] | None:
-    """The number of layers by kind, of a model's folder or its name in the local cache of downloads.
+    """The number of layers of each kind, for a model's folder or its name in the local download cache.
 
-    None if its config is not here or does not say.
+    None if its config is not here or does not say it.
     """
     config = _read_config(model)
     if config is None:
@@ -243,7 +247,7 @@ def read_layers(model: str) -> dict[str, int] | None:
 
 
 def _guess_kinds(config: dict[str, Any]) -> list[str]:
-    """The kinds of layers where a config has only the distance of two layers with full attention."""
+    """The kinds of layers, if a config gives only the distance between two layers with full attention."""
     num_layers = config.get("num_hidden_layers") or 0
     for field, other in (
         ("sliding_window_pattern", "sliding_attention"),
@@ -255,7 +259,7 @@ def _guess_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def find_config(model: str) -> Path | None:
-    """The `config.json` of a model's folder, or of its name in the local cache of downloads."""
+    """The `config.json` of a model, given its folder or its name in the local download cache."""
     path = Path(model) / "config.json"
     if path.is_file():
         return path

@@ -1,14 +1,14 @@
-"""Prometheus metrics of the driver, under `tenuto:` beside vLLM's own.
+"""Prometheus metrics of the driver. Their names begin with `tenuto:`.
 
 The engine runs in its own process, and vLLM's statistics cannot carry our metrics. There are three ways to
-`/metrics`. The way is chosen at start:
+`/metrics`, of which one is chosen at start:
 
 - in-process (`LLM()`): the metrics are already in the default registry;
 - several API servers: vLLM sets PROMETHEUS_MULTIPROC_DIR, and prometheus_client shares values in files;
 - one API server (the usual case): the API server makes a folder, and the engine writes its metrics there as
   text. A collector in the API server (`tenuto.vllm.plugin`) reads the folder at every scrape.
 
-What the simulated server exports too is in the table `tenuto.core.exported_metrics`; the rest is here.
+Metrics that the simulated server exports too are in `tenuto.core.exported_metrics`; the others are here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHADOW = (
         ("reason",),
     ),
 )
-"""What a policy in shadow mode would have changed, beside its leases; they read `ShadowStats`."""
+"""What a policy in shadow mode would have changed, apart from leases. They read `ShadowStats`."""
 
 
 def _read_groups(field: str, groups: Mapping[str, GroupStats]) -> Value:
@@ -98,7 +98,7 @@ GROUPS = tuple(
         ("num_recomputed_tokens", "tokens of earlier turns computed again"),
     )
 )
-"""The two parts of a canary, side by side; they read `DriverStats.groups`."""
+"""The two groups of a canary. They read `DriverStats.groups`."""
 GROUP_HISTOGRAMS = (
     ("queue_s", "group_queue_delay_seconds", "from a turn's arrival to its first step"),
     (
@@ -183,9 +183,9 @@ TIERS = (
         lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks,
     ),
 )
-"""What host memory and disk hold and do; they read `tenuto.vllm.tiers.host.HostTier`.
+"""What host memory and disk hold and do. They read `tenuto.vllm.tiers.host.HostTier`.
 
-Bytes and seconds of loads and stores are vLLM's own metrics (`vllm:kv_offload_…`), and so are hits by tier
+vLLM itself exports bytes and seconds of loads and stores (`vllm:kv_offload_…`), and hits by tier
 (`vllm:external_prefix_cache_hits`).
 """
 
@@ -193,7 +193,7 @@ Bytes and seconds of loads and stores are vLLM's own metrics (`vllm:kv_offload_�
 class Metrics:
     """Exports one driver's state and statistics. The driver must be made with this object's `stats`.
 
-    In shadow mode what the driver decides goes into `shadow` and `shadow_stats`.
+    In shadow mode, the driver's decisions go into `shadow` and `shadow_stats`.
     """
 
     def __init__(self, vllm_config: Any, engine_index: int) -> None:
@@ -201,12 +201,12 @@ class Metrics:
         self._last_state: tuple[Any, ...] | None = None
         self._file = _get_file(engine_index)
         self._has_failed = False
-        """Whether the metrics' file could not be written when it was last tried."""
+        """Whether the last attempt to write the metrics' file failed."""
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
         self._labels = (str(model), str(engine_index))
-        # prometheus_client's histograms have the same `observe` method as ours, so the driver fills them.
+        # prometheus_client's histograms have the same `observe` method as ours, so the driver can fill them.
         self.stats = DriverStats()
         for each in HISTOGRAMS:
             histogram = self._make_histogram(each.name, each.text, each.buckets)
@@ -235,20 +235,20 @@ class Metrics:
             REGISTRY.register(self._forward)
 
     def watch_tenants(self, tenants: TenantVerifier) -> None:
-        """Count the requests that these could not verify."""
+        """Export the number of requests that `tenants` could not verify."""
         self._tenants = tenants
 
     def watch_tier(self, tier: Any) -> None:
-        """Show this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
+        """Export this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
         self._tier = tier
         self._tables["tiers"] = self._make(TIERS)
 
     def watch_groups(self, names: Iterable[str]) -> None:
-        """Show which of these kinds of layer groups end hits early."""
+        """Export which of these kinds of layer groups end hits early."""
         self._groups = tuple(names)
 
     def show(self, settings: Settings) -> None:
-        """Show at the next refresh that these settings hold now."""
+        """Export these settings from the next refresh on."""
         self._settings = settings
 
     def count_changes(self, changed: Iterable[str]) -> None:
@@ -257,11 +257,11 @@ class Metrics:
         self._last_state = None
 
     def refresh(self, driver: Driver, now_s: float, *, idle: bool = False) -> None:
-        """Update the exported values, if the interval has passed or the engine is idle."""
+        """Update the exported values if the interval has passed or the engine is idle."""
         if now_s < self._next_s and not idle:
             return
         self._next_s = now_s + REFRESH_S
-        # An idle engine calls this often, and usually nothing has changed.
+        # An idle engine calls this often, usually without any change.
         num_events, num_blocks = self.stats.num_events, driver.get_num_leased_blocks()
         num_copies = 0 if self._tier is None else self._tier.num_events
         state = (
@@ -340,7 +340,7 @@ class Metrics:
 
 
 class _Exported:
-    """One metric of a table, with its series of one engine."""
+    """One metric of a table, with its time series for one engine."""
 
     def __init__(
         self, metric: Metric, registry: CollectorRegistry, labels: tuple[str, str], prefix: str, note: str
@@ -360,7 +360,7 @@ class _Exported:
             self._set((), 0)
 
     def show(self, source: Any) -> None:
-        """Take the value from there."""
+        """Read the value from its source and export it."""
         value: Value = self._read(source)
         if not isinstance(value, Mapping):
             self._set((), value)
@@ -382,14 +382,14 @@ class _Exported:
             self._totals[key] = number
 
     def _remove(self, key: tuple[str, ...]) -> None:
-        """Forget a gauge's series. Where processes share files, it cannot be forgotten, and is 0 instead."""
+        """Remove a gauge's series. Where processes share files this is impossible, and it becomes 0."""
         self._set(key, 0)
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
             self._made.remove(*self._labels, *key)
 
 
 class _Forward(Collector):
-    """Shows one engine's registry in the default registry.
+    """Exports one engine's registry through the default registry.
 
     Several engines in one process use the same metric names, so they cannot register them directly.
     """
@@ -407,7 +407,7 @@ class _Forward(Collector):
 
 
 def _choose_tenants(blocks: Mapping[str, int], *, shows_names: bool) -> dict[str, int]:
-    """The tenants with most blocks, and all others together. `shows_names`: clients' names may be seen."""
+    """The blocks of the largest tenants, and of all others together. `shows_names`: names may be shown."""
     named = blocks if shows_names else {name: blocks[name] for name in OWN_NAMES & blocks.keys()}
     most = heapq.nlargest(NUM_TENANTS, named, named.__getitem__)
     shown = {name or NO_TENANT: named[name] for name in most}

@@ -1,7 +1,7 @@
-"""vLLM runs `register` in each of its processes: it opens the way for our metrics to `/metrics`.
+"""vLLM runs `register` in each of its processes. It lets our metrics reach `/metrics`.
 
-Without Tenuto's scheduler nothing is ever written into the folder and nothing is exported. It needs no
-settings; `VLLM_PLUGINS`, if it is set, must include `tenuto`.
+Without Tenuto's scheduler, nothing is written into the folder and nothing is exported. The plug-in needs no
+settings. If `VLLM_PLUGINS` is set, it must include `tenuto`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 def register() -> None:
-    """Make the metrics folder and its collector, and the secret, in a server's first process."""
+    """In a server's first process, make the metrics folder, its collector, and the secret."""
     make_secret()
-    # Engine and worker processes inherit the folder; a server that another program starts makes its own.
+    # Engine and worker processes inherit the folder. Every server makes its own.
     if FOLDER_VARIABLE in os.environ and multiprocessing.parent_process() is not None:
         return
     if os.environ.get(OWNER_VARIABLE) == str(os.getpid()):
@@ -48,13 +48,13 @@ def register() -> None:
 
 
 def _remove(folder: str, owner: int) -> None:
-    # A forked child inherits the exit handler, not the folder.
+    # A forked child inherits the exit handler, but does not own the folder.
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineMetrics(Collector):
-    """Reads the metrics that the engine processes wrote last."""
+    """Exports the metrics that the engine processes wrote last."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class EngineMetrics(Collector):
                 logger.warning("metrics of %s cannot be read: %s", file.name, error)
                 continue
             for family in found:
-                # prometheus_client writes its creation times as families of their own.
+                # prometheus_client writes creation times as separate families.
                 if family.name.endswith("_created"):
                     continue
                 if family.name in families:

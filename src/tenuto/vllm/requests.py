@@ -22,17 +22,17 @@ OUTSIDE = Hints(is_last=True)
 TAIL_TOKENS = 96
 """Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
-"""Decoded at most, when the tail shows the end of a call without its beginning (a file being written)."""
+"""The most that is decoded: the tail may have only the end of a long call, such as one that writes a file."""
 
 
 def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arrival:
     """What the driver needs to know about a request that arrived.
 
-    `reader`: knows where in the prompt the breakpoints of a wish are.
+    `reader` finds the breakpoints of a wish in the prompt.
     """
     params, num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
     fields = tenants.read(None if params is None else params.extra_args)
-    # What cannot be verified runs as in stock: it shares no job with anybody, and keeps nothing.
+    # A request without a verified tenant runs as in stock: it belongs to no known job and keeps nothing.
     hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, get_session_id(request))
     plain = params is not None and request.prompt_token_ids is not None
     if fields is None or not plain or request.has_encoder_inputs or request.resumable:
@@ -52,9 +52,9 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
 
 
 class OutputReader:
-    """Reads tool calls off the tail of outputs, and looks for the breakpoints of wishes in prompts.
+    """Reads tool calls from the tail of outputs, and finds the breakpoints of wishes in prompts.
 
-    Without a tokenizer it knows nothing.
+    Without a tokenizer it finds nothing.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -63,7 +63,7 @@ class OutputReader:
         self.num_faults = 0
 
     def place(self, wish: Wish, prompt: Sequence[int]) -> Wish:
-        """A wish with its ends in tokens; a part whose end is not found is not wanted."""
+        """The wish with its ends in tokens, without the parts whose end is not found."""
         try:
             return wish.resolve(lambda mark: self._marks.find(mark, prompt))
         except Exception as error:
@@ -71,7 +71,7 @@ class OutputReader:
             return wish.resolve(lambda mark: 0)
 
     def get_finish(self, request: Any, *, reads_output: bool) -> Finish:
-        """How a request ended, from its final status and, if it matters, from its output."""
+        """How a request ended, from its final status and, with `reads_output`, from its output."""
         try:
             return self._get_finish(request, reads_output)
         except Exception as error:
@@ -79,7 +79,7 @@ class OutputReader:
             return Finish(request.num_output_tokens)
 
     def _count_fault(self, error: Exception) -> None:
-        """Tokenizers can be code of the model's repository; what they raise must not end the engine."""
+        """Tokenizers can be code from the model's repository. Their errors must not stop the engine."""
         self.num_faults += 1
         if self.num_faults == 1:
             logger.error("tokens could not be read (%r); further failures are only counted", error)
@@ -96,7 +96,8 @@ class OutputReader:
         if not reads_output or self._tokenizer is None:
             return Finish(num_output_tokens)
         tool = self._find_tool_call(request)
-        # No tool call and a stop token: the agent is done. If its length cut it off, this is unknown.
+        # A stop token without a tool call: the agent is done. After a cut at the length limit, this is
+        # unknown.
         ended = True if end == "stopped" else None
         return Finish(num_output_tokens, tool, is_last=ended if tool is None else False)
 
@@ -112,7 +113,7 @@ class OutputReader:
     def _ends_with_stop(self, request: Any, stop_strings: Sequence[str]) -> bool:
         if not stop_strings or not request.num_output_tokens:
             return False
-        # A step or two may have run on before the abort arrived.
+        # The request may have run for another step or two before the abort arrived.
         text = self._decode(request.output_token_ids[-TAIL_TOKENS:])
         return any(stop in text for stop in stop_strings)
 

@@ -1,9 +1,9 @@
-"""The scheduler class that vLLM loads: vLLM's own scheduler, which asks the driver at a few places.
+"""The scheduler class that vLLM loads: vLLM's own scheduler, with calls to the driver at a few places.
 
     vllm serve MODEL --scheduler-cls tenuto.vllm.Scheduler --additional-config '{"tenuto": {...}}'
 
-No code of vLLM's `schedule()` is copied. What depends on the policy is in `tenuto.vllm.hooks`, so that an
-operator can change it while requests wait and run.
+No code of vLLM's `schedule()` is copied. Everything that depends on the policy is in `tenuto.vllm.hooks`, so
+that an operator can change the policy while requests wait and run.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class _DrivenScheduler(PrivateHooks):
 
     _hooks: Any = None
     _is_telling = False
-    """Whether the driver is being told what it has not heard yet."""
+    """Whether `_catch_up` is running."""
     _was_cut = True
-    """Whether the last step may have left a part of a prompt to the next."""
+    """Whether the last step may have left part of a prompt uncomputed."""
     tier: Any = None
-    """Host memory below the GPU, if it is Tenuto's (`tenuto.vllm.tiers.host.HostTier`); else None."""
+    """Tenuto's host memory below the GPU (`tenuto.vllm.tiers.host.HostTier`), or None."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
@@ -84,7 +84,7 @@ class _DrivenScheduler(PrivateHooks):
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
         check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
         self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """What the driver has not heard yet, in the order in which it happened."""
+        """Events that the driver has not been told yet, in order."""
         self._has_untold_step = False
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         check_attributes(self)
@@ -92,7 +92,7 @@ class _DrivenScheduler(PrivateHooks):
         engine_index = get_engine_index(engine_core)
         self.max_step_tokens = self.max_num_scheduled_tokens
         self._state = _open_state(policy, settings, engine_index)
-        # Open the trace after the state is restored: the trace's header contains the restored state.
+        # Open the trace after the state is restored, because the trace's header contains that state.
         trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
         self._trace = self._timestamps = None
         if trace_path:
@@ -139,21 +139,21 @@ class _DrivenScheduler(PrivateHooks):
             "on" if vllm_config.scheduler_config.async_scheduling else "off",
         )
 
-    # vLLM calls these.
+    # Called by vLLM.
 
     def add_request(self, request: Any) -> None:
-        """A request arrived. For a further piece of a streamed-in request, only vLLM's own code runs."""
+        """A request arrived. Later pieces of a request that is streamed in go only to vLLM's own code."""
         if request.request_id not in self.requests:
             self._tell_later(self._tell_arrival, request, time.monotonic())
             if self._hooks.is_followed:
-                # Its place in the queue is the driver's answer.
+                # The driver decides the request's place in the queue.
                 self._catch_up()
         super().add_request(request)  # type: ignore[misc]
         if self.tier is not None:
             self.tier.arrive(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step: vLLM's own schedule. The driver is asked if there is something to decide."""
+        """Schedule one step with vLLM's own code. The driver is asked if there is something to decide."""
         now_s = time.monotonic()
         if self._has_untold_step:
             self._catch_up()
@@ -168,12 +168,12 @@ class _DrivenScheduler(PrivateHooks):
         self._has_untold_step = True
         self._tell_later(self._tell_step, output, now_s, max_tokens)
         if not output.total_num_scheduled_tokens:
-            # There is no step to compute, and so no time beside it.
+            # Nothing will be computed, so vLLM will not ask for a grammar bitmask.
             self._use_free_time()
         return output
 
     def _schedule_as_decided(self, now_s: float, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        """Expire leases, admit, set the budget; then vLLM's own schedule. Returns the budget too."""
+        """Expire leases, admit turns, set the budget, then run vLLM's schedule. Returns the budget too."""
         hooks, full_budget = self._hooks, self.max_num_scheduled_tokens
         hooks.begin_step(now_s)
         if not hooks.asks_budget:
@@ -193,12 +193,12 @@ class _DrivenScheduler(PrivateHooks):
         return output, size.num_tokens
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """VLLM asks for this between a step's schedule and its results, while the GPU computes."""
+        """VLLM asks for this after a step is scheduled, while the GPU computes."""
         self._use_free_time()
         return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step was computed. The policy is told of the step before vLLM processes its results."""
+        """A step was computed. The policy is told before vLLM processes the results."""
         if self._has_untold_step:
             self._catch_up()
         if self._hooks.steps is not None or self._steps is not None:
@@ -209,7 +209,7 @@ class _DrivenScheduler(PrivateHooks):
         return outputs
 
     def on_turn_finishing(self, request: Any) -> None:
-        """A request ended and still has its blocks, so the driver may grant a lease on them."""
+        """A request ended. It still has its blocks, so the driver can grant a lease on them."""
         ended = Ended(request, time.monotonic(), len(self.running))
         self._hooks.leave(request, ended.now_s)
         if self._hooks.can_end_later:
@@ -217,7 +217,7 @@ class _DrivenScheduler(PrivateHooks):
             return
         if self._untold:
             self._catch_up()
-        # What is only remembered of it can wait for the next time.
+        # What the driver only remembers about the turn can wait until `_catch_up`.
         self._tell_end(ended, remembers_later=True)
 
     def on_turn_preempting(self, request: Any) -> None:
@@ -226,7 +226,7 @@ class _DrivenScheduler(PrivateHooks):
         self._hooks.engine.forget(request.request_id)
 
     def has_requests(self) -> bool:
-        """Also true when a lease has passed its deadline, so that an idle engine runs a step that ends it."""
+        """Also true if a lease has passed its deadline: an idle engine then runs a step, which ends it."""
         if super().has_requests():  # type: ignore[misc]
             return True
         self._catch_up()
@@ -246,7 +246,7 @@ class _DrivenScheduler(PrivateHooks):
         return False
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """A reset drops the whole prefix cache, so it ends all leases."""
+        """Reset the prefix cache. This ends all leases."""
         self.driver.drop_all(time.monotonic())
         if self.tier is not None:
             self.tier.reset()
@@ -273,16 +273,16 @@ class _DrivenScheduler(PrivateHooks):
         super().shutdown()  # type: ignore[misc]
 
     def _get_next_deadline_s(self) -> float | None:
-        """When an idle engine must run a step: a lease ends, or KV is fetched for a job that returns."""
+        """When an idle engine must run a step: to end a lease, or to prefetch the KV of a job."""
         deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
         return min((each for each in deadlines if each is not None), default=None)
 
-    # What the driver is told, in the order in which it happened. Most of it can wait until the GPU computes.
-    # Whoever asks the driver something lets it catch up first.
+    # Events for the driver are queued, and most can wait until the GPU computes. The driver must be told of
+    # all of them, in order, before it is asked anything.
 
     @property
     def driver(self) -> Driver:
-        """The driver, told of all that has happened."""
+        """The driver, after it was told of all events."""
         self._catch_up()
         driver: Driver = self._hooks.driver
         return driver
@@ -291,7 +291,7 @@ class _DrivenScheduler(PrivateHooks):
         self._untold.append((tell, facts))
 
     def _catch_up(self) -> None:
-        """Tell the driver what it has not heard yet."""
+        """Tell the driver of all queued events."""
         if self._is_telling:
             return
         self._is_telling = True
@@ -304,7 +304,7 @@ class _DrivenScheduler(PrivateHooks):
             self._is_telling = self._has_untold_step = False
 
     def _use_free_time(self) -> None:
-        """Do what no step waits for."""
+        """Do work that no step waits for."""
         self._catch_up()
         now_s = time.monotonic()
         self._hooks.use_free_time(now_s)
@@ -320,7 +320,7 @@ class _DrivenScheduler(PrivateHooks):
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     def _tell_step(self, output: Any, now_s: float, max_tokens: int) -> None:
-        """A step was scheduled, with a budget of so many tokens."""
+        """A step was scheduled with a budget of `max_tokens`."""
         hooks = self._hooks
         if hooks.steps is not None:
             hooks.steps.schedule(output, now_s, is_full=output.total_num_scheduled_tokens >= max_tokens)
@@ -350,15 +350,15 @@ class _DrivenScheduler(PrivateHooks):
             driver.finish(request.request_id, ended.now_s, finish, remembers_later=remembers_later)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
-    # The engine adapter calls these.
+    # Called by the engine adapter.
 
     def get_num_parked(self) -> int:
-        """Waiting requests that admission holds back."""
+        """Number of waiting requests that admission holds back."""
         order = self._hooks.order if self._hooks is not None else None
         return order.num_parked if order is not None else 0
 
     def get_waiting(self, request_id: str) -> Any:
-        """A request that waits in the policy's order; raises KeyError if it does not."""
+        """A request in the policy's waiting queue. Raises KeyError if it is not there."""
         return self._hooks.order.get_request(request_id)
 
     def reorder_waiting(self, request_id: str) -> None:
@@ -366,32 +366,32 @@ class _DrivenScheduler(PrivateHooks):
         if self._hooks.order is not None:
             self._hooks.order.reorder(request_id)
 
-    # The operator's control calls these (`tenuto.core.control.Controlled`).
+    # Called by the operator's control (`tenuto.core.control.Controlled`).
 
     @property
     def settings(self) -> Settings:
-        """What runs now."""
+        """The settings in force now."""
         settings: Settings = self._hooks.settings
         return settings
 
     @property
     def configured_policy(self) -> Policy:
-        """The policy of the settings, also while leases are off."""
+        """The configured policy, even while the mode is off."""
         policy: Policy = self._hooks.policy
         return policy
 
     def count_changes(self, changed: Iterable[str]) -> None:
-        """Show on `/metrics` that an operator changed these settings."""
+        """Count on `/metrics` that an operator changed these settings."""
         self._metrics.count_changes(changed)
 
     def prepare(self, settings: Settings, policy: Policy) -> Hooks:
-        """Make the hooks of these settings; nothing changes yet. Whatever can be wrong with them, raises."""
+        """Make the hooks of these settings without installing them. Raises if a setting is wrong."""
         return self._make_hooks(settings, policy)
 
     def switch(self, hooks: Hooks) -> None:
-        """Run these hooks from now on; requests that wait or run are not touched.
+        """Run these hooks from now on; waiting and running requests are not affected.
 
-        Leases stay if the same policy still holds them, with other options, limits or another canary.
+        Leases stay if the policy is still the same; its options, the limits and the canary may differ.
         """
         now_s = time.monotonic()
         before = self._hooks
@@ -433,15 +433,15 @@ class _DrivenScheduler(PrivateHooks):
 
 
 class _SynchronousScheduler(_DrivenScheduler, SyncScheduler):  # type: ignore[misc]
-    """Used where vLLM itself does not schedule asynchronously (on CPUs, with pipeline stages …)."""
+    """Used where vLLM itself schedules synchronously (on CPUs, with pipeline stages …)."""
 
 
 class Scheduler(_DrivenScheduler, AsyncScheduler):  # type: ignore[misc]
     """The class to name in `--scheduler-cls`.
 
     Constructing it returns an asynchronous or a synchronous scheduler, as vLLM's configuration says. It
-    returns vLLM's own scheduler for models without turns (such as pooling models), and, when `on_mismatch`
-    is "stock", for a vLLM that does not fit.
+    returns vLLM's own scheduler for models without turns, such as pooling models. It also does so for a vLLM
+    that does not fit, if `on_mismatch` is "stock".
 
     Raises IncompatibleError, which lists what does not fit, or ConfigError for a bad setting.
     """
@@ -473,16 +473,16 @@ def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
 
 
 def _find_tier(scheduler: Any, settings: Settings, policy: Policy) -> Any:
-    """The host memory below this scheduler; None without one, or with one that is not ours.
+    """Tenuto's host memory below this scheduler, or None.
 
-    vLLM's offloading is imported only if it is used.
+    vLLM's offloading code is imported only if a connector is used.
     """
     if scheduler.connector is None:
         return None
     try:
         from tenuto.vllm.tiers.host import try_make_tier
     except ImportError:
-        # A vLLM whose offloading differs; it cannot have loaded our spec either.
+        # This vLLM's offloading differs, so it cannot have loaded our spec either.
         return None
     return try_make_tier(scheduler, settings, policy, time)
 
@@ -500,7 +500,7 @@ def _get_file(path: str, engine_index: int) -> str:
 
 
 def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
-    """What the trace's header says of the settings: the policy that is asked, and other facts."""
+    """The settings in the trace's header: the name of the policy that is asked, and other facts."""
     facts: dict[str, Any] = {"mode": settings.mode}
     if settings.canary.is_on:
         facts["canary"] = dataclasses.asdict(settings.canary)
@@ -508,7 +508,7 @@ def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
 
 
 class IdleTimer:
-    """Wakes a sleeping engine once the armed deadline (monotonic) has passed. One daemon thread."""
+    """Wakes a sleeping engine when the armed deadline (monotonic clock) has passed. One daemon thread."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

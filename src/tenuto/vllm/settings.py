@@ -14,10 +14,11 @@ from tenuto.core.settings import check_settings, setting
 from tenuto.records.trace import COMMANDS, Commands, TraceOptions
 
 TRACE_VARIABLE = "SCHED_TRACE_PATH"
-"""The environment variable that turns on the Continuum prototype's trace: how its files' names begin."""
+"""Turns on the Continuum prototype's trace. The environment variable's value is the prefix of its file
+names."""
 
 OUTPUT_VARIABLE = "RUN_OUTPUT_DIR"
-"""Its variable for the folder of `scheduler_timestamps`, which is written beside a trace."""
+"""The prototype's variable for the folder of `scheduler_timestamps`, which is written along with a trace."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Settings:
     canary: Canary = field(default_factory=Canary)
     """The jobs that the policy applies to (see `tenuto.core.limits.Canary`); all by default."""
     own_policies: list[str] | None = None
-    """Policies, as my.module:Class, that an operator may switch to beside those that ship with Tenuto."""
+    """Policies, as my.module:Class, to which an operator may switch besides those that ship with Tenuto."""
     step_tokens: str | int | None = setting(
         None,
         "most tokens in a step: a number within vLLM's budget, or adaptive; adaptive:X weighs a second of a "
@@ -75,7 +76,7 @@ class Settings:
 
     @property
     def trace_options(self) -> TraceOptions:
-        """The settings of the trace, as its writer takes them."""
+        """The trace's settings, in the form that its writer takes."""
         max_bytes = self.trace_max_mb * 1_000_000 or None
         return TraceOptions(cast(Commands, self.trace_commands), max_bytes)
 

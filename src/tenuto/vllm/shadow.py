@@ -1,15 +1,15 @@
 """Shadow mode: the policy decides, and vLLM runs as if there were no policy.
 
-Leases hold no blocks. Each only remembers which content it would have kept. So it can be counted what leases
-would have covered, what they would have hit, and which turns would have waited longer:
+Leases hold no blocks. Each only remembers which content it would have kept. From that, the shadow counts what
+leases would have covered, what they would have hit, and which turns would have waited longer:
 
-- A turn's lease would have hit its blocks, and stock vLLM has hit some tokens: the difference is the gain. On
-  models with sliding windows only blocks count that stock vLLM caches.
+- The gain of a turn is what it would have hit with its lease, less what it hit in stock vLLM. On models with
+  sliding windows, only blocks that stock vLLM caches count.
 - A turn that starts would have been *delayed* if admission held it back, or if the policy would have started
   other turns in its place.
 
-These are estimates. The turns that the policy would have served sooner would also have finished sooner, and
-what follows from that is not known.
+These are estimates. Turns that the policy would have started sooner would also have finished sooner. The
+effects of that are unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tenuto.vllm.waiting import TurnQueue
 
 
 class SeenBlock(NamedTuple):
-    """A block as it was when a turn ended; vLLM may have given it to another turn since."""
+    """A block and its content when a turn ended. vLLM may have reused the block since."""
 
     block_id: int
     block_hash: Any
@@ -37,9 +37,9 @@ class SeenBlock(NamedTuple):
 class ShadowEngine(VllmEngine):
     """vLLM as the driver sees it in shadow mode: nothing is held and nothing is reordered.
 
-    Leases take unused memory, so the number of free blocks is smaller than vLLM's by the blocks
-    of leases. It is too small by the blocks that leases share with running turns, so leases yield a little
-    early. It is negative while leases cover more than there is.
+    The number of free blocks is vLLM's, less the blocks of all leases. Blocks that leases share with running
+    turns are subtracted too, so leases yield a little early. The number is negative while leases cover more
+    blocks than are free.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -47,7 +47,7 @@ class ShadowEngine(VllmEngine):
         super().__init__(scheduler)
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The engine's state as it would be."""
+        """The state that the engine would have if the leases were real."""
         view = super().get_view(now_s, num_leases)
         num_free_blocks = max(0, self.get_num_free_blocks())
         return dataclasses.replace(
@@ -60,7 +60,7 @@ class ShadowEngine(VllmEngine):
         """Nothing: vLLM runs as if there were no policy."""
 
     def get_num_free_blocks(self) -> int:
-        """Number of blocks that would be free."""
+        """Number of blocks that would be free; may be negative."""
         return super().get_num_free_blocks() - len(self._seen)
 
     def get_num_leased_blocks(self) -> int:
@@ -73,11 +73,11 @@ class ShadowEngine(VllmEngine):
         return blocks if isinstance(blocks, GroupedBlocks) else _see(blocks)
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
-        """Nothing: what a shorter hit would need may be gone, because nothing held it."""
+        """Always empty: the blocks that a shorter hit needs may be evicted, because nothing holds them."""
         return []
 
     def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
-        """The content of each block: a block's number may have another content by now."""
+        """The content of each block. Block numbers do not serve, as vLLM may have reused the blocks."""
         return [block.block_hash for block in blocks]
 
     def hold(self, blocks: list[Any]) -> None:
@@ -85,7 +85,7 @@ class ShadowEngine(VllmEngine):
         self._seen.add(self.get_block_ids(blocks))
 
     def release(self, blocks: list[Any]) -> None:
-        """Count the blocks no more."""
+        """Stop counting the blocks."""
         self._seen.remove(self.get_block_ids(blocks))
 
     def count_tokens(self, blocks: list[Any]) -> int:
@@ -142,7 +142,7 @@ class Shadow:
             self._driver.settle()
 
     def start(self, started: Iterable[tuple[Any, int]], now_s: float) -> None:
-        """VLLM started these requests, with this many hit tokens each; call before the driver is told."""
+        """VLLM started these requests, with this many hit tokens each. Call before the driver is told."""
         first = [
             (request, hits) for request, hits in started if not self._driver.has_started(request.request_id)
         ]
@@ -167,7 +167,7 @@ class Shadow:
                 )
 
     def _find_delays(self, requests: list[Any], now_s: float) -> dict[str, str]:
-        """The reason for each of these requests that the policy would not have started now."""
+        """Of these requests, those that the policy would not have started now, with the reason."""
         order = self.order
         if order is None or not requests:
             return {}
@@ -177,7 +177,7 @@ class Shadow:
         for turn_id in ids:
             if order.is_parked(turn_id):
                 delays[turn_id] = "admission"
-                # The policy must know that it runs.
+                # The policy must count the turn as running.
                 self._driver.may_start(turn_id, now_s, idle=True)
             elif turn_id not in chosen:
                 delays[turn_id] = "order"

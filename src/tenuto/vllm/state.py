@@ -1,4 +1,4 @@
-"""Keeps what a policy learned across restarts, in one JSON file that is always replaced as a whole."""
+"""Keeps what a policy learned across restarts, in one JSON file that is replaced atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> None:
-    """Write a policy's state. After a crash at any moment, the file is complete: either the old or the new.
+    """Write a policy's state. After a crash at any moment, the file is complete, either old or new.
 
     Raises OSError if it cannot be written, ValueError if the state is not JSON or too large.
     """
@@ -29,7 +29,7 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "w", encoding="utf-8", opener=_open_private) as file:
-            # `dump` encodes in pieces. `dumps` would hold the interpreter lock until it is done.
+            # `dump` encodes in pieces. `dumps` would hold the interpreter lock for the whole text.
             record = {"format": FORMAT, "policy": policy_name, "state": state}
             json.dump(record, file, allow_nan=False, separators=(",", ":"))
             file.flush()
@@ -44,14 +44,14 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
 
 
 def _open_private(path: str, flags: int) -> int:
-    """What was learned names tenants, so only the server's user may read it."""
+    """Open a file that only the server's user may read, because a state names tenants."""
     return os.open(path, flags, 0o600)
 
 
 def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
     """Read what `save_state` wrote for this policy.
 
-    Raises FileNotFoundError or OSError, or ValueError with what is wrong with the file.
+    Raises FileNotFoundError or another OSError, or ValueError that says what is wrong with the file.
     """
     with open(path, "rb") as file:
         text = file.read(MAX_BYTES + 1)
@@ -96,7 +96,7 @@ class StateFile:
         self._restore()
 
     def follow(self, policy: Policy, policy_name: str) -> None:
-        """Another policy runs now, or another object. Only what the file's own policy learns is saved."""
+        """Another policy object runs now. It is saved only if the file is for the policy of that name."""
         self._policy = policy if policy_name == self._policy_name else None
 
     def save_if_due(self, now_s: float, *, idle: bool = False) -> None:

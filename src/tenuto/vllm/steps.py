@@ -18,7 +18,8 @@ class StepTeller:
         self._driver = driver
         self._clock = StepClock()
         self._scheduled: deque[tuple[Any, float, bool]] = deque()
-        """For each scheduled step: what was scheduled, when, and whether it uses the whole token budget."""
+        """For each scheduled step: its output, when it was scheduled, and whether it uses the whole token
+        budget."""
 
     def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
         """A step was scheduled. A step without tokens is never computed, so it is not counted.
@@ -30,7 +31,7 @@ class StepTeller:
 
     def finish(self, output: Any, now_s: float) -> None:
         """The results of a step have arrived."""
-        # Steps that were under way when this object was made are not among those it knows.
+        # Steps that were in flight when this object was made are not in `_scheduled`.
         if not self._scheduled or self._scheduled[0][0] is not output:
             return
         _, scheduled_s, is_full = self._scheduled.popleft()
@@ -47,7 +48,7 @@ class StepTracer:
         self._trace = trace
         self._scheduler = scheduler
         self._num_in_flight = 0
-        """Steps with tokens that were scheduled and have not ended."""
+        """Scheduled steps with tokens that have not ended."""
 
     def finish(self, output: Any) -> None:
         """The results of a step have arrived."""
@@ -57,7 +58,7 @@ class StepTracer:
     def record(self, output: Any, now_s: float, max_tokens: int) -> None:
         """Record one step, after the driver was told of it; the trace's step number increases by one.
 
-        `max_tokens`: the token budget that the step had.
+        `max_tokens`: the step's token budget.
         """
         scheduler = self._scheduler
         connector = get_connector_name(scheduler)

@@ -1,12 +1,12 @@
-"""Finds the tenant of a request and carries it to the engine. The server decides it, never the client.
+"""Finds the tenant of a request and sends it to the engine. The server decides the tenant, never the client.
 
-The tenant is the API key that vLLM checked, or a header that a trusted proxy sets. The middleware reads it
-from the request's headers, and it is added to all that this request sends to an engine (`carry`, `stamp`). So
-neither the path nor the form of the body matters. Any client can write any `vllm_xargs`; therefore the tenant
-is signed with a secret that the server's processes share.
+The tenant comes from the API key that vLLM checked, or from a header that a trusted proxy sets. The
+middleware reads it from the request's headers and adds it to all that the request sends to an engine
+(`carry`, `stamp`). So the path and the form of the body do not matter. Any client can write any `vllm_xargs`;
+therefore the tenant is signed with a secret that the server's processes share.
 
-A server that has tenants says so to its engines before it takes requests. From then on an engine keeps apart
-what it cannot verify (`TenantVerifier`).
+A server that has tenants tells its engines so before it takes requests. From then on, requests without a
+verified tenant run as in stock vLLM (`TenantVerifier`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import find_key_check
 
 SECRET_VARIABLE = "TENUTO_SECRET"
-"""Environment variable with the secret that the server's processes share. If unset, it is made at start."""
+"""Environment variable with the secret that the server's processes share. If it is unset, one is made at
+start."""
 MIN_SECRET_CHARS = 16
 HEADER_VARIABLE = "TENUTO_TENANT_HEADER"
 """Environment variable with the name of the tenant header, which a trusted proxy sets on every request."""
@@ -43,11 +44,11 @@ LOG_EVERY_S = 60.0
 
 _KEY_FLAG = "--api-key"
 _KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
-"""A line with keys in vLLM's file of arguments."""
+"""A line with API keys in vLLM's config file."""
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
-"""The start of a secret that was made, not set."""
+"""Prefix of a secret that was made at start."""
 
 _tenant: ContextVar[str | None] = ContextVar("tenuto_tenant", default=None)
 """The tenant of the request that is being answered. Tasks that vLLM starts for a request inherit it."""
@@ -55,7 +56,7 @@ _tenant: ContextVar[str | None] = ContextVar("tenuto_tenant", default=None)
 logger = logging.getLogger("vllm.tenuto")
 
 
-# The API server's side.
+# In the API server.
 
 
 class TenantReader:
@@ -73,24 +74,24 @@ class TenantReader:
             return _get_own_name(headers.get(self._header))
         given = headers.get("authorization", "")
         key = given.partition(" ")[2].strip()
-        # vLLM checks the keys of some paths only, and clients can invent any key on the others.
+        # vLLM checks keys only on some paths. On the others, clients can send any key.
         if not key or not (self._header or self.has_valid_key(headers)):
             return None
         return get_key_name(key)
 
     def has_valid_key(self, headers: Mapping[str, str]) -> bool:
-        """Whether vLLM would serve this client; without keys it serves everybody."""
+        """Whether vLLM would serve this client. A server without keys serves everybody."""
         return self._check_key is None or self._check_key(headers.get("authorization", ""))
 
 
 def get_key_name(key: str) -> str:
-    """The tenant's name for an API key. Whoever does not know the secret cannot find the key by trying."""
+    """The tenant's name for an API key. Without the secret, the key cannot be found by guessing."""
     return _KEY_NAME + _make_digest("name", key, get_secret() or "")[:16]
 
 
 @contextlib.contextmanager
 def carry(tenant: str | None) -> Iterator[None]:
-    """All that is sent to an engine in this context is of this tenant."""
+    """In this context, everything that is sent to an engine belongs to this tenant."""
     token = _tenant.set(tenant)
     try:
         yield
@@ -104,12 +105,12 @@ def get_carried() -> str | None:
 
 
 def stamp(sampling_params: Any) -> None:
-    """Sign a request that leaves for an engine; what its client wrote in the field is removed."""
+    """Sign a request that leaves for an engine. What its client wrote in the field is removed."""
     given = sampling_params.extra_args or {}
     tenant = _tenant.get()
     signed = {} if tenant is None else sign(tenant)
     if signed or FIELD in given:
-        # A new object: vLLM may use one for several requests.
+        # A new object, because vLLM may share one between requests.
         others = {name: value for name, value in given.items() if name != FIELD}
         sampling_params.extra_args = {**others, **signed}
 
@@ -121,18 +122,18 @@ def sign(tenant: str) -> dict[str, str]:
 
 
 def make_introduction() -> str:
-    """What an API server that has tenants says to each engine; `TenantVerifier.answer` checks it."""
+    """What an API server that has tenants sends to each engine. `TenantVerifier.answer` checks it."""
     return json.dumps(sign(_INTRODUCTION))
 
 
-# The engine's side.
+# In the engine.
 
 
 class TenantVerifier:
-    """Which tenant a request is of, as far as the engine can verify it.
+    """Verifies, in the engine, which tenant a request belongs to.
 
-    A server has tenants once an API server said so, a valid signature came, or the process was started with
-    API keys or a tenant header. Then a request without a valid signature has an unknown tenant.
+    A server has tenants if the process was started with API keys or a tenant header, or once an API server
+    says so or a valid signature arrives. Then the tenant of a request without a valid signature is unknown.
     """
 
     def __init__(self, *, trusts_clients: bool = False) -> None:
@@ -146,7 +147,7 @@ class TenantVerifier:
         self._next_log_s = 0.0
 
     def read(self, xargs: Any) -> Mapping[str, Any] | None:
-        """A request's fields, with the verified tenant for the client's own; None if it is not verified."""
+        """A request's fields, with the verified tenant in place of the client's; None if unverified."""
         fields = xargs if isinstance(xargs, Mapping) else {}
         if self._trusts_clients or not (fields or self._has_tenants):
             return fields
@@ -159,7 +160,7 @@ class TenantVerifier:
         return own if tenant is None else {**own, "tenant": tenant}
 
     def read_release(self, fields: Any) -> Mapping[str, Any]:
-        """The same for a call that ends a job. Raises TenutoError if the tenant is not verified."""
+        """As `read`, for a call that ends a job. Raises TenutoError if the tenant cannot be verified."""
         own = self.read(fields)
         if own is None:
             raise TenutoError(f"a job is its tenant's alone, and {_UNVERIFIED_REASON}")
@@ -203,7 +204,7 @@ _UNVERIFIED_REASON = (
 )
 
 
-# Both.
+# In both.
 
 
 def make_secret() -> None:
@@ -218,7 +219,7 @@ def get_secret() -> str | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Warn if settings have names of keys that end with this start, because no secret is set."""
+    """Warn if settings name API keys while no secret is set: such names change at each start."""
     if (get_secret() or _MADE).startswith(_MADE) and any(name.startswith(_KEY_NAME) for name in names):
         logger.warning(
             "tenuto: the names of API keys in the settings (%s…) mean nothing unless %s is set: they are "
@@ -229,7 +230,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def find_secret_problem() -> str | None:
-    """What is wrong with the secret of a server that has tenants, and what to do; None if nothing is."""
+    """What is wrong with the secret of a server that has tenants, and what to do; None if it is usable."""
     secret = get_secret()
     if secret is None:
         loaded = os.environ.get("VLLM_PLUGINS")
@@ -245,12 +246,12 @@ def find_secret_problem() -> str | None:
 
 
 def _make_digest(use: str, text: str, secret: str) -> str:
-    # `use` keeps the two apart: a key that reads like a tenant's name must not show that tenant's signature.
+    # `use` separates names from signatures: the name of a key must never equal the signature of a tenant.
     return hmac.digest(secret.encode(), f"{use}\n{text}".encode(errors="replace"), "sha256").hex()
 
 
 def _get_own_name(value: Any) -> str | None:
-    """A header's value as a tenant, which is not the name of those that are not verified."""
+    """A header's value as a tenant. It never equals the name of unverified tenants."""
     name = get_bounded_id(value)
     return None if name is None or name == UNVERIFIED else name
 
@@ -262,8 +263,8 @@ def _get_header_name() -> str:
 def _is_started_with_tenants() -> bool:
     """Whether this server has tenants, as far as its environment and its command line tell.
 
-    Child processes have the command line of the first one. What it does not tell, the API server says when it
-    introduces itself; one without our middleware does not.
+    Child processes have the first one's command line. Otherwise the API server tells the engine when it
+    introduces itself, but only if it runs our middleware.
     """
     if _get_header_name():
         return True
@@ -273,7 +274,7 @@ def _is_started_with_tenants() -> bool:
 
 
 def _names_keys(arguments: Sequence[str]) -> bool:
-    """Whether API keys are among a server's arguments, in full or cut short, or in the file of `--config`."""
+    """Whether API keys are in a server's arguments (maybe abbreviated) or in its `--config` file."""
     flags = (each.partition("=")[0].replace("_", "-") for each in arguments)
     if any(_KEY_FLAG.startswith(flag) and len(flag) > len("--api-") for flag in flags):
         return True

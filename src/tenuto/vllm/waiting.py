@@ -14,7 +14,7 @@ from tenuto.vllm.compat.scheduler import RequestQueue
 class TurnQueue(RequestQueue):  # type: ignore[misc]
     """Waiting requests in the order of their policy keys.
 
-    Requests that admission holds back are *parked* and are never returned as the first. They count in
+    Requests that admission holds back are *parked*: they are never returned as the first. They count in
     `len`, so that vLLM's own counts and metrics stay correct.
     """
 
@@ -25,7 +25,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         settle: Callable[[], None],
         make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap,
     ) -> None:
-        """`settle` updates the order of the queue; it is called before the first request is looked up."""
+        """`settle` updates the order of the queue. It is called before the first request is looked up."""
         self._get_key = get_key
         self._is_gated = is_gated
         self._settle = settle
@@ -34,7 +34,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         self._parked = make_order()
 
     def add_request(self, request: Any) -> None:
-        """Add a request that arrived; it is parked if admission must be asked first."""
+        """Add a request that arrived. It is parked if admission must be asked first."""
         self._requests[request.request_id] = request
         if self._is_gated(request):
             self._parked.push(request.request_id, self._get_key(request))
@@ -70,7 +70,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self._parked.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Any]) -> None:
-        """Remove those of the requests that are in the queue."""
+        """Remove the requests that are in the queue; ignore the others."""
         for request in list(requests):
             self.remove_request(request)
 
@@ -103,7 +103,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         return self._parked.get_first()
 
     def get_first_ready(self, number: int) -> set[str]:
-        """The first requests in the order of keys that are not parked, at most this many."""
+        """The first requests that are not parked, in the order of keys, at most `number`."""
         firsts: dict[str, Key] = {}
         while len(firsts) < number and (first := self._ready.get_first()) is not None:
             firsts[first] = self._ready.get_key(first)
@@ -143,11 +143,11 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
 
 class SplitQueue(TurnQueue):
-    """The queue while a canary is on: the policy orders its own jobs, and cannot make the others wait.
+    """The queue with a canary: the policy orders its own jobs, and cannot make the others wait.
 
-    Each request has a *place*: its place in stock vLLM's queue. Requests of the others keep their places.
-    Those under the policy exchange theirs: when the first of their places comes up, the first of them in the
-    policy's order takes it.
+    Each request has a *place*: its place in stock vLLM's queue. Requests that run as in stock keep their
+    places. Requests under the policy exchange theirs: when one of their places comes up, the first of them in
+    the policy's order takes it.
     """
 
     def __init__(
@@ -166,16 +166,16 @@ class SplitQueue(TurnQueue):
         self._stock = IndexedHeap()
         """Requests that keep their places, by place."""
         self._places = IndexedHeap()
-        """Requests under the policy that are ready, by the place that each has now."""
+        """Ready requests under the policy, by the place that each has now."""
         self._taken: dict[str, Key] = {}
-        """Places that requests took in this step. A request that vLLM skips gets its place back."""
+        """Places that were taken in this step. A request that vLLM skips gets its place back."""
 
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
         self._taken.clear()
 
     def pop_request(self) -> Any:
-        """Remove and return the request that was peeked last; it takes the first place."""
+        """Remove and return the request that was peeked last. It takes the first place."""
         request = self._get_first()
         if request.request_id in self._places:
             self._take_first_place(request.request_id)

@@ -1,7 +1,7 @@
-"""What an answer's header says of a request's cache wish: what the server's settings allow.
+"""The response header about a request's cache wish: what the server's settings allow.
 
-The API server says it before the engine has seen the request, from the settings at start and what operators
-changed since through this process. What became of each wish in the end is in the metrics and the trace.
+The API server writes it before the engine has seen the request. It knows the settings at start and operators'
+changes through this process. The metrics and the trace have what became of each wish in the end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 class WishAnswers:
-    """Makes the header, by the settings of the engines behind one API server."""
+    """Makes the header from the settings of the engines behind one API server."""
 
     def __init__(self) -> None:
         self._client: Any = None
         self._now: Mapping[str, Any] | None = None
-        """What runs, as `Control.get_status` says it; None if nothing is kept here."""
+        """The status, as of `Control.get_status`; None if nothing is kept here."""
         self._has_tier = False
 
     def make_header(self, client: Any, hints: Hints) -> tuple[str, str] | None:
-        """The header for a request with these hints; None if it wished nothing. `client`: the AsyncLLM."""
+        """The header for a request with these hints; None if it has no wish. `client`: the AsyncLLM."""
         wish = hints.wish
         if wish is None:
             return None
@@ -64,7 +64,7 @@ class WishAnswers:
             self._now |= {"canary": vars(settings.canary)}
 
     def _keeps(self, hints: Hints) -> bool:
-        """Whether anything is kept for such a request."""
+        """Whether the settings allow to keep anything for a request with these hints."""
         now = self._now
         if now is None or now["mode"] != "on":
             return False

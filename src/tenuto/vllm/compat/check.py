@@ -1,6 +1,6 @@
-"""The one list of what Tenuto needs of vLLM, and the check at start that it is as expected.
+"""The list of all that Tenuto needs of vLLM, and the check at start that vLLM has it.
 
-Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0; what concerns offloading, since 0.32.0.
+Checked on vLLM 0.30.0, 0.31.0, 0.32.0 and 0.33.0. Offloading needs 0.32.0 or later.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ NAMES = {
 }
 
 PUBLIC = {
-    # what our code calls an object: its class, and fields of it
+    # our name for an object: its class, and the fields of it that we use
     "scheduler": (
         _SCHEDULER,
         "connector get_request_counts hash_block_size kv_cache_config max_num_scheduled_tokens requests"
@@ -109,10 +109,10 @@ PUBLIC = {
     "model_config": ("vllm.config:ModelConfig", "served_model_name"),
     "scheduler_config": ("vllm.config:SchedulerConfig", "async_scheduling max_num_seqs"),
 }
-"""All that may be used of vLLM outside this room."""
+"""All of vLLM that may be used outside this package."""
 
 FIELDS = {
-    # class: fields that are used in this room
+    # class: fields that are used in this package
     "vllm.v1.request:Request": "prefill_stats skip_reading_prefix_cache status",
     _BLOCK: "_block_hash is_null",
     _POOL: "num_gpu_blocks enable_caching enable_kv_cache_events",
@@ -137,7 +137,7 @@ ATTRIBUTES = (
     "policy.value",
     "scheduler_config.long_prefill_token_threshold",
 )
-"""Of a started scheduler."""
+"""Attributes of a started scheduler."""
 
 OFFLOADING_NAMES = {
     f"{_CONNECTOR}.get_num_new_matched_tokens": "",
@@ -164,7 +164,7 @@ OFFLOADING_NAMES = {
     f"{_WORKER}.wait": "job_ids",
     f"{_WORKER}.shutdown": "",
 }
-"""As `NAMES`; looked up where a server uses the connector."""
+"""As `NAMES`, for servers that use the OffloadingConnector."""
 
 OFFLOADING_PUBLIC = {
     "tier": (_TIER, "block_size_bytes"),
@@ -179,7 +179,7 @@ OFFLOADING_PUBLIC = {
         "cleanup create_next_worker_view",
     ),
 }
-"""As `PUBLIC`, of offloading."""
+"""As `PUBLIC`, for offloading."""
 
 CONNECTOR_ATTRIBUTES = (
     "config",
@@ -193,12 +193,12 @@ CONNECTOR_ATTRIBUTES = (
     "_current_batch_allocated_block_ids",
     "_current_batch_jobs_to_flush",
 )
-"""Of the scheduler's side of an OffloadingConnector. Without the last four, copies could overwrite each
-other."""
+"""Attributes of an OffloadingConnector in the scheduler's process. Without the last four, copies could
+overwrite each other."""
 
 
 def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
-    """Where this vLLM does not fit, as one line per problem; empty if it fits."""
+    """What does not fit in this vLLM, one line per problem; empty if it fits."""
     problems = []
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not allow_untested and not OLDEST <= release <= NEWEST:
@@ -213,7 +213,7 @@ def check_attributes(scheduler: Any) -> None:
 
 
 def check_connector(side: Any) -> None:
-    """Raise IncompatibleError if an OffloadingConnector, by its scheduler's side, lacks something we use."""
+    """Raise IncompatibleError if an OffloadingConnector in the scheduler's process lacks something we use."""
     _check("OffloadingConnector", side, CONNECTOR_ATTRIBUTES)
     problems = _find_missing(OFFLOADING_NAMES.items(), "parameter ", _get_parameters)
     problems += _find_missing(OFFLOADING_PUBLIC.values(), "", _get_fields)
@@ -224,7 +224,7 @@ def check_connector(side: Any) -> None:
 def _find_missing(
     needed: Iterable[tuple[str, str]], what: str, get_names: Callable[[Any], Collection[str]]
 ) -> list[str]:
-    """What is not there of these, or lacks one of its names."""
+    """Which of the needed objects are missing, or lack a name."""
     problems = []
     for path, names in needed:
         found = _try_get(path)
@@ -243,7 +243,7 @@ def _get_parameters(function: Any) -> Collection[str]:
 
 
 def _get_fields(of_class: type) -> set[str]:
-    """Fields that a class declares, and those that are set when an object is made."""
+    """Fields that a class declares, and fields that `__init__` sets."""
     known = {*dir(of_class), *getattr(of_class, "__dataclass_fields__", ())}
     for each in of_class.__mro__:
         known.update(getattr(getattr(vars(each).get("__init__"), "__code__", None), "co_names", ()))
@@ -252,7 +252,7 @@ def _get_fields(of_class: type) -> set[str]:
 
 
 def _try_get(path: str) -> Any | None:
-    """What `module:name.name` names; None if it is not there."""
+    """The object at the path `module:name.name`; None if it does not exist."""
     module_name, _, qualname = path.partition(":")
     try:
         return attrgetter(qualname)(importlib.import_module(module_name))

@@ -1,21 +1,21 @@
-"""Names of vLLM for models with several layer groups: windows, states, blocks of different sizes.
+"""vLLM's internals for models with several layer groups: windows, states, blocks of different sizes.
 
-**Hits.** A prefix is hit only as far as all groups have it.
+**Hits.** A prefix hit ends where the first of the groups lacks a block.
 
-**Ends of answers.** By default vLLM caches the end of a window, or a state, only where a prompt ends, so each
-turn computes the answer before it again. While a request runs, the blocks that a hit at its own end needs are
-still there. So it keeps them (`EndSpares`), and when a lease is granted, look-ups are let find them
-(`cache_ends`):
+**Ends of answers.** By default vLLM caches the end of a window, or a state, only where a prompt ends. So each
+turn computes the answer before it again. While a request runs, it still has the blocks that a hit at its own
+end needs. `EndSpares` makes it keep them, and `cache_ends` makes them visible to look-ups when a lease is
+granted:
 
     prompt and answer   ├───────────────────┼──────────────┤
     blocks              │       │       │       │       │ ·
     window                              ├spare├── window ──┤
     state                                       │ kept  │ now
 
-**Checkpoints of first prompts.** vLLM also caches these blocks where two prompts differ. It knows that place
-only when the second prompt comes, so that prompt hits nothing of what it shares. A job's first prompt is the
-one that others may share. So of such prompts vLLM caches checkpoints on the way too (`FirstCheckpoints`), and
-a second prompt hits up to the last one before the first token that differs.
+**Checkpoints of first prompts.** vLLM also caches these blocks where two prompts differ. But it learns that
+place only when the second prompt arrives, so the second prompt hits nothing that it shares. Other jobs may
+share the beginning of a job's first prompt. `FirstCheckpoints` therefore makes vLLM cache checkpoints inside
+first prompts. A second prompt then hits up to the last checkpoint before the first token that differs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tenuto.core.windows import (
 
 
 def _get_managers(scheduler: Any) -> Sequence[Any]:
-    """VLLM's managers of blocks, one for each layer group."""
+    """VLLM's block managers, one for each layer group."""
     managers: Sequence[Any] = scheduler.kv_cache_manager.coordinator.single_type_managers
     return managers
 
@@ -51,8 +51,8 @@ def _get_managers(scheduler: Any) -> Sequence[Any]:
 def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tuple[list[Any], ...], int]:
     """The longest cached prefix of at most `max_tokens`: its blocks in each layer group, and its tokens.
 
-    Blocks that a window or a state does not need are left out. With a draft model a look-up matches one block
-    more and drops it again, so that block belongs to it.
+    Blocks that a window or a state does not need are left out. With a draft model, a look-up matches one more
+    block and drops it again. That block is included, because the next look-up needs it.
     """
     manager = scheduler.kv_cache_manager
     max_tokens = min(max_tokens, len(hashes) * scheduler.hash_block_size)
@@ -69,7 +69,7 @@ def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tu
 
 def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_tokens: int) -> list[Any]:
     """The block after a hit in one group, if it is cached."""
-    # A hash covers all tokens before it, so a larger block has the hash at its end.
+    # A hash covers all tokens before it, so a larger block is known by the hash at its end.
     end = (num_tokens // manager.block_size + 1) * manager.block_size // scheduler.hash_block_size
     pool = scheduler.kv_cache_manager.block_pool
     if end > len(hashes):
@@ -78,13 +78,13 @@ def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_
 
 
 def get_hit_alignment(scheduler: Any) -> int:
-    """Hits end at multiples of this many tokens: all groups' blocks, unless parts of a block can be hit."""
+    """Hits end at multiples of this many tokens: all groups' block sizes, or less if parts can be hit."""
     is_fine = getattr(scheduler.kv_cache_manager.coordinator, "enable_partial_hash_hits", False)
     return int(scheduler.hash_block_size if is_fine else scheduler.block_size)
 
 
 def get_tokens_per_block(scheduler: Any) -> int | None:
-    """Tokens of a sequence per block of it, over all full-attention groups; None without such a group."""
+    """Tokens per block of a sequence, counting the blocks of all full-attention groups; None without any."""
     per_token = _count_full_blocks_per_token(scheduler)
     return max(1, int(1 / per_token)) if per_token else None
 
@@ -96,9 +96,9 @@ def _count_full_blocks_per_token(scheduler: Any) -> float:
 
 
 class ShortHits:
-    """Watches vLLM's look-ups: which layer group ended a hit before another group's blocks did.
+    """Watches vLLM's look-ups, to tell which layer group ended a hit while other groups had more.
 
-    vLLM finds out that it happened (the boundary that a look-up returns); this names the group.
+    vLLM's look-up returns only the boundary of the hit, not the group.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -107,7 +107,7 @@ class ShortHits:
         self.names = {
             kind[1][0]: _name(kind[0]) for kind in kinds if not isinstance(kind[0], FullAttentionSpec)
         }
-        """The kinds of groups that can end a hit, by the first group of each."""
+        """The kinds of groups that can end a hit, by the number of each kind's first group."""
         self._found: dict[str, ShortHit] = {}
         if len(kinds) < 2:
             self.names = {}
@@ -116,7 +116,7 @@ class ShortHits:
 
         def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = look_up(request, *args, **kwargs)
-            # Until 0.31 a look-up returned no boundary.
+            # Before 0.31, a look-up returned no boundary.
             if len(found) > 2 and found[2] > found[1]:
                 self._found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
             return found
@@ -124,11 +124,11 @@ class ShortHits:
         manager.get_computed_blocks = get_computed_blocks
 
     def forget(self) -> None:
-        """A step is told of: forget its look-ups, those of requests that did not start too."""
+        """The driver was told of a step: forget its look-ups, also those of requests that did not start."""
         self._found.clear()
 
     def get(self, request_id: str) -> ShortHit | None:
-        """What made the hit of a request short that this step started; None if no group did."""
+        """The group that cut short the hit of a request that this step started; None if none did."""
         return self._found.get(request_id)
 
     def _find(self, request: Any, most_tokens: int) -> str:
@@ -149,7 +149,7 @@ def _name(spec: Any) -> str:
 # Ends of answers.
 
 _CAP = "max_admission_blocks_per_request"
-"""Most blocks that one request needs at once in a layer group, or None."""
+"""Name of the attribute with the most blocks that one request needs at once in a layer group, or None."""
 
 
 def _get_cap_name(manager: Any) -> str:
@@ -164,9 +164,9 @@ def _get_cap_name(manager: Any) -> str:
 class EndSpares:
     """Lets running requests keep the blocks that `cache_ends` needs, until `remove` is called.
 
-    That is a block or so behind each window (vLLM keeps such blocks for drafters that compute a prompt's last
-    tokens again), and of each kind of state the last one of the answer that ends where a block does. Nothing
-    changes in a KV cache so small that the longest request would then not fit.
+    For each window that is about one block before it. (vLLM itself keeps such blocks for drafters that
+    compute a prompt's last tokens again.) For each kind of state it is the answer's last state that ends at a
+    block boundary. Nothing changes if the KV cache is so small that the longest request would no longer fit.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -181,14 +181,14 @@ class EndSpares:
             self._wrap(scheduler, manager)
 
     def remove(self) -> None:
-        """Undo it. Blocks that running requests have kept go with their next step."""
+        """Stop keeping blocks. Running requests free those that they have kept in their next step."""
         self._add(-1)
         for manager in self._states:
             del manager.remove_skipped_blocks
         self._windows, self._states = {}, []
 
     def _count_longest(self, scheduler: Any, manager: Any) -> int:
-        """Blocks of the longest request in one group, with its spares."""
+        """Blocks that the longest request needs in one group, including spare blocks."""
         num_longest: int = -(-scheduler.max_model_len // manager.block_size)
         most: int = num_longest
         if _is_state(manager):
@@ -205,7 +205,7 @@ class EndSpares:
 
     def _wrap(self, scheduler: Any, manager: Any) -> None:
         remove = manager.remove_skipped_blocks
-        # A drafter's look-up matches one block more, and drops it: the hit ends that much further back.
+        # With a drafter, a look-up matches one more block and drops it, so the hit ends one block earlier.
         num_kept = 1 + _drops_blocks(scheduler)
 
         def remove_skipped_blocks(request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -220,10 +220,10 @@ class EndSpares:
 
 
 def cache_ends(scheduler: Any, request: Any) -> None:
-    """Let look-ups find what a hit at the end of a finishing request needs: its job's next turn hits there.
+    """Cache what a hit at the end of a finishing request needs, so that its job's next turn hits up to there.
 
-    The blocks still have their content: the request has not given them back. Does nothing if one of them is
-    lost, or if the model has layers of another kind.
+    The request has not freed the blocks yet, so they still have their content. Does nothing if one of them is
+    lost, or if the model has layers of an unknown kind.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or request.skip_reading_prefix_cache:
@@ -232,11 +232,11 @@ def cache_ends(scheduler: Any, request: Any) -> None:
     others = [each for each in managers if type(each) is not FullAttentionManager]
     if not others or not all(type(each) is SlidingWindowManager or _is_state(each) for each in others):
         return
-    # Only tokens whose KV is certain count as cached; the last one was sampled, but never computed.
+    # The last token was sampled but never computed, so it has no KV.
     num_tokens = request.num_tokens - 1
     for each in managers:
         num_cached = each.num_cached_block.get(request.request_id, 0)
-        # A drafter's look-up matches one block more, and drops it.
+        # With a drafter, a look-up matches one more block and drops it.
         num_tokens = min(num_tokens, (num_cached - bool(each.use_eagle)) * each.block_size)
     num_tokens -= num_tokens % scheduler.block_size
     if num_tokens <= 0:
@@ -264,7 +264,7 @@ def _is_window(manager: Any) -> bool:
 def _is_state(manager: Any) -> bool:
     if type(manager) is not MambaManager or manager.mamba_cache_mode != "align":
         return False
-    # Where hits end inside blocks, some models also write a prompt's state there: into a block that is full.
+    # Where hits may end inside blocks, some models also write a prompt's state into a full block.
     is_fine = manager.cache_hit_alignment_tokens < manager.block_size
     return not (is_fine and getattr(manager, "has_prefill_checkpoint_blocks", False))
 
@@ -274,13 +274,13 @@ def _drops_blocks(scheduler: Any) -> bool:
 
 
 def _count_spares(scheduler: Any, manager: Any) -> int:
-    # A drafter's look-up matches one block more, and drops it: a hit may end that much further back.
+    # With a drafter, a look-up matches one more block and drops it, so a hit may end one block earlier.
     alignment = scheduler.block_size + bool(manager.use_eagle) * manager.block_size
     return count_spare_blocks(manager.sliding_window, manager.block_size, alignment)
 
 
 def _get_tail(manager: Any, num_tokens: int) -> range:
-    """The blocks of a window, or of a state, that a hit of this many tokens needs."""
+    """The blocks of a window or a state that a hit of `num_tokens` needs."""
     if _is_state(manager):
         end = num_tokens // manager.block_size
         return range(end - 1, end)
@@ -291,7 +291,7 @@ def _get_tail(manager: Any, num_tokens: int) -> range:
 
 
 def _get_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Rising numbers as runs (first, end)."""
+    """Ascending numbers as ranges (first, end), without the end."""
     runs: list[tuple[int, int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n:
@@ -305,17 +305,17 @@ def _get_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 class FirstCheckpoints:
-    """Lets vLLM cache checkpoints of the requests that are named, until `remove` is called."""
+    """Makes vLLM cache checkpoints of the added requests, until `remove` is called."""
 
     def __init__(self, scheduler: Any) -> None:
         coordinator = scheduler.kv_cache_manager.coordinator
         self._alignment = int(scheduler.block_size)
         self.num_blocks = sum(map(_count_blocks, _get_managers(scheduler)))
-        """Blocks that one checkpoint takes in all windows and states."""
+        """Blocks that one checkpoint takes, over all windows and states."""
         self.full_blocks_per_token = _count_full_blocks_per_token(scheduler)
         self.tokens: int | None = None
-        """The shortest distance of two checkpoints; None if this engine has no checkpoints."""
-        # Before 0.32 there was no interval; any other than 0 is the operator's choice.
+        """The shortest distance between two checkpoints, in tokens; None if this engine has none."""
+        # vLLM has a retention interval since 0.32. If it is not 0, the operator chose it.
         if getattr(coordinator, "retention_interval", None) == 0:
             self.tokens = choose_checkpoint_tokens(
                 self.num_blocks, self.full_blocks_per_token, self._alignment
@@ -326,21 +326,21 @@ class FirstCheckpoints:
             self._places = get_checkpoints(self.tokens, self._alignment, scheduler.max_model_len)
             self._managers = [each for each in _get_managers(scheduler) if _count_blocks(each)]
         self._requests: dict[str, int] = {}
-        """The requests that cache checkpoints, and where the latest state of each was cached, in tokens."""
+        """For each request that caches checkpoints: where its latest state was cached, in tokens."""
         for manager in self._managers:
             self._wrap(manager)
 
     def add(self, request_id: str) -> None:
-        """This request caches checkpoints."""
+        """Cache checkpoints of this request."""
         if self._managers:
             self._requests[request_id] = 0
 
     def discard(self, request_id: str) -> None:
-        """This request ends."""
+        """Cache no more checkpoints of this request."""
         self._requests.pop(request_id, None)
 
     def remove(self) -> None:
-        """Leave vLLM's caching as it was."""
+        """Restore vLLM's own caching."""
         for manager in self._managers:
             del manager.cache_blocks
         self._managers = []
@@ -361,7 +361,7 @@ class FirstCheckpoints:
     def _get_state(self, manager: Any, request: Any, num_tokens: int) -> tuple[int, ...]:
         """The end of a chunk of the prompt, if it is far enough after the latest checkpoint.
 
-        A state is there only where a chunk ends. All groups with states are asked in turn.
+        A state exists only where a chunk ends. vLLM calls this once for each group with states.
         """
         assert self.tokens is not None
         num_tokens -= num_tokens % manager.block_size

@@ -1,6 +1,6 @@
-"""Names of vLLM's offloading: keys, cache policies, managers, specs and the OffloadingConnector.
+"""vLLM's internals for offloading: keys, cache policies, managers, specs and the OffloadingConnector.
 
-Since vLLM 0.32. Of the scheduler's side of the connector:
+Needs vLLM 0.32 or later. The connector's calls in the scheduler's process:
 
     request arrives ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► (worker loads) ─► starts
     step            ─► build_connector_meta: stores what was computed ─► (worker stores) ─► complete
@@ -66,27 +66,27 @@ __all__ = [
 logger = logging.getLogger("vllm.tenuto")
 
 MAX_PENDING_S = 30.0
-"""A request waits for a chunk that is on its way at most this long; then it computes it."""
+"""The longest that a request waits for a chunk that is being written; then it computes the tokens."""
 SHARED_MEMORY = Path("/dev/shm")
 MIN_LEFT_S = 120.0
-"""Age from which a file of shared memory that no process maps counts as abandoned."""
+"""From this age on, a shared memory file that no process maps counts as abandoned."""
 ORDER = ("OrderedChunks", __name__)
-"""The cache policy that our specs make vLLM's managers use, and its module."""
+"""The name and the module of the cache policy that our specs give to vLLM's managers."""
 
 
-# Which chunk belongs to what.
+# How chunks follow one another.
 
 Place = tuple[bytes | None, int, int]
-"""A chunk's place in its request: the chunk that it continues (None for a first one, and for a part of a
-block), where it ends, in tokens, and its layer group."""
+"""A chunk's place in its request: the chunk before it (None for the first chunk, and for a part of a block),
+its end in tokens, and its layer group."""
 
 
 class Chains:
-    """Which chunk of a request continues which, for all its layer groups."""
+    """The order of a request's chunks, for all its layer groups."""
 
     def __init__(self, num_groups: int = 1) -> None:
         self.use = Use()
-        """By what they are ranked, and whose they are, as far as that is known."""
+        """The chunks' rank and their job, as far as known."""
         self._has_groups = num_groups > 1
         self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
@@ -96,21 +96,21 @@ class Chains:
         return iter(self._places)
 
     def list_ends(self) -> list[tuple[bytes, int]]:
-        """All chunks so far, and where each ends, in tokens."""
+        """All chunks so far, each with its end in tokens."""
         return [(key, end) for key, (_, end, _) in self._places.items()]
 
     def get_all(self, keys: Sequence[bytes]) -> list[Place]:
-        """The places of chunks; one that vLLM has not numbered stands alone."""
+        """The places of chunks. A chunk that vLLM has not numbered has none before it."""
         get = self._places.get
         return [get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
 
     def extend(self, positions: dict[bytes, int]) -> None:
-        """Take up the keys that vLLM has numbered since; takes time for the new ones only."""
+        """Add the keys that vLLM has numbered since the last call. Takes time for the new keys only."""
         places, has_groups = self._places, self._has_groups
         for key, end in islice(positions.items(), len(places), None):
             group = int(get_offload_group_idx(key)) if has_groups else 0
             last, last_end, size = self._last.get(group, (None, 0, end))
-            # A key elsewhere than one chunk behind the last belongs to a part of a block, and to no chain.
+            # A key that is not exactly one chunk after the last is for a part of a block, and is in no chain.
             if end - last_end == size:
                 places[key] = (last, end, group)
                 self._last[group] = (key, end, size)
@@ -119,7 +119,7 @@ class Chains:
 
 
 def get_chains(req_context: Any, num_groups: int) -> Chains:
-    """A request's chains of chunks, as far as it has come."""
+    """A request's chains of chunks so far."""
     chains: Chains | None = req_context.get_state(Chains)
     if chains is None:
         chains = Chains(num_groups)
@@ -129,22 +129,23 @@ def get_chains(req_context: Any, num_groups: int) -> Chains:
 
 
 def try_get_chains(req_context: Any) -> Chains | None:
-    """A request's chains of chunks; None if host memory, which is asked first, was not asked about any."""
+    """A request's chains of chunks; None if host memory, which vLLM asks first, was asked about none."""
     chains: Chains | None = req_context.get_state(Chains)
     return chains
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA adapter of a request: a digest of its files; None if it is not known what was loaded."""
+    """The LoRA adapter of a request: a digest of its files, None if unknown."""
 
     digest: str | None
 
 
 def try_get_name(key: bytes, req_context: Any) -> bytes | None:
-    """What names a chunk's KV beyond this start, for a request; None if that is not known.
+    """A name for a chunk's KV that is valid after a restart too; None if unknown.
 
-    vLLM's key has an adapter's name and path, and not its weights.
+    vLLM's key depends on an adapter's name and path, but not on its weights. This name depends on the
+    weights.
     """
     adapter = req_context.get_state(Adapter) if req_context is not None else None
     if adapter is None:
@@ -170,14 +171,14 @@ class _Owners(dict[int, Hashable]):
 
 
 class OrderedChunks(CachePolicy):  # type: ignore[misc]
-    """What host memory holds, and what goes first: the order of the policy, tails before prefixes."""
+    """What host memory holds, and what it evicts first: the policy's order, tails before prefixes."""
 
     def __init__(self, cache_capacity: int) -> None:
-        """`cache_capacity`: chunks that host memory holds."""
+        """`cache_capacity`: the number of chunks that host memory has room for."""
         super().__init__(cache_capacity)
         self.order = TierOrder()
         self.windowed_groups: frozenset[int] = frozenset()
-        """Layer groups with windows or states: their chunks do not build on the ones before them."""
+        """Layer groups with windows or states: a chunk of them can be hit without the chunks before it."""
         self._chunks: dict[Any, Any] = {}
         self._chains = Chains()
         self._use = Use()
@@ -185,19 +186,19 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self._number = 0
 
     def begin(self, chains: Chains, use: Use) -> None:
-        """What follows is done for the request with these chains of chunks."""
+        """The next calls are for the request with these chains of chunks."""
         self._chains, self._use = chains, use
         self._number = self.order.begin_use()
         self._owners = _Owners(use.owner)
 
-    # vLLM's host manager calls these.
+    # Called by vLLM's host manager.
 
     def get(self, key: Any) -> Any | None:
-        """The chunk with this key, if it is there or on its way."""
+        """The chunk with this key, if it is stored or being written."""
         return self._chunks.get(key)
 
     def insert(self, key: Any, chunk: Any, req_context: Any = None) -> None:
-        """A chunk is about to be written; it stays until that has ended."""
+        """A chunk is about to be written; it cannot be evicted until the write has ended."""
         self._chunks[key] = chunk
         before, end, group = self._chains.get_all((key,))[0]
         self.order.put(
@@ -235,10 +236,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         reused_keys: set[Any],
         req_context: Any,
     ) -> None:
-        """Nothing: our manager ranks all chunks of a request, not only those that vLLM's took note of."""
+        """Nothing: our manager ranks all chunks of a request, not only those that vLLM's manager recorded."""
 
     def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, Any]] | None:
-        """None: our manager makes way before vLLM's would take chunks away (see `make_way`)."""
+        """None: our manager makes room before vLLM's would evict (see `make_way`)."""
         return None if n else []
 
     def clear(self) -> None:
@@ -247,29 +248,29 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self.order.clear()
 
     def mark_evictable(self, key: Any) -> None:
-        """No copy uses this chunk any more."""
+        """This chunk is not in a copy any more."""
         self.order.unpin(key)
 
     def mark_non_evictable(self, key: Any) -> None:
-        """A copy uses this chunk."""
+        """This chunk is in a copy."""
         self.order.pin(key)
 
-    # Our own manager calls these.
+    # Called by our own manager.
 
     def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
-        """Evict chunks that rank below the present request's, to make room for the new ones of `keys`."""
+        """Evict chunks that rank below the current request's, to make room for the new ones of `keys`."""
         windowed = self.windowed_groups
         needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
         return self.order.make_way(keys, needed, self._use.key, num_free)
 
     def count_new(self, keys: Iterable[Any]) -> int:
-        """How many parts of the sequence these keys are: those of one layer group, if possible a full one."""
+        """How many parts of the sequence these keys cover: the keys of one group, if possible a full one."""
         groups = Counter(group for _, _, group in self._chains.get_all(list(keys)))
         full = {group: number for group, number in groups.items() if group not in self.windowed_groups}
         return max((full or groups).values(), default=0)
 
     def take(self, key: Any) -> Any:
-        """The chunk of a key that left the order."""
+        """Remove and return the chunk of a key that left the order."""
         return self._chunks.pop(key)
 
     def _keep(self, key: Any, end: int) -> None:
@@ -279,7 +280,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
 
 class Asker(Protocol):
-    """Knows the job and tenant of each request."""
+    """Tells the job and the rank of each request."""
 
     def get_use(self, request_id: str) -> Use:
         """What ranks the chunks of this request."""
@@ -288,21 +289,21 @@ class Asker(Protocol):
         """The manager will not ask for this request again."""
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
-        """`num_chunks` of the request are stored; a chunk counts once for all layer groups."""
+        """`num_chunks` chunks of the request will be stored; a chunk counts once for all layer groups."""
 
 
 @dataclass
 class _Waits:
-    """Since when a request waits for chunks that are on their way."""
+    """Since when a request waits for chunks that are being written."""
 
     since_s: float
 
 
 class HostManagerHooks:
-    """Put before a host manager of vLLM: what is stored, and what goes for it, follow the policy's order.
+    """Makes a host manager of vLLM, its next base class, store and evict chunks in the policy's order.
 
-    A chunk is stored only after the chunk that it continues, and only if the chunks that make room for it do
-    not rank above it. So host memory never holds what cannot be hit.
+    A chunk is stored only if the chunk before it is, and only if the chunks evicted for it do not rank above
+    it. So host memory never holds chunks that cannot be hit.
     """
 
     _policy: Any
@@ -315,14 +316,14 @@ class HostManagerHooks:
     num_evicted = num_dropped = num_refused = 0
 
     def prepare_store(self, keys: Any, req_context: Any) -> Any:
-        """Make room for what may be stored of these chunks, and let vLLM's manager take it."""
+        """Make room for those of these chunks that may be stored, and let vLLM's manager store them."""
         found = self._make_room(keys, req_context)
         if self.asker is not None and found is not None:
             self.asker.count_stored(req_context.req_id, self._policy.count_new(found.keys_to_store))
         return found
 
     def take_changes(self) -> dict[Hashable, int]:
-        """By job and group, how many chunks more or less it has since this was last asked."""
+        """By job and group: the change in its number of chunks since the last call."""
         changes: dict[Hashable, int] = self._policy.order.changes.take()
         return changes
 
@@ -340,7 +341,7 @@ class HostManagerHooks:
         return spec
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Rank all chunks that a request used by its job's present place: groups together."""
+        """Rank all chunks that a request used by its job's current key, in all groups alike."""
         has_used = req_context.get_state(Chains) is not None
         chains = self._begin(req_context)
         super().on_request_finished(req_context)  # type: ignore[misc]
@@ -350,7 +351,7 @@ class HostManagerHooks:
             self.asker.end_use(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a chunk is there, or on its way; not one that is on its way for too long."""
+        """Whether a chunk is stored or being written, unless that takes too long."""
         chunk = self._policy.get(key)
         if chunk is None:
             return LookupResult.MISS
@@ -369,7 +370,7 @@ class HostManagerHooks:
         super().touch(keys, req_context)  # type: ignore[misc]
 
     def forget(self, keys: Any) -> None:
-        """Drop chunks that cannot be read; those in a copy stay."""
+        """Drop chunks that cannot be read. Chunks in a copy stay."""
         for key in keys:
             chunk = self._policy.get(key)
             if chunk is not None and chunk.ref_cnt == 0:
@@ -377,7 +378,7 @@ class HostManagerHooks:
                 self._free(key)
 
     def drop(self, job_id: str) -> int:
-        """Drop what only this job used; returns how many chunks. Chunks in a copy stay."""
+        """Drop the chunks that only this job used, and return their number. Chunks in a copy stay."""
         gone = [key for group in range(self.num_groups) for key in self._policy.order.drop((job_id, group))]
         for key in gone:
             self._free(key)
@@ -386,20 +387,20 @@ class HostManagerHooks:
         return len(gone)
 
     def forget_keys(self) -> None:
-        """The policy changed: from here on its keys count, for what is there only recency."""
+        """The policy changed. Chunks stored so far are ranked by recency, later ones by the new policy."""
         self._policy.order.forget_keys()
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
-        """The largest share of host memory that may be evicted last because clients wished it."""
+        """Set the largest share of host memory that is evicted last because clients wished it."""
         kept = self._policy.order.kept
         kept.max_chunks, kept.weights = int(share * self._num_chunks), weights
 
     def expire_kept(self, now_s: float) -> None:
-        """What was kept until now goes as any other."""
+        """Chunks that were to be kept until `now_s` can be evicted like any others."""
         self._policy.order.expire(now_s)
 
     def count_chunks(self) -> tuple[int, int]:
-        """Chunks that host memory has room for, and chunks that it holds."""
+        """The number of chunks that host memory has room for, and the number that it holds."""
         return self._num_chunks, len(self._policy.order)
 
     # Inside.
@@ -412,7 +413,7 @@ class HostManagerHooks:
         return chains
 
     def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
-        """The keys whose chunks are there or may be stored now."""
+        """The keys whose chunks are stored or may be stored now."""
         policy = self._policy
         policy.touch(keys, None)
         way = policy.make_way(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
@@ -425,7 +426,7 @@ class HostManagerHooks:
         return [key for key in keys if key in new or policy.get(key) is not None]
 
     def _free(self, key: bytes) -> None:
-        """The chunk of this key has left the order: its place is free."""
+        """The chunk of this key was evicted: free its place."""
         self._free_chunk(self._policy.take(key))  # type: ignore[attr-defined]
         self._num_evictable_cache_chunks -= 1
 
@@ -446,13 +447,13 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
         self.prepare_write = self._prepare_write
 
     def _prepare_write(self, keys: Any, req_context: Any) -> Any:
-        """Room for chunks that come from a lower tier; None, as vLLM wants it, if there is none for them."""
+        """Make room for chunks from a lower tier; None, as vLLM expects, if there is no room."""
         found = self._make_room(keys, req_context)
         return found if found is not None and found.keys_to_store else None
 
 
 def get_tensors(kv_caches: Any) -> list[tuple[Any, int]]:
-    """The tensors of a worker's KV cache, of all layers, with the bytes of one block in each."""
+    """The tensors of a worker's KV cache, for all layers, each with the bytes of one block."""
     return [(each.tensor, each.page_size_bytes) for each in kv_caches.tensors]
 
 
@@ -462,7 +463,7 @@ def get_group_layers(kv_caches: Any) -> list[list[int]]:
 
 
 def get_copied_blocks(spec: Any) -> list[tuple[int, Any]]:
-    """Of each layer group, the request's number of the first block that a copy moves, and the blocks' ids."""
+    """For each layer group of a copy: the index of its first block in the request, and its block ids."""
     found, first = [], 0
     for number, index in zip(spec.group_sizes, spec.block_indices, strict=True):
         found.append((index, spec.block_ids[first : first + number]))
@@ -471,7 +472,7 @@ def get_copied_blocks(spec: Any) -> list[tuple[int, Any]]:
 
 
 def get_copied_chunks(spec: Any) -> Any:
-    """The ids of the chunks that a copy moves, of all layer groups in a row."""
+    """The ids of the chunks that a copy moves, one layer group after the other."""
     return spec.block_ids
 
 
@@ -480,21 +481,21 @@ class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
 
     @property
     def offloading_config(self) -> Any:
-        """What a chunk's bytes are: vLLM's OffloadingConfig."""
+        """The layout of a chunk's bytes: vLLM's OffloadingConfig."""
         return self._offloading_spec.config
 
 
 def get_host_manager(manager: Any) -> HostManagerHooks | None:
-    """Our manager of host memory behind a connector's manager; None if it is another's."""
+    """Our manager of host memory behind a connector's manager; None if it is not ours."""
     found = getattr(manager, "primary_tier", manager)
     return found if isinstance(found, HostManagerHooks) else None
 
 
-# What vLLM loads by name.
+# Specs, which vLLM loads by name.
 
 
 class _SpecHooks:
-    """What both specs do beside vLLM's own."""
+    """What both of our specs add to vLLM's."""
 
     _worker: Any
 
@@ -504,7 +505,7 @@ class _SpecHooks:
         report_failures()
 
     def make_cpu_worker(self, kv_caches: Any) -> Any:
-        """The worker of a CPU build."""
+        """The worker for a CPU build."""
         raise NotImplementedError
 
     def get_worker(self, kv_caches: Any) -> Any:
@@ -535,10 +536,10 @@ class HostSpecBase(_SpecHooks, CPUOffloadingSpec):  # type: ignore[misc]
 
 
 class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
-    """The same for vLLM's spec for host memory with further tiers below it."""
+    """As `HostSpecBase`, for vLLM's spec with further tiers below host memory."""
 
     def get_manager(self) -> Any:
-        """The manager, made once; vLLM names the class of its first tier in its module."""
+        """The manager, made once. vLLM looks up the class of its first tier in its own module."""
         if not self._manager:
             remove_left_memory()
             tiering_spec.CPUPrimaryTierOffloadingManager = PrimaryManager
@@ -550,7 +551,7 @@ class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
         return self._manager
 
     def open_shared_memory(self) -> Any:
-        """The host memory that the scheduler's process sees too, for the worker of a CPU build."""
+        """The host memory that the scheduler's process shares, for the worker of a CPU build."""
         return SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -561,18 +562,18 @@ class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
 
 
 def _describe(host: HostManagerHooks, spec: Any) -> None:
-    """Tell a manager what its spec knows: layer groups, a chunk's bytes, and among how many workers."""
+    """Give a manager the facts of its spec: layer groups, bytes of a chunk, and the number of workers."""
     host.num_groups = len(spec.config.groups)
     host.sizes = (int(spec.kv_bytes_per_chunk), int(spec.config.parallel.world_size))
 
 
 def remove_left_memory() -> None:
-    """Remove shared memory that servers left when they were killed: files that no process maps.
+    """Remove shared memory files that killed servers left: those that no process maps.
 
-    vLLM names the file by the engine's id, which is new at every start, so it would never be found again.
+    vLLM names the file by the engine's id, which is new at every start, so no later start would reuse it.
     """
     for path in SHARED_MEMORY.glob("vllm_offload_*.mmap"):
-        # Another user's, or gone meanwhile.
+        # It belongs to another user, or is gone meanwhile.
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > MIN_LEFT_S and not _is_mapped(path.name):
                 path.unlink()
@@ -580,10 +581,10 @@ def remove_left_memory() -> None:
 
 
 def _is_mapped(name: str) -> bool:
-    """Whether a process is seen to map a file of this name."""
+    """Whether a visible process maps a file of this name."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        # Some process has always just ended, or may not be looked at. Whoever maps a file keeps its memory
-        # even without a name.
+        # The process has ended, or may not be inspected. If it maps the file, it keeps the memory even after
+        # the file is removed.
         with contextlib.suppress(OSError):
             if name in maps.read_text():
                 return True
@@ -593,8 +594,8 @@ def _is_mapped(name: str) -> bool:
 def report_failures() -> None:
     """Let vLLM's connector report failed loads, as `kv_load_failure_policy` wants them reported.
 
-    The connector itself knows no failures: it stops the engine at the first. A worker that knows of some has
-    `take_failed_loads`. The scheduler's side then drops the chunks, or it would load them again and again.
+    The connector itself stops the engine at the first failure. A worker that can report failures has
+    `take_failed_loads`. The scheduler then drops the chunks; otherwise it would load them again and again.
     """
     if hasattr(OffloadingConnector, "tenuto_reports_failures"):
         return
@@ -632,7 +633,7 @@ def report_failures() -> None:
 
 
 def find_connector(scheduler: Any) -> Any | None:
-    """The OffloadingConnector with our host manager, alone or in a MultiConnector; None without one."""
+    """The OffloadingConnector with our host manager, alone or in a MultiConnector; None if there is none."""
     found = scheduler.connector
     for each in [found, *getattr(found, "sub_connectors", ())] if found is not None else []:
         if isinstance(each, OffloadingConnector) and get_host_manager(each.connector_scheduler.manager):
@@ -650,7 +651,7 @@ def _get_window(group: Any) -> int | None:
 
 
 def make_copy_id() -> str:
-    """A name for a copy where vLLM wants a request's id. No request can have it, whatever clients send."""
+    """An id for a copy, where vLLM expects a request id. No request can have it, whatever clients send."""
     return f"tenuto-{secrets.token_hex(16)}"
 
 
@@ -662,18 +663,18 @@ class Copy:
     job_id: int
     transfer_jobs: set[int]
     has_failed: bool = False
-    """Whether a load that has ended failed: its blocks do not hold the expected KV."""
+    """Whether an ended load failed: its blocks do not hold the expected KV."""
     req: Any = field(default_factory=lambda: SimpleNamespace(is_finished=lambda: True))
     finished_signaled: bool = True
     group_states: tuple[Any, ...] = ()
 
 
 class ConnectorPort:
-    """What Tenuto asks of one OffloadingConnector, and where it is asked. Sizes are in chunks.
+    """Tenuto's access to one OffloadingConnector, and hooks in it. Sizes are in chunks.
 
-    It also makes copies that no request asked for, of blocks of one layer group: prefetches load so, and what
-    requests have left is stored so. `hashes` are those of a prompt's blocks from its start, and `blocks` the
-    GPU's blocks with that content.
+    It also makes copies that no request asked for, of blocks of one layer group: prefetches, and stores after
+    a request has ended. `hashes` are the block hashes of a prompt from its start, and `blocks` are the GPU
+    blocks with that content.
     """
 
     def __init__(self, connector: Any, scheduler: Any) -> None:
@@ -687,7 +688,7 @@ class ConnectorPort:
         self.host: HostManagerHooks = host
         tiers = getattr(self._manager, "secondary_tiers", ())
         self.disks = [each for each in tiers if hasattr(each, "get_view")]
-        """Tenuto's own tiers below host memory (`tenuto.vllm.tiers.disk`)."""
+        """Tenuto's tiers below host memory (`tenuto.vllm.tiers.disk`)."""
         self._renews_disks = True
         config = self._scheduler.config
         groups = config.kv_group_configs
@@ -697,9 +698,9 @@ class ConnectorPort:
         host._policy.windowed_groups = frozenset(windowed)
         self._groups = [(_get_window(each), int(each.tokens_per_chunk)) for each in groups]
         self.is_plain = len(self._groups) == 1 and not windowed
-        """Whether each block holds all layers' KV of its tokens, and nothing else."""
+        """Whether each block holds exactly the KV of its tokens, for all layers."""
         self._loads: dict[str, Copy] = {}
-        """Loads of ours that the workers have not reported yet; after a reset vLLM knows them no more."""
+        """Our loads that the workers have not reported yet. After a reset, vLLM no longer knows them."""
         self._take_reports()
         if scheduler.connector is not connector:
             self._watch_loads_of_others(scheduler.connector)
@@ -707,12 +708,12 @@ class ConnectorPort:
     # Requests.
 
     def count_loaded(self, num_hit_tokens: int, num_tokens: int) -> int:
-        """Chunks that a load of this many tokens after a hit copies, in all layer groups."""
+        """Number of chunks, over all layer groups, that a load of `num_tokens` after a hit copies."""
         end = num_hit_tokens + num_tokens
         return sum(count_loaded_blocks(window, size, num_hit_tokens, end) for window, size in self._groups)
 
     def set_stores(self, request_id: str, *, stored: bool) -> None:
-        """Whether vLLM stores what this request computes; until then nothing was stored if not."""
+        """Set whether vLLM stores what this request computes."""
         status = self._scheduler._req_status.get(request_id)
         if status is not None:
             given = (status.req.kv_transfer_params or {}).get("max_offload_tokens")
@@ -722,7 +723,7 @@ class ConnectorPort:
     def on_load_question(self, answer: Callable[[Any, int, int], int]) -> None:
         """Let `answer(request, tokens hit on the GPU, tokens offered)` say how many tokens are loaded.
 
-        The answer is the offer, 0, or something between that ends with a chunk.
+        The answer is the offer, 0, or a number between them that ends with a chunk.
         """
         ask = self._connector.get_num_new_matched_tokens
 
@@ -736,10 +737,10 @@ class ConnectorPort:
         self._connector.get_num_new_matched_tokens = get_num_new_matched_tokens
 
     def _watch_loads_of_others(self, whole: Any) -> None:
-        """Let stores that read blocks come before another connector's load into them.
+        """Make stores that read blocks finish before another connector loads into those blocks.
 
-        `whole`: the scheduler's connector. vLLM's MultiConnector tells only the connector that loads of the
-        blocks, and a request that waits for its load is in no step, where the others would see it.
+        `whole`: the scheduler's connector. vLLM's MultiConnector names the blocks only to the connector that
+        loads. The others do not see the request in a step either, because it waits for its load.
         """
         tell = whole.update_state_after_alloc
 
@@ -759,7 +760,7 @@ class ConnectorPort:
 
     @contextlib.contextmanager
     def keep_disks(self) -> Iterator[None]:
-        """In this context, a reset of the cache does not touch Tenuto's disks."""
+        """In this context, a cache reset does not affect Tenuto's disks."""
         self._renews_disks = False
         try:
             yield
@@ -769,17 +770,17 @@ class ConnectorPort:
     # Steps.
 
     def on_idle(self, has_work: Callable[[], bool]) -> None:
-        """Keep an idle engine stepping while `has_work()`."""
+        """Make an idle engine run steps while `has_work()` is true."""
         ask = self._connector.has_pending_push_work
         self._connector.has_pending_push_work = lambda: ask() or has_work()
 
     def on_step(
         self, begin: Callable[[], None], holds_back: Callable[[], bool], add: Callable[[Any], None]
     ) -> None:
-        """Call `begin` before vLLM chooses what a step stores, and `add(meta)` with what it chose.
+        """Call `begin` before vLLM chooses what a step stores, and `add(meta)` with its choice.
 
-        While `holds_back` is true, what running requests computed is not stored yet; vLLM finds it again in a
-        later step. What finished requests computed is, because their blocks may go.
+        While `holds_back` is true, KV of running requests is not stored; vLLM offers it again in a later
+        step. KV of finished requests is stored at once, because their blocks may be reused.
         """
         scheduler = self._scheduler
         build, build_stores = scheduler.build_connector_meta, scheduler._build_store_jobs
@@ -788,7 +789,8 @@ class ConnectorPort:
             begin()
             preempted = scheduler_output.preempted_req_ids
             if preempted:
-                # A reset preempts requests, and some may load already: vLLM's connector does not expect that.
+                # A reset preempts requests that may already be loading, which vLLM's connector does not
+                # expect.
                 scheduler_output.preempted_req_ids = {
                     each for each in preempted if not self._is_loading(each)
                 }
@@ -824,7 +826,7 @@ class ConnectorPort:
         return status is not None and any(not jobs[each].is_store for each in status.transfer_jobs)
 
     def on_copied(self, told: Callable[[bool, int, float], None]) -> None:
-        """Call `told(is load, bytes, seconds)` for the copies that the workers report."""
+        """Call `told(is_load, bytes, seconds)` for each copy that the workers report."""
         update = self._connector.update_connector_output
 
         def update_connector_output(output: Any) -> None:
@@ -838,7 +840,7 @@ class ConnectorPort:
         self._connector.update_connector_output = update_connector_output
 
     def count_moving(self) -> tuple[int, int]:
-        """Chunks that loads and that stores under way move."""
+        """The number of chunks in loads in flight, and in stores in flight."""
         loads = stores = 0
         for job in self._scheduler._jobs.values():
             if job.is_store:
@@ -849,9 +851,10 @@ class ConnectorPort:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether such loads work here: not where vLLM tells others of each cached block.
+        """Whether prefetches work here. They do not if vLLM publishes an event for each cached block.
 
-        Nor without a prefix cache: vLLM would take a block that keeps the name of its content for a hit.
+        They do not work without a prefix cache either: vLLM would then take a block that still has a hash for
+        a hit.
         """
         return self.is_plain and self._pool.enable_caching and not self._pool.enable_kv_cache_events
 
@@ -859,16 +862,16 @@ class ConnectorPort:
 
     @property
     def num_blocks(self) -> int:
-        """How many there are."""
+        """Number of the GPU's blocks."""
         return int(self._pool.num_gpu_blocks)
 
     @property
     def num_free_blocks(self) -> int:
-        """How many an allocation could take now."""
+        """Number of blocks that an allocation could take now."""
         return int(self._pool.get_num_free_blocks())
 
     def take_blocks(self, number: int) -> list[Any]:
-        """Take free blocks; their content is lost."""
+        """Allocate free blocks; their content is lost."""
         taken: list[Any] = self._pool.get_new_blocks(number)
         return taken
 
@@ -877,19 +880,19 @@ class ConnectorPort:
         self._pool.touch(blocks)
 
     def give_back_blocks(self, blocks: Sequence[Any]) -> None:
-        """Release one reference to each block; the last one will be evicted first."""
+        """Release one reference to each block; the last block will be evicted first."""
         self._pool.free_blocks(list(reversed(blocks)))
 
-    # Copies under way.
+    # Copies in flight.
 
     def is_moving(self, job_id: int) -> bool:
-        """Whether this copy is under way."""
+        """Whether this copy is in flight."""
         return job_id in self._scheduler._jobs
 
     def _take_reports(self) -> None:
-        """Take our loads out of what the workers report: vLLM would look for their requests.
+        """Remove our loads from the workers' reports, because vLLM would look for their requests.
 
-        They are known by this list alone. What a request's id looks like is its client's choice.
+        Only `_loads` tells which are ours: a client may choose any request id.
         """
         update = self._connector.update_connector_output
 
@@ -906,12 +909,12 @@ class ConnectorPort:
     # Loads that no request asked for.
 
     def find_cached(self, block_hash: Any) -> Any | None:
-        """The GPU's block with this content; None if there is none."""
+        """The GPU block with this content; None if there is none."""
         found = self._pool.get_cached_block(block_hash, [0])
         return found[0] if found else None
 
     def count_loadable(self, hashes: Sequence[Any], first: int, end: int) -> int:
-        """How many blocks from `first` on, up to `end`, host memory has without a gap."""
+        """How many blocks host memory has without a gap, from number `first` to before `end`."""
         size, context = self.blocks_per_chunk, ReqContext(req_id="")
         chunk = first // size
         while (chunk + 1) * size <= end:
@@ -924,7 +927,7 @@ class ConnectorPort:
     def begin_load(
         self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
     ) -> Copy:
-        """Load `blocks` from number `first` on, which host memory has. `load_id`: of `make_copy_id`."""
+        """Load `blocks` from number `first` on. Host memory must have them. `load_id`: see `make_copy_id`."""
         scheduler, size = self._scheduler, self.blocks_per_chunk
         context, keys = self._name_chunks(load_id, hashes, len(blocks) // size)
         keys = keys[first // size :]
@@ -933,18 +936,18 @@ class ConnectorPort:
         ids = [block.block_id for block in blocks[first:]]
         target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
         for block_id in ids:
-            # As for a request's blocks: a store that still reads them comes first.
+            # As for a request's blocks: a store that still reads them must finish first.
             meta.jobs_to_flush |= scheduler._block_id_to_pending_jobs.get(block_id, set())
         load = self._loads[load_id] = self._begin(context, set(keys), ids, is_store=False)
         if scheduler._chunks_being_loaded is not None:
-            # A request that wants the same waits for this load.
+            # A request that needs the same chunks waits for this load.
             scheduler._chunks_being_loaded.update(keys)
         meta.load_jobs[load.job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
         self._manager.on_request_finished(context)
         return load
 
     def cache_blocks(self, hashes: Sequence[Any], blocks: list[Any], first: int) -> None:
-        """Put `blocks` from number `first` on into the prefix cache, with these contents."""
+        """Add `blocks` from number `first` on to the prefix cache, under their `hashes`."""
         owner = SimpleNamespace(block_hashes=hashes)
         size = self.tokens_per_chunk // self.blocks_per_chunk
         self._pool.cache_full_blocks(owner, blocks, first, len(blocks), size, 0)
@@ -958,9 +961,9 @@ class ConnectorPort:
     def begin_store(
         self, store_id: str, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, end: int
     ) -> int | None:
-        """Store chunks `first` to `end` of blocks that a request had from its start.
+        """Store the chunks from `first` to before `end` of a request's blocks.
 
-        Returns the number of the copy; None if host memory has them, or has no room for them.
+        Returns the number of the copy; None if host memory already has the chunks, or has no room for them.
         """
         size = self.blocks_per_chunk
         context, keys = self._name_chunks(store_id, hashes, end)
@@ -980,7 +983,7 @@ class ConnectorPort:
     # Inside.
 
     def _name_chunks(self, copy_id: str, hashes: Sequence[Any], end: int) -> tuple[Any, list[Any]]:
-        """The stand-in for a request's context, and the keys of the first `end` chunks."""
+        """A substitute for a request's context, and the keys of the first `end` chunks."""
         size, context = self.blocks_per_chunk, ReqContext(req_id=copy_id)
         keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
         for number, key in enumerate(keys):
@@ -988,7 +991,7 @@ class ConnectorPort:
         return context, keys
 
     def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
-        """Tell vLLM of a copy, so that no other user gets its blocks before it ends."""
+        """Register a copy with vLLM, so that its blocks are not reused before it ends."""
         scheduler = self._scheduler
         job_id = int(scheduler._generate_job_id())
         found = scheduler._req_status[context.req_id] = Copy(context, job_id, {job_id})

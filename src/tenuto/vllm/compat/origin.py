@@ -1,12 +1,12 @@
-"""What an engine's KV depends on, as one digest: weights, configuration, layout, versions, the device.
+"""A digest of all that an engine's KV depends on: weights, configuration, layout, versions, the device.
 
-KV that is kept in files may only be loaded by an engine with the same digest. What is left out here does not
-change KV: tokenizer, sampling, scheduling, compilation. What is new in a release of vLLM is in, because its
-version is.
+KV in files may only be loaded by an engine with the same digest. The tokenizer, sampling, scheduling and
+compilation do not change KV and are left out. The digest includes vLLM's version, so it also covers whatever
+is new in a release.
 
-Private names of vLLM: the parts of its VllmConfig, and their `compute_hash`, which vLLM keeps for its
-compiled graphs. Checked on vLLM 0.32.0. If anything here is missing or cannot be read, nothing of earlier
-starts is loaded.
+It uses private names of vLLM: the parts of its VllmConfig, and their `compute_hash`, which vLLM needs for
+compiled graphs. Checked on vLLM 0.32.0. If anything is missing or cannot be read, no KV of earlier starts is
+loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 NUM_DIGEST_BYTES = 16
 MAX_FILES = 10_000
-"""A folder with more files is not looked through."""
+"""Folders with more files are refused."""
 LOCAL_FORMATS = frozenset(
     [
         "auto",
@@ -42,9 +42,9 @@ LOCAL_FORMATS = frozenset(
         "runai_streamer_sharded",
     ]
 )
-"""`--load-format` values that read the model's files, and nothing else."""
+"""`--load-format` values that read only the model's own files."""
 PACKAGES = ("vllm", "torch", "transformers", "triton", "flashinfer-python", "flash-attn", "xformers")
-"""What computes KV, and how it lies in a block."""
+"""Packages that compute KV or decide its layout in a block."""
 IRRELEVANT = frozenset(
     [
         "scheduler_config",
@@ -69,19 +69,19 @@ IRRELEVANT = frozenset(
         "quant_config",
     ]
 )
-"""Parts of VllmConfig that change no KV; `quant_config` follows from the model's own config."""
+"""Parts of VllmConfig that do not change KV. `quant_config` follows from the model's own config."""
 RANDOM_HASHES = ("xxhash", "xxhash_cbor")
-"""Prefix hashes whose seed vLLM draws at each start, unless PYTHONHASHSEED is set."""
+"""Hash algorithms of the prefix cache whose seed is random at each start, unless PYTHONHASHSEED is set."""
 
 
 class UnknownOriginError(Exception):
-    """It cannot be said what this engine's KV depends on; the message says why."""
+    """What this engine's KV depends on cannot be determined; the message says why."""
 
 
 def get_origin(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -> str:
     """The digest, in hex. Raises UnknownOriginError.
 
-    `offloading_config`: vLLM's OffloadingConfig, which has the layout of a chunk.
+    `offloading_config`: vLLM's OffloadingConfig, which describes the layout of a chunk.
     """
     try:
         facts = _get_facts(vllm_config, kv_cache_config, offloading_config)
@@ -94,10 +94,10 @@ def get_origin(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -
 
 
 def get_files_digest(path: Path) -> str:
-    """Names, sizes and times of a file, or of all files below a folder, as a digest. Raises OSError.
+    """A digest of the names, sizes and times of a file, or of all files below a folder. Raises OSError.
 
-    The time of the last change of the inode (ctime) is in: a program can set the other time back, but not
-    this one. Links are followed, as they are when weights are read.
+    It includes the inode's change time (ctime), because a program can set the modification time back, but not
+    the ctime. Links are followed, as they are when weights are read.
     """
     return _get_files(path)[0]
 
@@ -148,7 +148,7 @@ def _get_facts(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -
 
 
 def _get_config(config: Any) -> Any:
-    """What vLLM itself says of a part of its configuration; a TypeError if it has nothing stable to say."""
+    """VLLM's own hash of a part of its configuration. Raises TypeError if it has no stable one."""
     from vllm.config.utils import normalize_value
 
     if hasattr(config, "compute_hash"):
@@ -163,13 +163,13 @@ def _get_weights(model_config: Any, load_config: Any) -> list[str]:
     folder = _find_model(model_config, load_config)
     digest, changed_s = _get_files(folder)
     if changed_s >= _get_start_s():
-        # The weights in memory may be the old ones or the new ones.
+        # The weights in memory may be those from before or after the change.
         raise UnknownOriginError(f"files of {folder} changed since the engine began to start")
     return [load_format, str(load_config.model_loader_extra_config), digest]
 
 
 def _find_model(model_config: Any, load_config: Any) -> Path:
-    """Where the model's files are; for a model of the hub, the snapshot of its commit."""
+    """The folder of the model's files; for a model from the hub, the snapshot of its commit."""
     name = str(getattr(model_config, "model_weights", "") or model_config.model)
     if os.path.exists(name):
         return Path(name)
@@ -187,7 +187,7 @@ def _find_model(model_config: Any, load_config: Any) -> Path:
 
 
 def _get_files(path: Path) -> tuple[str, float]:
-    """The digest of `get_files_digest`, and when a file, the folder or a link to them changed last."""
+    """The digest of `get_files_digest`, and when a file, the folder or a link to them last changed."""
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):
@@ -215,14 +215,14 @@ def _raise(error: OSError) -> None:
 
 
 def _get_start_s() -> float:
-    """When this process began, on the clock of `time.time`."""
+    """When this process started, on the clock of `time.time`."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
 def _get_device() -> list[str]:
-    """What the choice of kernels depends on: the device, and on a CPU build what its CPU can do."""
+    """What the choice of kernels depends on: the device, and on a CPU build the CPU's features."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

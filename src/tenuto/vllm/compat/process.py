@@ -1,6 +1,6 @@
-"""Names of vLLM's processes: the engine's (waking it, its rank) and the API servers that call it.
+"""vLLM's internals for its processes: the engine (waking it, its rank) and the API servers that call it.
 
-API servers import this, and it imports nothing of vLLM before it is used.
+API servers import this module. It imports vLLM only when it is used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HARMLESS_CALLS = frozenset(
         "update_max_model_len",
     ]
 )
-"""Calls into the workers that change no weights. Any other may: operators can call any worker method."""
+"""Worker methods that change no weights. Any other may, because operators can call any worker method."""
 
 
 def find_engine_core() -> Any | None:
     """The EngineCore that is constructing the scheduler right now, found on the call stack.
 
-    vLLM gives the scheduler no way to wake a sleeping engine. With the EngineCore, Tenuto can wake an idle
-    engine when a lease passes its deadline. None outside an engine (in tests without workers).
+    vLLM gives the scheduler no way to wake a sleeping engine. Through the EngineCore, Tenuto can wake an idle
+    engine when a lease passes its deadline. None outside an engine, as in tests without workers.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -54,8 +54,8 @@ def find_engine_core() -> Any | None:
 def offer_call(engine_core: Any, name: str, call: Callable[[str], str]) -> None:
     """Let an API server call a function in this engine's process; see `call_engines`.
 
-    vLLM looks up the methods that its API servers call (`EngineCoreRequestType.UTILITY`) by name, on the
-    EngineCore. It runs them between two steps, in the thread that schedules.
+    The API servers of vLLM call methods of the EngineCore by name (`EngineCoreRequestType.UTILITY`). vLLM
+    runs them between two steps, in the scheduler's thread.
     """
     setattr(engine_core, name, call)
 
@@ -65,14 +65,14 @@ def watch_weights(
     changed: Callable[[str], None],
     load_adapter: Callable[[str, str, Callable[[], bool]], bool],
 ) -> None:
-    """Call `changed(what)` after each call from outside that may have changed the model's weights.
+    """Call `changed(what)` after each outside call that may have changed the model's weights.
 
-    vLLM's weight updates, and whatever else an operator calls in the workers, go through `collective_rpc`. A
-    LoRA adapter is loaded by `load_adapter(name, path, vLLM's own loading)`.
+    vLLM's weight updates and all other worker calls of an operator go through `collective_rpc`. LoRA adapters
+    are loaded by `load_adapter(name, path, load)`, where `load` is vLLM's own loading.
     """
     call, add, sleep = engine_core.collective_rpc, engine_core.add_lora, engine_core.sleep
 
-    # vLLM decodes the arguments by the annotations, so each has the signature of what it stands for.
+    # vLLM decodes arguments by their annotations, so each wrapper has the signature of the original.
     @functools.wraps(call)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -104,9 +104,10 @@ def get_ranks(client: Any) -> list[int]:
 async def call_engines(
     client: Any, name: str, text: str, limit_s: float, ranks: Collection[int]
 ) -> dict[int, str | Exception]:
-    """Call an offered function in the engines of some ranks; its answers by rank.
+    """Call an offered function in the engines of some ranks. Returns the answers by rank.
 
-    `client`: the server's AsyncLLM. An engine that does not answer within the limit has a TimeoutError.
+    `client`: the server's AsyncLLM. If an engine does not answer within the limit, its answer is a
+    TimeoutError.
     """
     core = client.engine_core
     engines = {
@@ -133,10 +134,11 @@ def can_call_engines(client: Any) -> bool:
 
 
 def watch_requests(client: Any, change: Callable[[Any], None]) -> bool:
-    """Have a function change the sampling parameters of every request that leaves for an engine.
+    """Let a function change the sampling parameters of every request that leaves for an engine.
 
-    `client`: the server's AsyncLLM; whatever path a request came by, vLLM sends it with
-    `EngineCoreClient.add_request_async`, in the context of the request. Return False if it has none.
+    `client`: the server's AsyncLLM. vLLM sends requests of all paths with
+    `EngineCoreClient.add_request_async`, in the context of the request. Returns False if the client lacks
+    this method.
     """
     core = getattr(client, "engine_core", None)
     send = getattr(core, "add_request_async", None)
@@ -153,7 +155,7 @@ def watch_requests(client: Any, change: Callable[[Any], None]) -> bool:
 
 
 def get_dp_size(client: Any) -> int:
-    """Number of data-parallel ranks of a deployment; some may belong to other API servers."""
+    """Number of data-parallel ranks of the deployment; some may belong to other API servers."""
     return int(client.vllm_config.parallel_config.data_parallel_size)
 
 
@@ -172,14 +174,14 @@ def get_engine_index(engine_core: Any) -> int:
 
 
 def get_engine_client(scope: Mapping[str, Any]) -> Any | None:
-    """The AsyncLLM of the API server that got an ASGI request; None if the server has none."""
+    """The AsyncLLM of the API server that received an ASGI request; None if it has none."""
     return getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
 
 
 def get_own_config(client: Any) -> tuple[Any, bool] | None:
-    """The additional config of the engines behind an AsyncLLM, and whether host memory of ours is below them.
+    """The additional config of the engines behind an AsyncLLM, and whether they have Tenuto's host memory.
 
-    None if vLLM's own scheduler runs there, or if the client does not show it.
+    None if vLLM's own scheduler runs there, or if the client does not tell.
     """
     config = getattr(client, "vllm_config", None)
     if config is None or "tenuto" not in str(config.scheduler_config.scheduler_cls):
@@ -190,7 +192,7 @@ def get_own_config(client: Any) -> tuple[Any, bool] | None:
 
 
 def find_key_check(app: Any) -> Callable[[str], bool] | None:
-    """VLLM's check of API keys, by the header `authorization`; None if nothing that `app` wraps has it."""
+    """VLLM's function that checks the `authorization` header; None if no middleware below `app` has it."""
     while app is not None and type(app).__name__ != "AuthenticationMiddleware":
         app = getattr(app, "app", None)
     if app is None:

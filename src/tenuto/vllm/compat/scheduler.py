@@ -1,6 +1,6 @@
-"""Names of vLLM's scheduler, its requests and its block pool.
+"""vLLM's internals for its scheduler, its requests and its block pool.
 
-What only models with several layer groups need is in `groups`. Of a lease's blocks:
+`groups` has what only models with several layer groups need. A lease's blocks:
 
     request's blocks    │ cached │ cached │ cached │ part │    a lease takes over the references that the
                         ├───── the lease's ────────┤ freed┤    request has, so vLLM need not free those blocks
@@ -35,7 +35,7 @@ _ENDS = {
     RequestStatus.FINISHED_REPETITION: "cut",
     RequestStatus.FINISHED_ABORTED: "aborted",
 }
-# Since 0.31.
+# New in 0.31.
 _TAKES_PREFILL_END = (
     "prefill_end" in inspect.signature(KVCacheCoordinator.get_num_blocks_to_allocate).parameters
 )
@@ -56,7 +56,7 @@ def get_stock_class(vllm_config: Any) -> Any:
 
 
 def get_reason_for_stock(vllm_config: Any) -> str | None:
-    """Why vLLM's own scheduler must run here; None if ours may."""
+    """Why vLLM's own scheduler must run here; None if Tenuto's may."""
     if vllm_config.model_config.runner_type == "pooling":
         return "a pooling model has no turns"
     if is_diffusion(vllm_config):
@@ -72,7 +72,7 @@ def is_diffusion(vllm_config: Any) -> bool:
 
 
 def serve_by_priority(vllm_config: Any) -> None:
-    """Let vLLM serve by the requests' own priorities."""
+    """Make vLLM serve requests by their own priorities."""
     vllm_config.scheduler_config.policy = "priority"
 
 
@@ -91,11 +91,11 @@ def load_tokenizer(vllm_config: Any) -> Any | None:
 
 
 def get_connector_name(scheduler: Any) -> str | None:
-    """The class of the connector that loads KV from outside the GPU; None without one."""
+    """The class name of the connector that loads KV from outside the GPU; None without one."""
     return None if scheduler.connector is None else type(scheduler.connector).__name__
 
 
-# What it does.
+# Hooks and steps.
 
 
 class PrivateHooks:
@@ -119,10 +119,10 @@ class PrivateHooks:
         return super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_waiting_for_remote_kv(self, request: Any) -> None:
-        """A connector's load ended. A request that it left without blocks has not begun.
+        """A connector's load ended. If it left the request without blocks, the request has not begun.
 
-        vLLM (0.31 to 0.33) keeps reserving the blocks that such a request would still need. If these and
-        its next load's are more than the cache has, that load is refused in each step, and nothing runs.
+        vLLM (0.31 to 0.33) keeps reserving the blocks that such a request would still need. If these and the
+        blocks of its next load exceed the cache, that load is refused in each step, and nothing runs.
         """
         super()._update_waiting_for_remote_kv(request)  # type: ignore[misc]
         if not request.num_computed_tokens:
@@ -146,27 +146,27 @@ def get_started(output: Any) -> Iterable[tuple[str, int]]:
 
 
 def get_prompts(output: Any) -> list[str]:
-    """The requests of a step of which it computes more than one token."""
+    """The requests of which a step computes more than one token."""
     if output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
         return []
     return [request_id for request_id, number in output.num_scheduled_tokens.items() if number > 1]
 
 
 def get_tokens_per_prompt(scheduler: Any) -> int:
-    """The most tokens of one prompt in a step; 0 for no bound. vLLM reads it anew in each step."""
+    """The most tokens of one prompt in a step; 0 for no bound. vLLM reads it in every step."""
     return int(scheduler.scheduler_config.long_prefill_token_threshold)
 
 
 def set_tokens_per_prompt(scheduler: Any, num_tokens: int) -> None:
-    """Change what `get_tokens_per_prompt` says."""
+    """Set the most tokens of one prompt in a step; 0 for no bound."""
     scheduler.scheduler_config.long_prefill_token_threshold = num_tokens
 
 
 def get_reason_for_full_steps(scheduler: Any) -> str | None:
-    """Why no step may have a smaller token budget than vLLM's configuration; None if steps may.
+    """Why steps may not have a smaller token budget than vLLM's own; None if they may.
 
-    If a step must compute some group of tokens as a whole, a smaller budget may never have room for the
-    group, and the request would wait forever.
+    If a group of tokens must be computed in one step, a smaller budget may never have room for the group. The
+    request would wait forever.
     """
     vllm_config = scheduler.vllm_config
     if not vllm_config.scheduler_config.enable_chunked_prefill:
@@ -192,7 +192,7 @@ def is_running(request: Any) -> bool:
 
 
 def get_end(request: Any) -> str:
-    """How a request ended: stopped (by a token), cut (by a limit), aborted (from outside), or failed."""
+    """How a request ended: stopped (by a token), cut (by a limit), aborted (from outside) or failed."""
     return _ENDS.get(request.status, "failed")
 
 
@@ -203,15 +203,15 @@ def get_hit_tokens(request: Any) -> tuple[int, int]:
 
 
 def get_session_id(request: Any) -> str | None:
-    """The session that vLLM itself knows of a request, since 0.31."""
+    """VLLM's own session id of a request. New in 0.31."""
     return getattr(request, "session_id", None)
 
 
 def has_release_hint(request: Any) -> bool:
     """Whether a request carries vLLM's own hint that its KV cache is not needed afterwards.
 
-    Since 0.31 a request may have an envelope of actions (`vllm.v1.kv_hints`). What an action's type means is
-    up to the component that reads it; `release` is the name in vLLM's proposals.
+    Since 0.31, a request may have an envelope of actions (`vllm.v1.kv_hints`). The component that reads an
+    action defines what its type means. `release` is the name in vLLM's proposals.
     """
     envelope = getattr(request, "kv_hints", None)
     if envelope is None:
@@ -221,7 +221,7 @@ def has_release_hint(request: Any) -> bool:
 
 
 def reads_cache(request: Any) -> bool:
-    """Whether a request may hit what is cached."""
+    """Whether a request may hit the prefix cache."""
     return not request.skip_reading_prefix_cache
 
 
@@ -264,16 +264,17 @@ def count_cached_blocks(scheduler: Any) -> int:
     return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
 
-# A turn of 6,000 tokens has 375 blocks. So loops over them run in C: not by the property `block_hash`, and
-# lists are compared as a whole, which looks at the blocks' identity first.
+# A turn of 6,000 tokens has 375 blocks, so loops over them run in C. They avoid the property `block_hash`,
+# and compare lists as a whole, which compares the blocks by identity first.
 _get_hash, _get_block_id, _get_num_refs = map(attrgetter, ("_block_hash", "block_id", "ref_cnt"))
 
 
 def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
     """How many of a running request's leading blocks a prompt that extends it would hit.
 
-    `num_known`: so many are known to be. Two requests may have computed the same block at the same time. A
-    prompt hits the copy that was cached first. That one stays the first as long as its request has it.
+    `num_known`: how many are already known to be hit. Two requests may have computed the same block at the
+    same time. A prompt hits the copy that was cached first. That copy stays the first as long as its request
+    has it.
     """
     manager = scheduler.kv_cache_manager
     own = manager.get_blocks(request_id).blocks[0]
@@ -281,7 +282,7 @@ def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
     while num_full > num_known and own[num_full - 1].block_hash is None:
         num_full -= 1
     new = own[num_known:num_full]
-    # Only where there are copies the map has no block, but a dict.
+    # The map has a dict instead of a block only where there are several copies.
     found = list(map(manager.block_pool.cached_block_hash_to_block._cache.get, map(_get_hash, new)))
     if found == new:
         return num_full
@@ -292,14 +293,14 @@ def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
 def get_own_cached_blocks(scheduler: Any, request: Any, num_known: int) -> list[Any]:
     """The blocks that a prompt extending this request would hit, without a look-up per block.
 
-    `num_known`: of so many of its blocks it is known that they are the ones, because they were hit or counted
+    `num_known`: how many of its leading blocks are known to be such, because they were hit or counted
     (`count_first_copies`). The request references its own cached blocks, so they cannot have been evicted.
     """
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
     if not manager.enable_caching or request.skip_reading_prefix_cache:
         return []
     own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
-    # The last token was sampled, but never computed.
+    # The last token was sampled but never computed.
     num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
     while num_full and own[num_full - 1].block_hash is None:
         num_full -= 1
@@ -314,9 +315,9 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_known: int) -> list[
 
 
 def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
-    """Take a finishing request's first blocks, and its references to them, away from it.
+    """Take over a finishing request's first blocks, with its references to them.
 
-    False, and nothing changes, if they are not its own, or if a connector may still ask for its blocks.
+    Returns False, and changes nothing, if they are not its own, or if a connector may still need its blocks.
     """
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     if scheduler.connector is not None or type(managers[0]) is not FullAttentionManager:
@@ -333,18 +334,18 @@ class LeasedBlocks:
     """The references of leases to blocks of one vLLM block pool, and how many blocks only leases hold."""
 
     def __init__(self, scheduler: Any, do_yield: Callable[[], bool]) -> None:
-        """`do_yield`: whether leases always yield now. If not, the reported usage is vLLM's own."""
+        """`do_yield`: whether leases always yield at present. If not, the reported usage is vLLM's own."""
         pool = scheduler.kv_cache_manager.block_pool
         self.num_blocks = int(pool.num_gpu_blocks) - 1
-        """Blocks that the pool has; the first one holds no tokens, and does not count."""
+        """Number of the pool's blocks, without the first one, which holds no tokens."""
         self.get_num_free_blocks: Callable[[], int] = pool.get_num_free_blocks
-        """How many blocks an allocation could take now."""
+        """Returns the number of blocks that an allocation could take now."""
         self._do_yield = do_yield
         self._leased = BlockRefCounts()
         self._in_use: set[Hashable] = set()
-        """Leased blocks that a request, or a transfer of a connector, uses as well; without `_changed`."""
+        """Leased blocks that a request or a connector's transfer also uses; without those in `_changed`."""
         self._changed: list[Any] = []
-        """Blocks whose references have changed since the last look."""
+        """Blocks whose references have changed since the last count."""
         self._touch, self._free = pool.touch, pool.free_blocks
         self._get_vllm_usage = pool.get_usage
         pool.touch, pool.free_blocks = self._touch_for_request, self._free_for_request
@@ -369,7 +370,7 @@ class LeasedBlocks:
         self._changed += blocks
 
     def take_over(self, blocks: Sequence[Any]) -> None:
-        """A request that ends leaves its references to these blocks to a lease."""
+        """A finishing request passes its references to these blocks on to a lease."""
         block_ids = list(map(_get_block_id, blocks))
         self._leased.add(block_ids)
         if self._in_use:
@@ -378,21 +379,21 @@ class LeasedBlocks:
             self._changed += [block for block in blocks if block.ref_cnt > 1]
 
     def release(self, blocks: Sequence[Any]) -> None:
-        """Release one reference of a lease to each block; the last blocks will be evicted first."""
+        """Release a lease's reference to each block; the last blocks will be evicted first."""
         self._free(reversed(blocks))
         self._leased.remove(list(map(_get_block_id, blocks)))
         if self._in_use:
             self._changed += blocks
 
     def get_usage(self) -> float:
-        """Share of the KV cache, from 0 to 1, that something else than yielding leases uses."""
+        """Share of the KV cache in use, 0 to 1. Blocks that only yielding leases hold count as free."""
         if not self.num_blocks or not self._do_yield():
             return float(self._get_vllm_usage())
-        # A difference of two shares would not be 0 on an idle engine, but 5e-17.
+        # The difference of two shares would be 5e-17 instead of 0 on an idle engine.
         num_used = self.num_blocks - self.get_num_free_blocks() - self.count_idle()
         return float(max(0, num_used) / self.num_blocks)
 
-    # vLLM calls these in place of its own.
+    # Called by vLLM in place of its own methods.
 
     def _touch_for_request(self, blocks: Sequence[Any]) -> None:
         self._touch(blocks)
@@ -411,7 +412,7 @@ class LeasedBlocks:
         changed, self._changed = self._changed, []
         if self._in_use:
             self._in_use.difference_update(map(_get_block_id, changed))
-        # A leased block that is used as well has two references or more.
+        # A leased block that something else uses too has two references or more.
         several = {block.block_id: block.ref_cnt for block in changed if block.ref_cnt > 1}
         self._in_use.update(self._leased.find_used(several))
 
@@ -429,7 +430,7 @@ class AllocationGuard:
     def __init__(self, scheduler: Any, retry: Callable[..., Any]) -> None:
         self._manager = scheduler.kv_cache_manager
         self._scheduler = scheduler
-        # A step's tokens, the longest prompt that may ask to fit as a whole, and the watermark.
+        # A step's tokens, the longest prompt that may have to fit as a whole, and the watermark.
         num_tokens = scheduler.max_num_scheduled_tokens + scheduler.max_model_len
         self._num_step_blocks = num_tokens // get_block_size(scheduler) + self._manager.watermark_blocks + 1
         allocate = self._manager.allocate_slots
@@ -440,7 +441,7 @@ class AllocationGuard:
 
         self._guarded = allocate_slots
         self._is_on = False
-        # A connector reserves blocks for its loads, and this bound does not include them.
+        # This bound does not include the blocks that a connector reserves for its loads.
         self._always = scheduler.connector is not None
 
     def set_for_step(self) -> None:
@@ -465,7 +466,7 @@ class AllocationGuard:
 
 
 def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
-    """How many free blocks this failed allocation lacked, over all layer groups.
+    """How many free blocks a failed allocation lacked, over all layer groups.
 
     Uses vLLM's own computation, with the arguments of `KVCacheManager.allocate_slots`.
     """

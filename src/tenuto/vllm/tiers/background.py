@@ -1,15 +1,15 @@
-"""Copies between the GPU and host memory that no request asked for, and how fast copies are.
+"""Copies between the GPU and host memory that no request asked for, and the measured speed of copies.
 
-**Later stores**: what the policy wants offloaded when a lease ends. The blocks stay taken until they are
-copied, as in the simulator.
+**Later stores**: KV that the policy wants offloaded when a lease ends. The blocks stay allocated until they
+are copied, as in the simulator.
 
-**Prefetches**: KV that comes back to the GPU before its job does, when the job's tool is about to return.
+**Prefetches**: KV is loaded to the GPU before its job returns, when the job's tool call is about to end.
 
     turn ends ──── tool runs ──── due: load what host memory has ──── next turn hits it on the GPU
                                   └ only if no turn waits, nothing else loads, and blocks are free
 
-The loaded blocks are cached like any others and free: the next allocation that needs them takes them. So a
-wrong guess costs the copy and nothing else.
+The loaded blocks are cached and free, like any other cached block: an allocation that needs blocks takes
+them. So a wrong guess costs only the copy.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from tenuto.estimators.tool_times import ToolSamples
 from tenuto.vllm.compat.offload import ConnectorPort, Copy, make_copy_id
 
 FIRST_BYTES_PER_S = 10e9
-"""Assumed until the first copy has been measured: PCIe gives 20 GB/s and more, a CPU's memory several."""
+"""Assumed until the first copy has been measured. PCIe gives 20 GB/s or more, a CPU's memory several GB/s."""
 DECAY = 0.9
 """Weight of the earlier measurements at each report of the workers."""
 MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""
 MAX_AT_ONCE = 256
-"""Most chunks of one copy: a load that comes then waits for no more than these."""
+"""Most chunks of one copy. A load that arrives during the copy waits for no more than these."""
 MIN_TIMES = 3
-"""A tool's times are used after this many calls; before that, only the client's expected time."""
+"""A tool's measured times are used after this many calls; before that, only the client's expected time."""
 EARLY_SHARE = 0.2
-"""A tool is expected back when this share of its earlier calls had returned: most come later."""
+"""A tool is expected to return when this share of its earlier calls had returned. Most return later."""
 LEAD_SHARE = 0.8
 """The load begins after this share of the time until the tool is expected back."""
 MIN_FREE_SHARE = 0.25
-"""Share of the GPU's blocks that must be free after the load: room for what starts meanwhile."""
+"""Share of the GPU's blocks that must be free after the load, as room for turns that start meanwhile."""
 MAX_AWAY = 10_000
-"""Most jobs that are waited for; of more, those that left first are forgotten."""
+"""Most jobs that are tracked; beyond that, those that left first are forgotten."""
 
 
 class LinkSpeed:
-    """Seconds per chunk in one direction: bytes over time of the latest copies."""
+    """The speed of copies in one direction, from the bytes and times of the latest copies."""
 
     def __init__(self, chunk_bytes: int, num_workers: int) -> None:
-        """`chunk_bytes`: a chunk's bytes on all workers together; they copy their shares at the same time."""
+        """`chunk_bytes`: a chunk's bytes on all workers, which copy their shares in parallel."""
         self._share_bytes = chunk_bytes / max(1, num_workers)
         self._bytes = 0.0
         self._s = 0.0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Workers copied this many bytes in this much time, both summed over the workers."""
+        """Workers copied `num_bytes` in `seconds`, both summed over the workers."""
         if num_bytes > 0 and seconds > 0:
             self._bytes = DECAY * self._bytes + num_bytes
             self._s = DECAY * self._s + seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second of one worker."""
+        """Bytes per second of one worker."""
         return self._bytes / self._s if self._s > 0 else FIRST_BYTES_PER_S
 
     @property
     def s_per_chunk(self) -> float:
-        """Seconds that a chunk takes."""
+        """Seconds per chunk."""
         return self._share_bytes / self.bytes_per_s
 
 
 @dataclass
 class _Wanted:
-    """The blocks of a turn, from its start, that are to be stored."""
+    """A turn's leading blocks, to be stored."""
 
     blocks: Sequence[Any]
     hashes: list[Hashable]
@@ -83,10 +83,10 @@ class _Wanted:
 
 
 class LaterStores:
-    """The queue of such stores. All blocks in it are referenced."""
+    """The queue of later stores. It holds a reference to each block in it."""
 
     def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: the job of a store by its id, for the host's manager."""
+        """`uses`: the job of each store by the store's id, for the host manager."""
         self._port = port
         self._uses = uses
         self._queue: deque[_Wanted] = deque()
@@ -99,11 +99,11 @@ class LaterStores:
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that wait, each as often as it waits."""
+        """Blocks in the queue; a block that is in it twice counts twice."""
         return self._num_held
 
     def add(self, blocks: Sequence[Any], use: Use) -> None:
-        """Store these blocks, which follow each other from a prompt's start; they stay taken until then."""
+        """Queue a prompt's leading blocks for storing. They stay allocated until they are stored."""
         size = self._port.blocks_per_chunk
         blocks = blocks[: len(blocks) // size * size]
         if not blocks:
@@ -116,7 +116,7 @@ class LaterStores:
         self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
-        """Begin the copies of one step, as many as `may_go_on` allows."""
+        """Begin copies for one step, while `may_go_on` allows it."""
         size = self._port.blocks_per_chunk
         while self._queue and may_go_on():
             wanted = self._queue[0]
@@ -142,7 +142,7 @@ class LaterStores:
                 self._give_back(self._moving.pop(job_id))
 
     def cancel(self) -> None:
-        """Free all blocks at once. Copies that have begun continue, and vLLM guards their blocks."""
+        """Free all blocks at once. Copies in flight continue, and vLLM protects their blocks."""
         for blocks in self._moving.values():
             self._give_back(blocks)
         self._moving.clear()
@@ -169,20 +169,20 @@ class _Away:
 
 @dataclass(frozen=True)
 class _Load:
-    """A load under way."""
+    """A load in flight."""
 
     copy: Copy
     away: _Away
     blocks: list[Any]
     num_front: int
-    """The number of first blocks that were on the GPU already."""
+    """The number of leading blocks that were already on the GPU."""
 
 
 class Prefetch:
-    """Knows the jobs that are about to return, and loads their KV, one load at a time."""
+    """Loads the KV of jobs that are about to return, one load at a time."""
 
     def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: the job of a load by its id, for the host's manager."""
+        """`uses`: the job of each load by the load's id, for the host manager."""
         self._port = port
         self._uses = uses
         self._away: OrderedDict[str, _Away] = OrderedDict()
@@ -199,7 +199,7 @@ class Prefetch:
     # Jobs.
 
     def leave(self, turn: Turn, hashes: Sequence[Any], num_blocks: int, use: Use, now_s: float) -> None:
-        """A turn ended, and its job's tool begins; `hashes` are those of the turn's full blocks."""
+        """A turn ended, and its job's tool call begins. `hashes`: those of the turn's full blocks."""
         job_id = turn.job.job_id
         tool = turn.tool.name if turn.tool is not None else None
         self._away.pop(job_id, None)
@@ -239,7 +239,7 @@ class Prefetch:
         return self._due[0][0] if self._due else None
 
     def begin(self, meta: Any, now_s: float, *, may_load: bool) -> None:
-        """Begin the load for a job that is due. If it costs somebody now, it is not made at all."""
+        """Begin the load for a job that is due. If it would delay other work now, it is skipped for good."""
         while (due_s := self.get_next_s()) is not None and due_s <= now_s:
             _, _, job_id = heapq.heappop(self._due)
             if self._moving is not None or not may_load:
@@ -248,7 +248,7 @@ class Prefetch:
             self._load(self._away[job_id], meta)
 
     def collect(self) -> None:
-        """A load that has ended: its blocks are cached, and free."""
+        """If the load has ended, cache its blocks and free them."""
         load = self._moving
         if load is None or self._port.is_moving(load.copy.job_id):
             return
@@ -258,7 +258,7 @@ class Prefetch:
         self._port.give_back_blocks(load.blocks)
 
     def cancel(self) -> None:
-        """The cache is reset: a load under way continues, and vLLM guards its blocks; they are not cached."""
+        """The cache is reset. A load in flight continues in blocks that vLLM protects, but is not cached."""
         load, self._moving = self._moving, None
         if load is not None:
             self._port.give_back_blocks(load.blocks)
@@ -280,7 +280,7 @@ class Prefetch:
             self.num_skipped += 1
             return
         front = found[:first]
-        # Otherwise the new blocks could be these.
+        # Otherwise `take_blocks` could return these.
         self._port.hold_blocks(front)
         blocks = [*front, *self._port.take_blocks(num_loadable)]
         load_id = make_copy_id()

@@ -2,12 +2,12 @@
 
     FOLDER / engine / what KV depends on / ab / abcdef….kv     one file per chunk: a header, then its bytes
 
-An engine locks its folder: a second one of the same name takes the next. A folder in it is named by a digest
-of all that its KV depends on (`compat.origin`), and each file's header has the digest too, so KV of other
-weights is never found. A cache reset renames that folder, so it is never found again. The header also has a
-checksum: a damaged file is found and removed, and its tokens are computed. A file gets its name only when it
-is whole. The next start removes unfinished files of a killed server, and uses the rest again. Once
-`max_bytes` are reached, KV of other weights goes first, then the files used least recently.
+An engine locks its folder. A second engine of the same name takes the next folder. The folder inside is named
+by a digest of all that its KV depends on (`compat.origin`). Each file's header has the digest too, so KV of
+other weights is never loaded. A cache reset renames the folder, so its KV is never loaded again. The header
+also has a checksum: a damaged file is removed, and its tokens are computed. A file gets its name only when it
+is complete. The next start removes unfinished files of a killed server, and uses the others. At `max_bytes`,
+KV of other weights is removed first, then the files that were used least recently.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ logger = logging.getLogger("vllm.tenuto")
 
 NUM_THREADS = 4
 MAX_WAITING_STORES = 64
-"""Stores that may wait for the disk; those beyond are not written. A slow disk must not pin host memory."""
+"""Most stores that wait for the disk; more are dropped. A slow disk must not block host memory."""
 MAX_READ_S = 5.0
-"""While a read takes longer than this, the disk counts as empty: turns compute, and do not wait for it."""
+"""While a read takes longer than this, the disk counts as empty: turns compute instead of waiting for it."""
 
 
 MAX_ENGINES = 64
 """Engines of one name and rank that may share a folder."""
 COMPLAIN_EVERY_S = 60.0
-"""A full disk fails at every chunk; it is logged this often."""
+"""A full disk fails at every chunk, but failures are logged only this often."""
 _ORIGIN = re.compile(r"[0-9a-f]{32}")
 _ONCE = re.compile(r"once-[0-9a-f]{32}")
-"""A folder whose KV must not be loaded: it is older than a reset, or what it depends on is unknown."""
+"""A folder whose KV must not be loaded: it is older than a reset, or its origin is unknown."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,19 @@ class _Space:
 
 @dataclass
 class _Job:
-    """One job of vLLM's manager: `names` are those of its keys' files."""
+    """One job of vLLM's manager. `names`: the file names of its keys."""
 
     job: Any
     space: _Space
     names: dict[bytes, bytes]
     owner: str | None = None
-    """Whose job it is."""
+    """The agent's job that uses the chunks."""
     good: set[bytes] = field(default_factory=set)
     seconds: float = 0.0
 
 
 class Complaints:
-    """Logs failures at a bounded rate, with their number."""
+    """Logs failures at a bounded rate, with the number of those left out."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -107,7 +107,7 @@ class Complaints:
         self._lock = threading.Lock()
 
     def add(self, text: str) -> None:
-        """One more failure."""
+        """Count a failure, and log it if the last line is old enough."""
         with self._lock:
             self._num += 1
             now_s = time.monotonic()
@@ -133,9 +133,9 @@ class DiskTier(SecondaryTier):
         max_bytes: int | None = None,
         backpressure_detector: Any = None,
     ) -> None:
-        """`folder`: of the operator, for any engines. `max_bytes`: of this engine's files.
+        """`folder`: the operator's, which engines may share. `max_bytes`: the limit of this engine's files.
 
-        The disk counts as empty, and takes nothing, until `open` says what the KV depends on.
+        The disk counts as empty and stores nothing until `open` says what the KV depends on.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._root = Path(folder)
@@ -147,27 +147,28 @@ class DiskTier(SecondaryTier):
         self._max_bytes = max_bytes
         self._file_bytes = HEADER.size + int(self.block_size_bytes)
         self._files: OrderedDict[bytes, str | None] = OrderedDict()
-        """By name, which job used it last, if any of this run did; the least recently used first."""
+        """By name: the job that used the file last in this run, or None. The least recently used file is
+        first."""
         self._changes = HeldChanges()
         self._kept = KeptChunks()
-        self._older: list[tuple[float, Path, int]] = []  # of other weights: since when, where, bytes
+        self._older: list[tuple[float, Path, int]] = []  # folders of other weights: their time, path, bytes
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
         self._lock = threading.Condition()
         self._num_running = 0
         self._num_stores = 0
         self._done: list[_Job] = []
-        self._reads: dict[int, float] = {}  # by job, since when a thread reads its files
+        self._reads: dict[int, float] = {}  # by job: since when a thread reads its files
         self._speed = LinkSpeed(self.block_size_bytes, 1)
         self._write_complaints, self._read_complaints = Complaints(), Complaints()
         self.num_damaged = 0
         self.num_not_written = 0
 
     def open(self, model: str, rank: int, origin: str | None) -> None:
-        """Use the files whose KV depends on the same things, and no others.
+        """Use the files whose KV has the same origin, and no others.
 
-        `model`: the name under which it is served. `rank`: data-parallel. `origin`: the digest of what KV
-        depends on, 32 hex digits; None if that is not known, and then nothing of earlier starts is used.
-        Raises ConfigError if the folder may not be used.
+        `model`: the served model name. `rank`: the data-parallel rank. `origin`: the digest of what KV
+        depends on, 32 hex digits; None if that is unknown: then no KV of earlier starts is used. Raises
+        ConfigError if the folder may not be used.
         """
         prepare_folder(self._root)
         try:
@@ -183,13 +184,13 @@ class DiskTier(SecondaryTier):
         logger.info("disk tier: %d chunks of earlier runs in %s", len(self._files), space.folder)
 
     def forget_origin(self) -> None:
-        """From the next `renew` on, it is not known any more what KV depends on."""
+        """From the next `renew` on, what KV depends on counts as unknown."""
         self._is_known = False
 
     def renew(self) -> None:
-        """What was stored until now is never loaded again, nor after a restart.
+        """Never again load what was stored until now, not even after a restart.
 
-        Raises OSError if that cannot be made sure; then the disk is not used any more.
+        Raises OSError if that cannot be guaranteed; then the disk is not used any more.
         """
         self.drain_jobs()
         space, self._space = self._space, None
@@ -209,24 +210,24 @@ class DiskTier(SecondaryTier):
         self._pool.submit(remove_chunks, gone)
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
-        """The largest share of the byte limit that may be evicted last because clients wished it."""
+        """Set the largest share of the byte limit that is evicted last because clients wished it."""
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
 
     def take_changes(self) -> dict[Hashable, int]:
-        """By job, how many chunks more or less it has since this was last asked."""
+        """By job: the change in its number of chunks since the last call."""
         return self._changes.take()
 
-    # vLLM's tiering manager calls these.
+    # Called by vLLM's tiering manager.
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Nothing special for any request."""
+        """The same rules for every request."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """All that its job uses is its own from here on, and goes last for as long as its client wishes.
+        """Record the job as the user of the chunks, which are evicted last for as long as the client wishes.
 
-        A restart forgets both.
+        A restart forgets users and wishes.
         """
         chains = try_get_chains(req_context)
         if chains is None:
@@ -243,7 +244,7 @@ class DiskTier(SecondaryTier):
                 self._kept.keep(name, until_s, use.tenant, end)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Whether a file has this chunk, on a disk that answers."""
+        """Whether a file has this chunk and the disk responds."""
         name = try_get_name(key, req_context)
         if name not in self._files or name is None or self._hangs():
             return LookupResult.MISS
@@ -251,7 +252,7 @@ class DiskTier(SecondaryTier):
         return LookupResult.HIT
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Write chunks that no file has yet, beside what follows."""
+        """Write chunks that no file has yet, in the background."""
         job = self._make_job(job_metadata)
         with self._lock:
             is_taken = job is not None and self._num_stores < MAX_WAITING_STORES
@@ -265,7 +266,7 @@ class DiskTier(SecondaryTier):
         self._start(job)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Read chunks, beside what follows."""
+        """Read chunks in the background."""
         job = self._make_job(job_metadata)
         if job is None:
             self._refuse(job_metadata)
@@ -273,7 +274,7 @@ class DiskTier(SecondaryTier):
             self._start(job)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What has ended since the last call; the index of files follows."""
+        """The jobs that ended since the last call. Updates the index of files."""
         with self._lock:
             done, self._done = self._done, []
         results = []
@@ -304,7 +305,7 @@ class DiskTier(SecondaryTier):
             self._lock.wait_for(lambda: not self._num_running)
 
     def shutdown(self) -> None:
-        """Wait for the files that are being written; what waits is dropped."""
+        """Wait for the files that are being written. Queued jobs are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._view.release()
         if self._lock_file is not None:
@@ -314,17 +315,17 @@ class DiskTier(SecondaryTier):
     # The files.
 
     def get_path(self, key: bytes) -> Path:
-        """The file of a chunk; on an open disk only."""
+        """The file of a chunk. The disk must be open."""
         assert self._space is not None, "the disk is closed"
         return self._space.get_path(key)
 
     @property
     def num_bytes(self) -> int:
-        """What the files take."""
+        """Bytes of all files."""
         return len(self._files) * self._file_bytes
 
     def get_view(self, blocks_per_chunk: int) -> TierView:
-        """The tier as a policy sees it, in GPU blocks; without a limit its size is what it holds."""
+        """The tier as a policy sees it, in GPU blocks. Without a limit, its size is what it holds."""
         num_used = len(self._files)
         num_chunks = num_used if self._max_bytes is None else self._max_bytes // self._file_bytes
         s_per_block = self._speed.s_per_chunk / blocks_per_chunk
@@ -335,11 +336,11 @@ class DiskTier(SecondaryTier):
         )
 
     def _lock_engine(self, model: str, rank: int, origin: str | None) -> tuple[Path, int]:
-        """An engine's folder that no living engine has, with the lock on it; first one with files for us."""
+        """A folder that no running engine has locked, and its lock. Prefers a folder with files for us."""
         folders = [self._root / get_engine_name(model, rank, each) for each in range(MAX_ENGINES)]
         for folder in sorted(folders, key=lambda each: origin is None or not (each / origin).is_dir()):
             folder.mkdir(mode=0o700, exist_ok=True)
-            # A link there is another's.
+            # A link is not ours.
             if folder.is_symlink():
                 continue
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -363,7 +364,7 @@ class DiskTier(SecondaryTier):
         return space
 
     def _put(self, name: bytes, owner: str | None) -> None:
-        """This job used a file last, which may be a new one."""
+        """Record that this job used a file last. The file may be new."""
         before = self._files.get(name)
         self._files[name] = owner
         if before != owner:
@@ -371,16 +372,16 @@ class DiskTier(SecondaryTier):
             self._changes.count(owner, 1)
 
     def _forget(self, name: bytes) -> None:
-        """A file is no more, if it was there."""
+        """Remove a file from the index, if it is there."""
         self._changes.count(self._files.pop(name, None), -1)
 
     def _find_files(self) -> None:
-        """Use the files of an earlier server: whole ones, the least recently written first."""
+        """Add the complete files of an earlier server to the index, the least recently written first."""
         assert self._space is not None
         found: list[tuple[float, bytes]] = []
         for entry, facts in _scan(self._space.folder):
             key = try_read_name(entry.name)
-            # What cannot be removed is left alone, and so is a file of another size.
+            # Files that cannot be removed stay, and so do files of another size.
             with contextlib.suppress(OSError):
                 if key is None:
                     os.unlink(entry.path)
@@ -389,9 +390,9 @@ class DiskTier(SecondaryTier):
         self._files.update((key, None) for _, key in sorted(found))
 
     def _find_older(self) -> None:
-        """Remove files that must not be loaded; count those stored with other weights, or remove them too.
+        """Remove files that must not be loaded. Count files of other weights, or remove them too.
 
-        Without a limit of bytes nothing would ever remove it.
+        Without a limit of bytes, they are removed here, because nothing else would ever do it.
         """
         assert self._engine is not None
         assert self._space is not None
@@ -407,7 +408,7 @@ class DiskTier(SecondaryTier):
         self._older.sort()
 
     def _trim(self) -> None:
-        """Keep to the limit: folders of other weights go first, the oldest before the others."""
+        """Keep within the limit. Folders of other weights are removed first, the oldest before the others."""
         if self._max_bytes is None:
             return
         while self._older and self.num_bytes + sum(size for _, _, size in self._older) > self._max_bytes:
@@ -423,7 +424,7 @@ class DiskTier(SecondaryTier):
                 continue
             self._forget(key)
             self._kept.discard(key)
-            # The engine calls this between two steps: a disk that became read-only must not end it.
+            # The engine calls this between two steps. A disk that became read-only must not stop the engine.
             with contextlib.suppress(OSError):
                 self.get_path(key).unlink(missing_ok=True)
 
@@ -434,7 +435,7 @@ class DiskTier(SecondaryTier):
     # In threads.
 
     def _make_job(self, job: Any) -> _Job | None:
-        """None if the disk is closed, or if it is not known what the KV of this request depends on."""
+        """None if the disk is closed, or if the origin of this request's KV is unknown."""
         names = {key: try_get_name(key, job.req_context) for key in job.keys}
         known = {key: name for key, name in names.items() if name is not None}
         if self._space is None or len(known) < len(names):
@@ -472,7 +473,7 @@ class DiskTier(SecondaryTier):
             self._lock.notify_all()
 
     def _store(self, each: _Job) -> None:
-        """Write the chunks of a job; `good` has those that are on the disk then."""
+        """Write the chunks of a job; `good` gets those that are on the disk afterwards."""
         for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
             name = each.names[key]
             path = each.space.get_path(name)
@@ -481,12 +482,12 @@ class DiskTier(SecondaryTier):
                     write_chunk(path, name, self._get_chunk(chunk), each.space.origin)
                 each.good.add(key)
             except OSError as error:
-                # A full disk: the chunk is in host memory all the same.
+                # The disk is full, for example. The chunk is still in host memory.
                 self._write_complaints.add(f"cannot write {path}: {error}")
                 break
 
     def _load(self, each: _Job) -> None:
-        """Read the chunks of a job; `good` has those that are whole."""
+        """Read the chunks of a job; `good` gets those that are intact."""
         for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
             name = each.names[key]
             path = each.space.get_path(name)
@@ -496,7 +497,7 @@ class DiskTier(SecondaryTier):
             except (DamagedError, OSError) as error:
                 self.num_damaged += 1
                 self._read_complaints.add(f"{path} is not used: {error}")
-                # Anything there that is not a file belongs to another program.
+                # If it is not a file, it belongs to another program.
                 with contextlib.suppress(OSError):
                     if stat.S_ISREG(path.lstat().st_mode):
                         path.unlink()
@@ -507,7 +508,7 @@ class DiskTier(SecondaryTier):
 
 
 def _scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Our files in the folders of a folder, without those that are unreadable or not plain files."""
+    """Our files in the subfolders of a folder, without unreadable ones and those that are not plain files."""
     for below in list_folders(folder):
         with contextlib.suppress(OSError), os.scandir(below) as entries:
             for entry in entries:

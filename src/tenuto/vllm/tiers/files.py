@@ -1,4 +1,4 @@
-"""The folders and files of the disk tier: who may use a folder, and what is in the file of one chunk.
+"""The folders and files of the disk tier: who may use a folder, and the format of a chunk's file.
 
 A chunk's file is a header with a checksum, then the chunk's bytes.
 """
@@ -20,27 +20,28 @@ from pathlib import Path
 from tenuto.core.errors import ConfigError
 
 HEADER = struct.Struct("<8s16sQI")
-"""Magic, digest of what the KV depends on, number of bytes after this, CRC-32 of the key and these bytes."""
+"""Magic, digest of the KV's origin, number of bytes after the header, CRC-32 of the key and these bytes."""
 MAGIC = b"TenutoK2"
 _NAME = re.compile(r"((?:[0-9a-f]{2})+)\.kv(\.[0-9]+\.part)?")
-"""Our files: the key of the chunk, and what follows while the file is not whole yet."""
+"""Names of our files: the chunk's key, and a suffix while the file is incomplete."""
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""A link is not followed, and a pipe or a device that somebody put there blocks nothing."""
+"""Links are not followed, and a pipe or a device under that name does not block the open."""
 _FOLDERS = re.compile(r"[\w.-]*-[0-9a-f]{8}-dp[0-9]+-[0-9]+|lost\+found")
-"""What may be in a folder whose rights Tenuto changes: engines' folders, and what file systems put there."""
+"""All that may be in a folder whose mode Tenuto changes: engines' folders, and file systems' own."""
 
 
 def get_engine_name(model: str, rank: int, number: int) -> str:
-    """The name of an engine's folder: `number` tells apart those of one model and data-parallel rank."""
+    """The name of an engine's folder. `number` distinguishes engines of one model and data-parallel rank."""
     digest = hashlib.blake2b(model.encode(errors="replace"), digest_size=4).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', model)[-80:]}-{digest}-dp{rank}-{number}"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make a folder that only its owner can open, or change an existing one to that. Raises ConfigError.
+    """Make a folder that only its owner can open, or change an existing one so. Raises ConfigError.
 
-    KV tells what was in the prompts, and whoever can write here can plant KV. A folder of another user is
-    refused, and so is one that others can open and that has files of others, which may be there for them.
+    KV reveals the prompts, and a user who can write here can plant KV. A folder of another user is refused.
+    So is a folder that other users can open and that has files of another program, because they may need
+    these.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,9 +70,9 @@ class DamagedError(Exception):
 
 
 def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
-    """Write a chunk's file; it appears under its name only when it is whole. Raises OSError.
+    """Write a chunk's file. It appears under its name only when it is complete. Raises OSError.
 
-    `origin`: 16 bytes that say what the KV depends on. The folder above the file's own must be there.
+    `origin`: the digest of what the KV depends on, 16 bytes. The folder above the file's own must exist.
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise FileExistsError(f"{path} is not a plain file")
@@ -94,7 +95,7 @@ def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None
 
 
 def _open(path: Path, flags: int) -> FileIO:
-    """Open a plain file. KV tells what was in the prompt, so only the server's user may read it."""
+    """Open a plain file. KV reveals the prompt, so only the server's user may read it."""
     descriptor = os.open(path, flags | _FLAGS, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -124,7 +125,7 @@ def read_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
 
 
 def is_chunk(path: Path, num_bytes: int) -> bool:
-    """Whether a plain file of this size, header and all, has this name."""
+    """Whether there is a plain file at this path with `num_bytes` bytes, header included."""
     try:
         found = path.lstat()
     except OSError:
@@ -133,20 +134,20 @@ def is_chunk(path: Path, num_bytes: int) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name is one of ours, whole or not."""
+    """Whether a file of this name is one of ours, complete or not."""
     return _NAME.fullmatch(name) is not None
 
 
 def try_read_name(name: str) -> bytes | None:
-    """The key of the chunk in a file of this name; None for one that is not whole, or somebody else's."""
+    """The key of the chunk in a file of this name; None if it is incomplete or not ours."""
     found = _NAME.fullmatch(name)
     return bytes.fromhex(found[1]) if found and found[2] is None else None
 
 
 def remove_chunks(folder: Path) -> None:
-    """Remove our files below a folder of folders, and the folders that are empty then; nothing else.
+    """Remove our files in the subfolders of a folder, and folders that are empty afterwards; nothing else.
 
-    What cannot be looked at or removed stays.
+    What cannot be read or removed stays.
     """
     for below in list_folders(folder):
         with contextlib.suppress(OSError), os.scandir(below) as entries:
@@ -161,7 +162,7 @@ def remove_chunks(folder: Path) -> None:
 
 
 def list_folders(folder: Path) -> list[Path]:
-    """The folders in a folder, without links; none if it cannot be read."""
+    """The subfolders of a folder, without links; empty if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [Path(each.path) for each in entries if each.is_dir(follow_symlinks=False)]

@@ -1,12 +1,12 @@
-"""Host memory below one vLLM engine, as its scheduler and its policy use it.
+"""Host memory below one vLLM engine, as used by its scheduler and its policy.
 
-turn arrives   last of its job? then nothing of it is stored
-turn starts    load what host memory has, or compute it: `Policy.load`
-turn runs      what it computes is stored ("async"), unless a load or too many stores are under way
-turn ends      its chunks get their place in the order: `Policy.tier_key`
-lease ends     stored if the policy answers `Offload`
-job ends       what only this job used is dropped, if the policy orders the tier
-cache reset    host memory and disk are emptied for good
+turn arrives   if it is its job's last, its KV is not stored
+turn starts    KV in host memory is loaded or computed: `Policy.load`
+turn runs      its KV is stored ("async"), unless a load or too many stores are in flight
+turn ends      its chunks are ranked: `Policy.tier_key`
+lease ends     its KV is stored if the policy answers `Offload`
+job ends       chunks that only this job used are dropped, if the policy orders the tier
+cache reset    host memory and disk lose all KV for good
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 def try_make_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any) -> HostTier | None:
-    """The host memory below a scheduler; None if what it has there is not ours.
+    """Tenuto's host memory below a scheduler; None if it has none, or another's.
 
     `clock`: the module `time`, or a test's.
     """
@@ -61,8 +61,8 @@ class HostTier:
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0
         self._num_copies = 0
-        self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path, a digest of the files
-        self._is_mixed = False  # the GPU may have KV from before a reset
+        self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path: a digest of the files
+        self._is_mixed = False  # whether the GPU may have KV from before a reset
         self._open_disks()
         port.host.asker = self
         port.on_load_question(self._answer_load)
@@ -77,14 +77,14 @@ class HostTier:
 
     @property
     def num_events(self) -> int:
-        """Grows with all that an otherwise idle engine does here: copies and fetches, also those not made."""
+        """Increases with each copy, and with each prefetch, even if skipped. Shows changes on an idle engine."""
         fetches = 0 if self.prefetch is None else self.prefetch.num_begun + self.prefetch.num_skipped
         return self._num_copies + fetches
 
-    # The scheduler calls these.
+    # Called by the scheduler.
 
     def arrive(self, request_id: str) -> None:
-        """A request arrived, and vLLM's connector knows it."""
+        """A request arrived; vLLM's connector already knows it."""
         turn = self._get_turn(request_id)
         if self.prefetch is not None and turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
@@ -97,7 +97,7 @@ class HostTier:
             self._port.set_stores(request_id, stored=False)
 
     def finish(self, request: Any, turn: Turn | None) -> None:
-        """A request ended, with this last view of its turn; its blocks are still there."""
+        """A request ended; it still has its blocks. `turn`: the last view of its turn."""
         if turn is None or not self._is_followed:
             return
         wish = None if turn.is_aborted else self._scheduler.driver.get_wish(request.request_id)
@@ -109,7 +109,7 @@ class HostTier:
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
 
     def end_job(self, job_id: str) -> None:
-        """A job is complete: drop what only it used."""
+        """A job is complete: drop the chunks that only it used."""
         if self.prefetch is not None:
             self.prefetch.come_back(job_id, self._clock.monotonic())
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
@@ -117,10 +117,10 @@ class HostTier:
             self._tell_held()
 
     def follow_policy(self, settings: Settings, policy: Policy) -> None:
-        """This policy decides from here on. Switched off or in shadow mode, all is stored, and by recency."""
+        """This policy decides from now on. In mode off or shadow, all KV is stored and ranked by recency."""
         self._is_followed = settings.mode == "on"
         mode = settings.offload or get_engine_settings(settings.policy, policy).offload
-        # Where layer groups differ, a lease's blocks are not the turn's tokens alone, and all is stored.
+        # With several layer groups, a lease's blocks do not map to tokens one by one, so all KV is stored.
         self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
         self._port.host.forget_keys()
         limits = settings.limits
@@ -129,16 +129,17 @@ class HostTier:
         self._uses.clear()
 
     def reset(self) -> None:
-        """The prefix cache is reset: nothing waits to be stored any more."""
+        """The prefix cache is about to be reset: cancel the stores that wait."""
         self.later.cancel()
         if self.prefetch is not None:
             self.prefetch.cancel()
 
     def end_reset(self, *, is_whole: bool, is_clean: bool) -> None:
-        """The prefix cache was reset; `is_whole`: host memory and disk too; `is_clean`: the GPU could be.
+        """The prefix cache was reset. `is_whole`: host memory and disk too. `is_clean`: so was the GPU.
 
-        No older KV may be stored below the GPU again, where it would outlive the reset: not that of running
-        requests, and if the GPU still has some that others hit, nothing at all until it is gone.
+        Older KV must not be stored below the GPU again, where it would outlive the reset. So the KV of
+        running requests is not stored. If the GPU still has older KV that others may hit, nothing is stored
+        until that KV is gone.
         """
         if is_clean:
             self._is_mixed = False
@@ -153,16 +154,16 @@ class HostTier:
         self._tell_held()
 
     def change_weights(self, what: str) -> None:
-        """The weights in memory may be others now, and not those of the files."""
+        """The weights in memory may have changed, so that they differ from the model's files."""
         logger.info("after %s, KV of before is not used any more; nor is the disk's after a restart", what)
         for disk in self._port.disks:
             disk.forget_origin()
         self._scheduler.reset_prefix_cache(reset_connector=True)
 
     def load_adapter(self, name: str, path: str, load: Callable[[], bool]) -> bool:
-        """Let vLLM load an adapter. Loaded anew with other weights, KV of its name and path is dropped.
+        """Let vLLM load an adapter. If it is loaded again with other weights, its old KV is dropped.
 
-        vLLM's own keys have the name and the path only. Those of the disk have the weights.
+        vLLM's own keys depend on the name and the path only. The disk's keys also depend on the weights.
         """
         before = _try_get_digest(path)
         done = load()
@@ -176,16 +177,16 @@ class HostTier:
         return done
 
     def get_next_due_s(self) -> float | None:
-        """When the engine must run a step though it is idle: for a prefetch; None if it need not."""
+        """When an idle engine must run a step for a prefetch; None if it need not."""
         return None if self.prefetch is None else self.prefetch.get_next_s()
 
     def store(self, blocks: Sequence[Any], turn: Turn, wish: Wish | None = None) -> None:
-        """Store the blocks of a turn or a lease that the policy releases; they stay taken until then."""
+        """Store blocks that the policy releases, of a turn or a lease. They stay allocated until then."""
         if not self._stores_all and not self._is_mixed:
             self.later.add(blocks, self._make_use(turn, wish))
 
     def get_views(self) -> tuple[TierView, ...]:
-        """The tier as a policy sees it."""
+        """The tiers as a policy sees them."""
         num_chunks, num_used = self._port.host.count_chunks()
         loads, stores = self._port.count_moving()
         size = self._port.blocks_per_chunk
@@ -194,10 +195,10 @@ class HostTier:
         host = TierView("host", num_chunks * size, num_used * size, s_per_block, wait_s)
         return (host, *(disk.get_view(size) for disk in self._port.disks))
 
-    # The host's manager asks this.
+    # Called by the host manager.
 
     def get_use(self, request_id: str) -> Use:
-        """Whose chunks a request stores and loads, and the policy's key for them."""
+        """The job whose chunks a request stores and loads, and the policy's key for them."""
         use = self._uses.get(request_id)
         if use is None:
             turn = self._get_turn(request_id)
@@ -213,7 +214,7 @@ class HostTier:
         self._tell_held()
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
-        """`num_chunks` of a request are stored."""
+        """`num_chunks` chunks of a request will be stored."""
         num_tokens = num_chunks * self._port.tokens_per_chunk
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
         self._tell_held()
@@ -221,7 +222,7 @@ class HostTier:
     # Inside.
 
     def _tell_held(self) -> None:
-        """Report to the driver how each job's number of chunks in the tiers has changed since last time."""
+        """Tell the driver how each job's number of chunks in the tiers has changed since the last call."""
         now_s = self._clock.monotonic()
         for place, tier in (("host", self._port.host), *(("disk", each) for each in self._port.disks)):
             for owner, num_chunks in tier.take_changes().items():
@@ -240,12 +241,12 @@ class HostTier:
             disk.open(get_name(config), get_rank(config), origin)
 
     def _get_adapter(self, name: str, path: str) -> str | None:
-        """The digest of the files that an adapter was loaded from, if they are still the same."""
+        """The digest of the files from which an adapter was loaded, if they have not changed."""
         known = self._adapters.get((name, path))
         return known if known is not None and known == _try_get_digest(path) else None
 
     def _try_clean(self) -> None:
-        """Reset the GPU's cache if nothing but leases is in the way."""
+        """Reset the GPU's cache if only leases prevent that."""
         leased = self._scheduler.leased_blocks
         if leased.get_num_free_blocks() + leased.count_idle() == leased.num_blocks:
             self._scheduler.reset_prefix_cache()
@@ -268,7 +269,7 @@ class HostTier:
         wanted = self._scheduler.driver.get_load_tokens(request.request_id, offer, self._clock.monotonic())
         if wanted >= num_tokens:
             return num_tokens
-        # A part ends with a whole chunk. Where layer groups differ, a part's end may be stored for some only.
+        # A part ends with a whole chunk. With several layer groups, only some may have stored that end.
         size = port.tokens_per_chunk
         part = (num_hit_tokens + wanted) // size * size - num_hit_tokens if port.is_plain else 0
         if part > 0:
@@ -287,7 +288,7 @@ class HostTier:
             self.prefetch.collect()
 
     def _holds_back(self) -> bool:
-        """Whether stores wait: for loads, and for stores before them."""
+        """Whether new stores must wait for loads or earlier stores."""
         loads, stores = self._port.count_moving()
         return loads > 0 or stores * self.stores.s_per_chunk > MAX_STORING_S
 
@@ -301,7 +302,7 @@ class HostTier:
             self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
 
     def _has_work(self) -> bool:
-        """Whether an idle engine must keep stepping."""
+        """Whether an idle engine must keep running steps."""
         return len(self.later) > 0 or (self.prefetch is not None and len(self.prefetch) > 0)
 
 

@@ -1,18 +1,18 @@
-"""What vLLM's OffloadingConnector loads by name, and the worker of a CPU build, where vLLM's own needs a GPU.
+"""The specs that vLLM's OffloadingConnector loads by name, and a worker for CPU builds; vLLM's needs a GPU.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "HostSpec", "spec_module_path": "tenuto.vllm.tiers.worker",
         "cpu_bytes_to_use": …}}'
 
-`tenuto serve --host-gb` writes this line. The disk is used under Tenuto's scheduler only, which says what KV
-depends on. On a GPU vLLM's own worker copies, into vLLM's own memory. On a CPU build one thread copies KV
-between the cache and host memory, loads first, then stores, so that tiers run and are tested there:
+`tenuto serve --host-gb` writes this option. The disk is used only under Tenuto's scheduler, which tells it
+what KV depends on. On a GPU, vLLM's own worker copies into vLLM's own memory. On a CPU build, one thread
+copies KV between the cache and host memory, loads before stores, so that tiers can be tested there:
 
     cache   (num_blocks, page bytes)                     one array per layer
     host    (num_chunks, blocks per chunk, page bytes)   one array for each of them
 
-A layer is read first and written then. A read can hang (of host memory that lies on a dead disk, say). Then
-its job is given up: it writes nothing more, and its blocks are free for others.
+Each layer is first read, then written. A read can hang, for example if host memory is on a dead disk. Then
+its job fails: it writes nothing more, and its blocks can be reused.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from tenuto.vllm.compat.offload import (
 logger = logging.getLogger("vllm.tenuto")
 
 STUCK_S = 10.0
-"""A layer's read that takes longer hangs. Until it ends, every job fails at once, so that nothing waits."""
+"""A read of a layer that takes longer counts as hung. Until it ends, every job fails at once."""
 Array = Any
-"""A numpy array; its type is left open because the arrays are views of tensors."""
+"""A numpy array. The arrays are views of tensors, so the type is not narrower."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one job copies of one layer: `target[targets] = source[sources]`."""
+    """The copy of one layer in a job: `target[targets] = source[sources]`."""
 
     source: Array
     sources: Any
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass
 class Job:
-    """One load or store, as vLLM numbers it."""
+    """One load or store, with vLLM's job id."""
 
     job_id: int
     is_load: bool
@@ -81,11 +81,11 @@ class Done:
     num_bytes: int
     busy_s: float
     has_failed: bool
-    """The target does not hold what it should. Chunks of a failed store are never loaded."""
+    """Whether the target has wrong content. Chunks of a failed store are never loaded."""
 
 
 def read_rows(part: Part) -> Array:
-    """A copy of the source's rows; numpy lets other threads run meanwhile."""
+    """A copy of the source's rows. numpy lets other threads run meanwhile."""
     return part.source[part.sources]
 
 
@@ -129,7 +129,7 @@ class Copies:
         return done
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Return once none of these jobs is queued or running; they go before all others."""
+        """Return once none of these jobs is queued or running. They go before all others."""
         with self._changed:
             self._urgent.update(each for each in job_ids if self._is_pending(each))
             self._changed.notify_all()
@@ -139,7 +139,7 @@ class Copies:
             self._urgent.difference_update(job_ids)
 
     def close(self) -> None:
-        """Stop after the copy of one layer; what is queued is dropped. A read that hangs is left behind."""
+        """Stop after the current layer and drop the queue. Does not wait for a read that hangs."""
         with self._changed:
             self._is_closed = True
             self._loads.clear()
@@ -160,7 +160,7 @@ class Copies:
                     return
                 job = self._choose()
                 if job.is_load and not job.num_done and not self._bad_chunks.isdisjoint(job.chunks):
-                    # A store of these chunks failed: what is there is not what it should be.
+                    # A store of these chunks failed, so their content is wrong.
                     self._fail(job)
             self._advance(job)
             with self._changed:
@@ -169,7 +169,7 @@ class Copies:
                 self._changed.notify_all()
 
     def _give_up_if_stuck(self) -> None:
-        """If the thread's read hangs, fail its job and all that wait behind it."""
+        """If the thread's read hangs, fail its job and all queued jobs."""
         since_s = self._reads_since_s
         if self._is_stuck or since_s is None or time.perf_counter() - since_s < self._stuck_s:
             return
@@ -180,7 +180,7 @@ class Copies:
         self._changed.notify_all()
 
     def _choose(self) -> Job:
-        """The job whose next part is copied; call it with a job queued."""
+        """The job whose next part is copied. At least one job must be queued."""
         queues = (self._loads, self._stores)
         for queue in queues if self._urgent else ():
             first = _get_first(queue, self._urgent)
@@ -190,7 +190,7 @@ class Copies:
         return next(iter(queue.values()))
 
     def _advance(self, job: Job) -> None:
-        """Copy one more part of a job, unless the job is given up meanwhile."""
+        """Copy one more part of a job, unless the job was failed meanwhile."""
         if job.has_failed or job.num_done == len(job.parts):
             return
         part = job.parts[job.num_done]
@@ -226,21 +226,21 @@ class Copies:
 
 
 def _get_first(queue: OrderedDict[int, Job], urgent: set[int]) -> Job | None:
-    """The first job of a queue, if one of the urgent ones is in it: jobs of a kind keep their order."""
+    """The first job of a queue, if the queue has an urgent one. Jobs of one kind keep their order."""
     return next(iter(queue.values())) if not urgent.isdisjoint(queue) else None
 
 
 def get_rows(chunks: Array, first: int, num_blocks: int, blocks_per_chunk: int) -> tuple[Array, Array]:
-    """Where consecutive blocks of one request lie in host memory: (chunk, place in the chunk) of each.
+    """The places of consecutive blocks of one request in host memory: (chunk, place in the chunk) of each.
 
-    `first` is the request's number of the first block; `chunks` begins with the chunk that holds it.
+    `first`: the first block's index in the request. `chunks` begins with the chunk that holds it.
     """
     places = first % blocks_per_chunk + np.arange(num_blocks)
     return chunks[places // blocks_per_chunk], places % blocks_per_chunk
 
 
 def make_part(cache: Array, host: Array, blocks: Array, rows: tuple[Array, Array], *, is_load: bool) -> Part:
-    """The part of a job that copies one layer's blocks to these rows of host memory, or from there.
+    """The part of a job that copies one layer's blocks to or from these rows of host memory.
 
     `cache`: (num_blocks, page bytes). `host`: (num_chunks, blocks per chunk, page bytes).
     """
@@ -251,10 +251,10 @@ def make_part(cache: Array, host: Array, blocks: Array, rows: tuple[Array, Array
 
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies KV between the cache of a CPU build and host memory, beside the steps.
+    """Copies KV between the cache of a CPU build and host memory, while steps run.
 
-    A job that fails ends like any other for vLLM, whose connector has no word for failure. The blocks of a
-    failed load are reported by `take_failed_loads`, and computed again. Chunks of a failed store are never
+    vLLM's connector cannot be told of a failed job, so such a job ends like any other. `take_failed_loads`
+    reports the blocks of failed loads, and they are computed again. Chunks of a failed store are never
     loaded.
     """
 
@@ -268,7 +268,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         """`memory`: vLLM's shared region; by default the worker allocates host memory itself.
 
-        `kv_caches` are vLLM's `CanonicalKVCaches`. Tests pass `copies` that are late or fail.
+        `kv_caches`: vLLM's `CanonicalKVCaches`. Tests pass `copies` that are late or fail.
         """
         self._blocks_per_chunk = blocks_per_chunk
         self._memory = memory
@@ -282,29 +282,29 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
                 host = memory.create_next_worker_view(num_bytes)
             self._tensors += [cache, host]
             arrays.append((cache.numpy(), host.unflatten(1, (blocks_per_chunk, page)).numpy()))
-        # A group's layers; a layer's padding at the end of each page is copied too.
+        # The layers of each group. The padding at the end of each page is copied too.
         self._layers = [[arrays[number] for number in group] for group in get_group_layers(kv_caches)]
         self._copies = copies or Copies()
         self._failed_loads: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy blocks to chunks of host memory, beside what follows."""
+        """Copy blocks to chunks of host memory in the background."""
         self._copies.submit(self._make_job(job_id, src_spec, dst_spec, is_load=False))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy chunks of host memory to blocks, beside what follows."""
+        """Copy chunks of host memory to blocks in the background."""
         self._copies.submit(self._make_job(job_id, dst_spec, src_spec, is_load=True))
         return True
 
     def get_finished(self) -> list[Any]:
-        """What has ended since the last call."""
+        """The jobs that ended since the last call."""
         done = self._copies.take_done()
         self._failed_loads |= {each.job_id for each in done if each.is_load and each.has_failed}
         return [TransferResult(each.job_id, True, each.num_bytes, each.busy_s) for each in done]
 
     def take_failed_loads(self) -> set[int]:
-        """The ids of failed loads among those that `get_finished` named."""
+        """The ids of failed loads, among the jobs that `get_finished` returned."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
@@ -313,7 +313,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         self._copies.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Stop copying, and let the memory go."""
+        """Stop copying and free the memory."""
         self._copies.close()
         self._layers.clear()
         self._tensors.clear()
@@ -321,7 +321,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
             self._memory.cleanup()
 
     def _make_job(self, job_id: int, gpu: Any, host: Any, *, is_load: bool) -> Job:
-        """The rows of one job. `gpu`: blocks by layer group; `host`: the chunks of all groups in a row."""
+        """Make one job. `gpu`: blocks by layer group. `host`: the chunks, one group after the other."""
         parts: list[Part] = []
         first_chunk, size, all_chunks = 0, self._blocks_per_chunk, get_copied_chunks(host)
         for layers, (index, blocks) in zip(self._layers, get_copied_blocks(gpu), strict=True):
@@ -345,9 +345,9 @@ class HostSpec(HostSpecBase):
 
 
 class DiskSpec(DiskSpecBase):
-    """Host memory, and the tiers of `secondary_tiers` below it (`tenuto.vllm.tiers.disk`)."""
+    """Host memory, with the tiers of `secondary_tiers` below it (`tenuto.vllm.tiers.disk`)."""
 
     def make_cpu_worker(self, kv_caches: Any) -> HostWorker:
-        """The worker of a CPU build; the scheduler's process sees its memory too."""
+        """The worker for a CPU build. The scheduler's process shares its memory."""
         memory = self.open_shared_memory()
         return HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, memory=memory)
