@@ -77,7 +77,7 @@ class HostTier:
 
     @property
     def num_events(self) -> int:
-        """Increases with each copy, and with each prefetch, even if skipped. Shows changes on an idle engine."""
+        """Copies and prefetches so far, skipped ones included. It shows whether an idle engine did work."""
         fetches = 0 if self.prefetch is None else self.prefetch.num_begun + self.prefetch.num_skipped
         return self._num_copies + fetches
 
