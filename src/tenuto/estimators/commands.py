@@ -1,8 +1,8 @@
 """A shell command's shape: its programs, and counts of its parts.
 
-A reader for guessing how long commands take, not a shell: quoting, pipes, lists, loops, substitutions and
-here-documents are told apart, nothing is expanded. Commands are model output: nothing here raises, and time
-is linear in the length that is read.
+Used to predict how long commands take. It recognises quoting, pipes, lists, loops, substitutions and
+here-documents, but it is not a shell: it expands nothing. Commands are model output, so nothing here raises,
+and the time is linear in the length that is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = re.compile(r"(?<=[a-z])\d(?:\.\d+)?$")
 
 
 def read_names(text: str) -> frozenset[str]:
-    """The names of programs that a text lists with commas."""
+    """Split a comma-separated list of program names."""
     return frozenset(name.strip() for name in text.split(","))
 
 
@@ -42,7 +42,7 @@ _WITH_SUBCOMMANDS = read_names(
     """git, pip, npm, cargo, go, docker, kubectl, conda, uv, yarn, apt-get, apt, poetry"""
 )
 _WITH_VALUE = frozenset({"-C", "-c", "--prefix", "-f", "--git-dir", "--work-tree"})
-"""Options of those whose value is not the subcommand."""
+"""Options of these programs that take a value. The value is not the subcommand."""
 _ALWAYS_RECURSIVE = frozenset({"find", "rg", "ag", "du", "tree", "git grep", "compileall", "rsync", "tar"})
 _RECURSIVE_OPTION = re.compile(r"-[a-zA-Z]*[rR][a-zA-Z]*$|--recursive$")
 _RECURSES_IF_ASKED = frozenset(
@@ -67,8 +67,8 @@ _ASKING = frozenset(
 class CommandShape:
     """Counts over a whole command line.
 
-    Programs carry their subcommand (`git log`), `python -m x` is `x`, and a module that code in the command
-    imports counts as one (`import x`).
+    A program's name includes its subcommand (`git log`). `python -m x` counts as `x`. A module that code in
+    the command imports counts as the program `import x`.
     """
 
     programs: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class CommandShape:
     num_substitutions: int = 0
     num_loops: int = 0
     num_repeaters: int = 0
-    """What runs a program for many inputs: `xargs`, `find -exec`, ..."""
+    """Programs and options that run another program for many inputs: `xargs`, `find -exec`, ..."""
     num_imports: int = 0
     """Modules that code in the command imports."""
     num_options: int = 0
@@ -98,7 +98,7 @@ class CommandShape:
     """Seconds that `sleep` is called with, in the shell or in code."""
     only_asks: int = 0
     takes_code: bool = False
-    """While reading: the word before was `-c` or `-e`."""
+    """While reading: whether the word before was `-c` or `-e`."""
 
     def get_main_program(self) -> str:
         """The first program other than `cd`; `cd` if there is no other, empty if there is none."""
@@ -117,12 +117,12 @@ class CommandShape:
 MIN_TIME_S = 0.1
 """Shorter times count as this long, in training and in use. No decision depends on shorter times."""
 MAX_REMEMBERED = 1024
-"""Commands whose text need not be read again."""
+"""Number of commands whose shape is cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """What a command's text says."""
+    """What is known about a command from its text."""
 
     program: str
     """Its main program, with its subcommand; empty if it has none."""
@@ -135,7 +135,7 @@ class CommandText:
 
 @lru_cache(MAX_REMEMBERED)
 def read_text(command: str) -> CommandText:
-    """A shell command without a prediction; remembers the last ones."""
+    """Read a shell command, without a prediction. The latest results are cached."""
     shape = read_command(command)
     return CommandText(shape.get_main_program(), shape)
 
@@ -180,7 +180,7 @@ def _count_operator(shape: CommandShape, token: str) -> None:
 
 
 def _read_simple(shape: CommandShape, words: list[str]) -> None:
-    """One simple command: its program, then its options and operands."""
+    """Count one simple command: its program, then its options and operands."""
     shape.num_words += len(words)
     start = _find_program(shape, words)
     if start is None:

@@ -1,8 +1,8 @@
 """How much work a job still has, in prefill tokens, and how well that can be predicted.
 
-Predictions are compared with what happened. Their correlation is the trust that they deserve: a guess is
-drawn towards the mean of new jobs by what is missing from 1. So if nothing can be predicted, all guesses are
-equal.
+Each prediction is later compared with the actual work. The correlation of the two is the weight of a
+prediction; the rest of the weight is on the mean of new jobs. So if nothing can be predicted, all predictions
+are equal.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ TURN_DECAY = 0.998
 JOB_DECAY = 0.995
 """Factor on a job's weight for each later job, in the spread between and within jobs."""
 SIZE_PRIOR = 4.0
-"""Prior weight: all turns of a number count as this many turns of that number and size."""
+"""Prior weight: the rate over all turns of a number counts as this many turns of that number and size."""
 MIN_JOBS = 5
 """Number of ended jobs from which the spread between and within jobs is estimated."""
 DEFAULT_CREDIBILITY = 4.0
 """Default until enough jobs ended: after this many turns, a job's own turns weigh as much as all jobs'."""
 CREDIBILITIES = (0.25, 100.0)
-"""Bounds of the learned credibility. So a job's own turns always have some weight."""
+"""Bounds of the learned credibility, so that a job's own turns always have some weight."""
 
 
 class Left(NamedTuple):
     """What a job is expected to have left, in prefill tokens."""
 
     work: float
-    """Work of all its coming turns."""
+    """Work of all its remaining turns."""
     this: float
-    """Of the next turn alone."""
+    """Work of the next turn alone."""
     stops: float
     """The probability that the job sends nothing soon after the next turn; above 0."""
 
 
 @dataclass(slots=True)
 class Past:
-    """What a table knows of one unfinished job."""
+    """What a table knows about one unfinished job."""
 
     num_turns: int = 0
     size: int = 0
-    """Of its latest turn; see `_get_size`."""
+    """Size class of its latest turn: see `_get_size`."""
     sum_logs: float = 0.0
     """Sum of ln(work of a turn / mean work of turns of its number); `sum_squares`: sum of the squares."""
     sum_squares: float = 0.0
@@ -59,14 +59,14 @@ class _Turns:
     count: float = 0.0
     work: float = 0.0
     new: float = 0.0
-    """Of the work, the new tokens of the prompts."""
+    """The part of `work` that is new prompt tokens."""
     num_ended: float = 0.0
     num_followed: float = 0.0
     num_stopped: float = 0.0
     """Turns after which the job did not come back soon."""
     by_size: dict[int, list[float]] = field(default_factory=dict)
-    """For each size: how many turns ended their job, how many were followed, after how many nothing came
-    soon, and how many were seen. At most 32 sizes."""
+    """Counts of turns by size class, at most 32: ended their job, were followed by another turn, were not
+    followed soon, all."""
 
     def resolve(self, size: int, *, followed: bool) -> None:
         """A turn of this number ended its job, or was followed by another."""
@@ -88,21 +88,21 @@ class TurnTable:
         left at turn k  =  this turn  +  P(another follows) · factor · rest after k
         rest after k    =  Σ over i > k of  P(there is an i-th turn) · mean work of i-th turns
 
-    Of this turn the new prompt tokens are known when it arrives; what it will generate is the mean of such
-    turns. Probabilities and means come from all jobs of the table, including unfinished ones: some i-th turns
-    ended their job, the others were followed by one more. Whether another follows also depends on this turn's
+    A turn's new prompt tokens are known when it arrives. Its output is predicted as the mean of turns with
+    its number. Probabilities and means come from all jobs of the table, unfinished ones included: each i-th
+    turn either ended its job or was followed by another. Whether another follows also depends on this turn's
     own size. The factor compares the job's turns, this one included, with the mean turns of the same numbers.
-    How much they tell about the next ones is learned too (Bühlmann's credibility, on logarithms, because
-    sizes of texts vary by factors).
+    How much they tell about later turns is learned too (Bühlmann's credibility, on logarithms, because
+    lengths of texts vary by factors).
 
-    O(1) amortised: sums over turns are made anew once a sixteenth as many were seen.
+    O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
 
     def __init__(self) -> None:
         self._turns: list[_Turns] = []
         self._spread = _Spread()
         self._share = 0.5
-        """How often any turn is the last."""
+        """Share of all turns that are the last of their job."""
         self._work_after: list[float] = []
         """Item k: expected remaining work of a job with factor 1, after k turns, if one more turn follows."""
         self._num_new = 0
@@ -141,7 +141,7 @@ class TurnTable:
         self._sum_up()
 
     def go_on(self, past: Past) -> None:
-        """A job sent its next turn soon after one that was taken for a stop."""
+        """A job sent its next turn soon, although its latest turn counted as a stop."""
         if self.has(past):
             self._turns[min(past.num_turns, MAX_TURNS) - 1].go_on(past.size)
 
@@ -170,7 +170,7 @@ class TurnTable:
                 left = factor * self._work_after[index]
                 return Left(left, left, self._share)
             return Left(num_new_tokens + factor * self._work_after[index], num_new_tokens, self._share)
-        # The share that ended their job, drawn towards that of all turns.
+        # The share that ended their job, shrunk towards the share of all turns.
         share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
         mean = turns.work / turns.count
         if num_new_tokens is None:
@@ -196,7 +196,10 @@ class TurnTable:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TurnTable:
-        """What `get_state` returned. Raises ValueError, TypeError or KeyError if it is malformed."""
+        """Make a table from what `get_state` returned.
+
+        Raises ValueError, TypeError or KeyError if it is malformed.
+        """
         table = cls()
         rows = [get_numbers(row, 6) for row in state["turns"]]
         sizes = [[get_numbers(row, 5) for row in each] for each in state["sizes"]]
@@ -213,16 +216,16 @@ class TurnTable:
         return table
 
     def _sum_up(self) -> None:
-        """A turn was counted. Compute the sums again, unless few turns were counted since the last time."""
+        """Compute the sums again, unless few turns were counted since the last time."""
         self._num_new += 1
         if self._num_new <= len(self._turns) // 16:
             return
-        # After nearly every turn while the table is small, so it is written for speed: without calls.
+        # A small table gets here after nearly every turn, so this is written for speed, without calls.
         num_ended = num_followed = 0.0
         for turns in self._turns:
             num_ended += turns.num_ended
             num_followed += turns.num_followed
-        # How often any turn is the last: what a number seen once or never goes by.
+        # The share of all turns that are the last: the prior for turn numbers that were hardly seen.
         share = (num_ended + 0.5) / (num_ended + num_followed + 1)
         last = self._turns[-1] if self._turns else None
         work = (1.0 if last is None else last.work / last.count) / share
@@ -245,7 +248,7 @@ class _Spread:
         self.set_sums([0.0] * 6)
 
     def set_sums(self, sums: list[float]) -> None:
-        """Go on from these sums."""
+        """Replace the sums."""
         self.sums = sums
         self._summary = self._summarize()
 
@@ -267,7 +270,7 @@ class _Spread:
         if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
             return 0.0, DEFAULT_CREDIBILITY
         within, typical = sum_within / num_within, sum_means / num_jobs
-        # A part of the spread of means comes from the few turns in each mean.
+        # Means over few turns differ by chance. Subtract this part of their spread.
         between = sum_squares / num_jobs - typical * typical - within * sum_inverses / num_jobs
         least, most = CREDIBILITIES
         return typical, most if between * most <= within else max(least, within / between)
@@ -292,8 +295,8 @@ def _get_size(num_tokens: float) -> int:
 DECAY = 0.999
 """Factor on a prediction's weight for each later prediction."""
 LONG_S = 10.0
-"""A job that is away for longer does not compete with those that wait now. Few tools of agents take longer;
-people do."""
+"""A job that is idle for longer does not compete with the turns that wait now. Agents' tools rarely take
+longer, people usually do."""
 MAX_PREDICTIONS = 64
 """Number of turns per job whose predictions are compared with what happened."""
 
@@ -302,14 +305,14 @@ MAX_PREDICTIONS = 64
 class _Job:
     work: float = 0.0
     stops: bool = False
-    """Whether its latest turn was taken for a stop."""
+    """Whether its latest turn counted as a stop."""
     past: Past = field(default_factory=Past)
     predictions: list[tuple[float, float]] = field(default_factory=list)
     """For each prediction: the work done by then, and the predicted remaining work."""
 
 
 class RemainingWork:
-    """Work of turns by number, of all jobs, and of the jobs that are known by themselves."""
+    """Predicts jobs' remaining work from all earlier jobs and from each job's own turns."""
 
     def __init__(self) -> None:
         self._all = TurnTable()
@@ -346,14 +349,14 @@ class RemainingWork:
         self._all.end(job.past)
 
     def get_work_left(self, job: Job) -> float:
-        """Expected work of a job's remaining turns, at least one, as far as it can be trusted."""
+        """Expected work of a job's remaining turns, at least one, weighted by the trust in predictions."""
         return self._trust(self._look(job, None).work)
 
     def get_rank(self, job: Job, num_new_tokens: float, *, is_last: bool) -> float:
-        """The least work per job that is expected to be complete, either by the next turn or by all to come.
+        """Expected work per job that stops, if it runs for one turn or for all its turns: the smaller one.
 
-        This is Gittins' index with two places to stop. A turn that is known to be small, and likely to be its
-        job's last, goes early whatever else is known of its job. `is_last`: the client says that it is.
+        This is the Gittins index with two places to stop. So a small turn that is probably its job's last
+        goes early, whatever else is known about the job. `is_last`: the client says that it is the last.
         """
         left = self._look(job, num_new_tokens)
         if is_last:

@@ -1,17 +1,18 @@
-"""Which jobs come back: the share of the work on first turns whose job sent another turn.
+"""Which jobs come back: of the work on earlier jobs' turns, the share whose job sent another turn.
 
-Jobs are counted in classes, each inside the one before:
+Jobs are counted in nested classes:
 
     turns with a tool call, turns without one
       └ tenant
           └ kind: jobs whose prompts begin alike
               └ tool
 
-A class has its own share, drawn towards that of the jobs around it while it has seen little itself. Every
-piece of evidence counts once: a class is compared with the *other* jobs of its parent.
+Each class has a share of its own. While the class has little evidence, its share is shrunk towards that of
+its parent. No evidence counts twice: the parent's share is taken over its *other* jobs.
 
-Evidence weighs what it cost: the tokens that the engine computed for the turn. A request of a few tokens
-says next to nothing, so changing a share costs a client at least the work of the jobs in it.
+Evidence is weighted by what it cost: the tokens that the engine computed for the turn. A request of a few
+tokens hardly counts. So a client can change a share only with at least as much work as the jobs of the class
+took.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from tenuto.core.turn_work import Counts, KindCounts
 from tenuto.core.types import Job, Turn
 
 PRIOR_TOKENS = 100_000.0
-"""What the share of the jobs around a class weighs against its own; at the top, a share of 1."""
+"""Weight of the parent's share in the share of a class. At the top, the parent's share is 1."""
 MEMORY_TOKENS = 2_000_000.0
 """Evidence falls to 1/e after this many computed tokens of its class."""
 MAX_CLASSES = 4096
-"""Tenants, prompts and tools are made up by clients, so they are bounded."""
+"""The names of tenants, kinds and tools come from clients, so their number is bounded."""
 NUM_LOOKED_AT = 8
-"""Among this many classes that were seen longest ago, the one with the least evidence is forgotten first."""
+"""Of this many least recently seen classes, the one with the least evidence is forgotten first."""
 
 _Class = tuple[str | None, ...]
 _Path = tuple[_Class, ...]
@@ -40,7 +41,7 @@ _Path = tuple[_Class, ...]
 
 @dataclass(slots=True)
 class _Counts:
-    """Work of turns after which a job was away, and of those whose job came back."""
+    """Work of turns after which a job was idle, and the part of it whose job came back."""
 
     left: float = 0.0
     back: float = 0.0
@@ -48,7 +49,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Away:
-    """A job: where its absence was counted, empty while it is not away, and whether it ever came back."""
+    """One job: the classes that count it as away (empty while it is not), and whether it ever came back."""
 
     path: _Path = ()
     work: float = 0.0
@@ -56,19 +57,19 @@ class _Away:
 
 
 class Returns:
-    """Shares of jobs that come back, and which jobs are away. O(1) a turn."""
+    """Shares of jobs that come back, and which jobs are away. O(1) per turn."""
 
     def __init__(self) -> None:
         self._classes: OrderedDict[_Class, _Counts] = OrderedDict()
         self._jobs: dict[str, _Away] = {}
         self.share_of_new = 1.0
-        """The share of new jobs that come back from a tool call, of all tenants."""
+        """The share of new jobs that come back from a tool call, over all tenants."""
 
     def leave(self, job: Job, tool: str | None, work: float) -> None:
-        """A turn ended and its job did not; `work`: the tokens that were computed for it.
+        """Count a finished turn of a job that has not ended. `work`: tokens computed for the turn.
 
-        Counted at once as not coming back. A job that came back from a tool call before is exempt:
-        nothing is asked about it, so it is not evidence either.
+        It counts as evidence of no return until the job comes back. A job that came back before is exempt
+        when it calls a tool: it is always expected back, so it is no evidence.
         """
         away = self._jobs.setdefault(job.job_id, _Away())
         if away.path or (away.came_back and tool is not None):
@@ -96,11 +97,11 @@ class Returns:
         away.path, away.came_back = (), True
 
     def end(self, job_id: str) -> None:
-        """A job ended or was forgotten; what was counted stays."""
+        """Forget a job that ended. Its evidence stays."""
         self._jobs.pop(job_id, None)
 
     def get_share(self, job: Job, tool: str | None) -> float:
-        """The share of such jobs that come back after such a turn; 1 for one that is exempt."""
+        """The share of similar jobs that come back after such a turn; 1 for an exempt job."""
         came_back = self.came_back(job.job_id)
         if came_back and tool is not None:
             return 1.0
@@ -150,7 +151,7 @@ _TOP = {_NEW_TOOL, _NEW_NO_TOOL, _AGAIN_NO_TOOL}
 
 
 def _draw(share: float, left: float, back: float) -> float:
-    """The share of a class, drawn towards that of the jobs around it."""
+    """The share of a class, shrunk towards `share`, that of its parent's other jobs."""
     return min(1.0, (max(0.0, back) + PRIOR_TOKENS * share) / (max(0.0, left) + PRIOR_TOKENS))
 
 
@@ -162,10 +163,11 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 
 
 MAX_PLAIN_SHARE = 0.25
-"""Above this share of turns with a tool call, a kind is an agent's. The last turn of an agent calls none, so
-agents of two turns have half."""
+"""A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
+agents of two turns have a share of half."""
 FAIR_PLAIN_SHARE = 0.5
-"""Plain requests and jobs that call tools are two classes; a class that had its half does not go first."""
+"""Plain requests and jobs that call tools are two classes. A class that had more than its half does not go
+first."""
 PLAIN_MEMORY_TOKENS = 50_000.0
 """Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 
@@ -173,22 +175,22 @@ PLAIN_MEMORY_TOKENS = 50_000.0
 class PlainKinds:
     """Which requests are plain: those of jobs that call no tool, such as a person's question.
 
-    A job's first turn does not show whether its job is an agent. Jobs of one tenant whose prompts begin alike
-    are of one kind, so a kind tells: its turns that ended with a tool call are counted beside the others. A
-    kind that was not seen before goes by how the first turns of new kinds turned out. Before anything was
-    seen, requests are plain: then they are served as stock vLLM does.
+    A first turn does not show whether its job is an agent's, but the job's kind does. Jobs of one tenant
+    whose prompts begin alike are of one kind. For each kind, turns are counted, and those that ended with a
+    tool call. A new kind is judged by the first turns of all kinds. Without any evidence a request is plain,
+    and is served as in stock vLLM.
 
-    O(1) a turn.
+    O(1) per turn.
     """
 
     def __init__(self) -> None:
         self._kinds = KindCounts()
-        """Finished turns; those with a tool call are marked."""
+        """Finished turns by kind; those with a tool call are marked."""
         self._new_kinds = Counts()
         """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> None:
-        """A turn finished. `is_last: false` from its client is no proof of an agent: people continue too."""
+        """Count a finished turn. `is_last: false` is no proof of an agent: people continue conversations."""
         job, has_tool = turn.job, turn.tool is not None
         if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
             self._new_kinds.observe(is_marked=has_tool)
@@ -203,7 +205,7 @@ class PlainKinds:
 
 
 class PlainShare:
-    """The share of the engine's latest work that plain requests had."""
+    """Plain requests' share of the engine's recent work."""
 
     def __init__(self) -> None:
         self._plain = self._all = 0.0
@@ -216,27 +218,28 @@ class PlainShare:
 
     @property
     def is_flood(self) -> bool:
-        """Whether plain requests had more than their share; a few requests are not a flood."""
+        """Whether plain requests had more than their share. A few requests are never a flood."""
         return self._plain > FAIR_PLAIN_SHARE * max(self._all, PLAIN_MEMORY_TOKENS)
 
     def __repr__(self) -> str:
         return f"PlainShare({self._plain}, {self._all})"
 
 
-# What this earns a job.
+# What follows for a job.
 
 MIN_SHARE_BACK = 0.3
-"""If a smaller share of similar jobs comes back, their KV is not held. vLLM's cache keeps it as any other."""
+"""If a smaller share of similar jobs comes back, their KV is not held. It may still be in vLLM's prefix
+cache."""
 CROWD = 0.5
-"""If a smaller share of new jobs comes back, those that came back go first."""
+"""If a smaller share of new jobs comes back, jobs that did come back go before them."""
 
 
 class Standing:
-    """Which jobs go before all others, and whose KV is held, regardless of the work that they have left.
+    """Which jobs go before all others, and whose KV is held, regardless of their remaining work.
 
-    Plain requests that fit into one step go first, unless they recently had over half of the engine: then
-    all jobs go before them, because their KV would fill the memory meanwhile. While most new jobs do not come
-    back, those that did go before new ones, and keep their memory.
+    Plain requests that fit into one step go first, unless they recently had over half of the engine. Then all
+    jobs go before them, because the jobs' KV would fill the memory while they wait. While most new jobs do
+    not come back, jobs that did come back go before new ones and keep their KV.
     """
 
     def __init__(self) -> None:
@@ -255,20 +258,20 @@ class Standing:
         return 0.5 if self.is_spared(job) else 0.0
 
     def is_spared(self, job: Job) -> bool:
-        """Whether this job came back while most do not: then its memory is not for those that come."""
+        """Whether new jobs must not reclaim this job's KV: it came back, while most new jobs do not."""
         return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
 
     def is_expected_back(self, job: Job, tool: str | None) -> bool:
-        """Whether enough of such jobs come back after such a turn that their KV is worth holding."""
+        """Whether enough similar jobs come back after such a turn that the job's KV is worth holding."""
         return self.returns.get_share(job, tool) >= MIN_SHARE_BACK
 
     def come_back(self, turn: Turn) -> None:
-        """A job sent its next turn. A turn that continues nothing counts as a new job."""
+        """A job sent its next turn. A turn that does not extend the job's last prompt counts as a new job."""
         if not turn.is_parted:
             self.returns.come_back(turn.job.job_id)
 
     def observe(self, turn: Turn, work: float) -> None:
-        """A turn with this work finished, in prefill tokens."""
+        """Count a finished turn. `work` is in prefill tokens."""
         job = turn.job
         self._kinds.observe(turn)
         self._share.observe(work, is_plain=self._kinds.is_plain(job))

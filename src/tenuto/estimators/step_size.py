@@ -1,36 +1,38 @@
 """How many tokens a step should have, while some turns decode and others have prompts to compute.
 
-Every step passes over the weights once, whatever it computes. Large steps put prompts first, and decoding
-turns wait for their next token. Small steps put decoding first. A step of T tokens beside n decoding turns
-takes
+Every step reads the model's weights once, whatever it computes. Large steps favour prompts: decoding turns
+wait longer for their next token. Small steps favour decoding. A step of T tokens, n of them for decoding
+turns, takes
 
     f(T) = d(n) + fixed + (T - n) · token         seconds
-    v(T) = (T - n) / f(T)                         prompt tokens a second
+    v(T) = (T - n) / f(T)                         prompt tokens per second
 
-with d(n) what decoding alone takes, and `fixed` and `token` the line that `StepTimes` learns.
+where d(n) is the time of decoding alone, and `fixed` and `token` are the line that `StepTimes` learns.
 
-Who goes first decides who waits; it hardly changes what the engine computes. Waits are least, in sum, if
-those go first who take less of the engine (the cμ rule; Cox and Smith, 1961). Each turn has one prompt and
-one answer. So it is enough to compare their shares of the engine's time. If prompt tokens come at a rate r,
-prompts take ρ = r · token of it, and answers the rest.
+The order hardly changes what the engine computes, but it decides what waits. The sum of waits is least if the
+part with less work goes first (the cμ rule; Cox and Smith, 1961). Each turn has one prompt and one answer. So
+it is enough to compare the shares of the engine's time that prompts and answers take. If prompt tokens arrive
+at a rate r, prompts take the share ρ = r · token, and answers take the rest.
 
 If ρ >= weight · (1 - ρ), answers go first: the step is the smallest with v(T) >= SLACK · r. Prompts are the
-larger part then, and the turns that already run end sooner, so that fewer run at a time.
+larger part then. Turns that already run end sooner, so fewer run at a time.
 
-Otherwise prompts go first, but only as far as it spares more waiting than it costs. While one prompt token
-more is computed, its turn waits, and so do the n turns that decode:
+Otherwise prompts go first, but only as far as this saves more waiting than it causes. While the engine
+computes one more prompt token, its own turn waits, and so do the n decoding turns:
 
-    weight / (v(T) - r)      seconds that the prompt waits for it, others before it included (M/M/1)
+    weight / (v(T) - r)              seconds that the prompt waits for it, with the queue before it (M/M/1)
     n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
 
-The step is the size with the smallest sum. The second term is why small steps can be better for all: a few
-prompt tokens ride along with a pass over the weights that decoding needs anyway. Two bounds: a prompt
-waits at most PATIENCE times as long as with full steps, so that first tokens stay near those of stock vLLM;
-and a step that computes prompts within SLACK as fast as a full one is always small enough to take.
+The step is the size with the smallest sum. The second term is why small steps can be better for all turns: a
+few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
 
-Plain requests, those of jobs that call no tools, shall not pay for small steps. What waits of them, and what
-stock vLLM would compute in one step, gets room of its own in the next step. No prompt may then take more than
-the longest of them or the chosen size, so that a long prompt leaves this room to them.
+- A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
+  those of stock vLLM.
+- The step is never larger than the smallest one whose prompt speed is within SLACK of a full step's.
+
+Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
+all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
+longest of them or the chosen size, so that a long prompt does not use the extra room.
 """
 
 from __future__ import annotations
@@ -46,20 +48,21 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""A difference of a tenth in speed counts as none. If answers go first, prompts are computed a tenth faster
-than they come, so that their queue empties."""
+"""Speeds within this factor count as equal. If answers go first, prompts are computed this much faster than
+they arrive, so that their queue empties."""
 PATIENCE = 1.5
-"""If prompts go first, they wait at most half as long again as with full steps."""
+"""If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
 """Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
 FIRST_STEP_TOKENS = 2048
-"""Before steps were observed: vLLM's default on small GPUs, which no engine suffers from for long."""
+"""The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
+anywhere."""
 RATE_S = 30.0
-"""Time over which the rate of prompt tokens is averaged."""
+"""Seconds over which the rate of prompt tokens is averaged."""
 LOOK_EVERY = 64
-"""One step in this many is twice as large as chosen. It shows what tokens cost in larger steps."""
+"""One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 MAX_PLAIN = 64
-"""How many waiting plain requests are examined before each step: more do not fit into one."""
+"""Most waiting plain requests that are examined before each step. More do not fit into one."""
 
 
 def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
@@ -73,7 +76,7 @@ def choose_step_tokens(
 ) -> int:
     """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`.
 
-    `prompt_rate`: prompt tokens that arrive, a second.
+    `prompt_rate`: prompt tokens that arrive per second.
     """
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
@@ -94,7 +97,7 @@ def choose_step_tokens(
         return next((size for size in sizes if get_speed(size) >= SLACK * prompt_rate), budget)
 
     def get_wait(num_tokens: int) -> float:
-        """Seconds that others wait for one more prompt token; infinite where prompts would wait too long."""
+        """Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long."""
         left = get_speed(num_tokens) - prompt_rate
         if left <= 0 or left < (most - prompt_rate) / PATIENCE:
             return math.inf
@@ -115,22 +118,22 @@ def _get_sizes(budget: int) -> Iterator[int]:
 
 @dataclass
 class AdaptiveSteps:
-    """Chooses the token count of each step from the steps and turns of its engine, beside any policy.
+    """Chooses the token count of each step from its engine's earlier steps and turns. Works with any policy.
 
     `--step-tokens adaptive`, or `adaptive:3` for another `prompt_weight`.
     """
 
     prompt_weight: float = PROMPT_WEIGHT
-    """How much a second that a prompt waits weighs beside one that a decoding turn waits."""
+    """Weight of a second that a prompt waits, relative to a second that a decoding turn waits."""
     _times: StepTimes = field(default_factory=StepTimes)
     _num_prompt_tokens: float = 0.0
-    """Computed for the turns that finished last; they fade over `RATE_S`."""
+    """Prompt tokens computed for recently finished turns. They decay over `RATE_S`."""
     _since_s: float = math.inf
     _now_s: float = 0.0
     _num_steps: int = 0
     _kinds: PlainKinds = field(default_factory=PlainKinds)
     _plain: dict[str, int] = field(default_factory=dict)
-    """Plain requests that wait, with the tokens that they have to compute."""
+    """Waiting plain requests, with the number of tokens to compute for each."""
 
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
         """Learn which plain requests wait."""
@@ -138,7 +141,7 @@ class AdaptiveSteps:
             self._plain[turn.turn_id] = num_new_tokens
 
     def observe_start(self, turn_id: str) -> None:
-        """Learn which wait no more."""
+        """Note that a turn waits no more."""
         self._plain.pop(turn_id, None)
 
     def observe_step(self, step: StepView) -> None:
@@ -149,7 +152,7 @@ class AdaptiveSteps:
         self._num_steps += 1
 
     def observe_decodes(self, steps: DecodeSteps) -> None:
-        """The same of many steps."""
+        """Learn the same from many decode steps."""
         self._times.observe_decodes(steps.durations_s, steps.num_requests)
         self._since_s = min(self._since_s, steps.ends_s[0] - steps.durations_s[0])
         if self._num_prompt_tokens:
@@ -159,12 +162,12 @@ class AdaptiveSteps:
         self._num_steps += len(steps.ends_s)
 
     def observe_turn(self, turn: Turn) -> None:
-        """Learn how many prompt tokens come, and which jobs call tools."""
+        """Learn how many prompt tokens arrive, and which jobs call tools."""
         self._kinds.observe(turn)
         self._num_prompt_tokens += max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
 
     def choose(self, view: EngineView) -> StepSize | None:
-        """The bounds of the next step; None if no turn runs, so that none is delayed."""
+        """The bounds of the next step; None if no turn runs that a large step could delay."""
         num_decoding = view.num_running - 1
         if num_decoding < 0:
             return None
@@ -173,7 +176,7 @@ class AdaptiveSteps:
         chosen = choose_step_tokens(self._times, num_decoding, rate, self.prompt_weight, budget)
         if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
-        # Where layers have states, prompts are computed in whole blocks, and blocks are large.
+        # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
         chosen = max(chosen, min(num_decoding + view.block_size, budget))
         return self._add_plain(chosen, view)
 
@@ -184,14 +187,14 @@ class AdaptiveSteps:
             self._now_s = now_s
 
     def _get_prompt_rate(self) -> float:
-        """Prompt tokens a second of turns that finished recently. About as many arrive, or a few more."""
+        """Prompt tokens per second of recently finished turns. About as many arrive, or a few more."""
         elapsed_s = self._now_s - self._since_s
         return (
             self._num_prompt_tokens / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0
         )
 
     def _add_plain(self, chosen: int, view: EngineView) -> StepSize:
-        """Add room for the plain requests that wait and that stock vLLM would compute in one step."""
+        """Add room for waiting plain requests that stock vLLM would compute in one step."""
         most = view.max_num_batched_tokens
         room = most - view.num_running
         fitting = [tokens for tokens in islice(self._plain.values(), MAX_PLAIN) if tokens <= room]

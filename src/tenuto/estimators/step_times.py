@@ -3,8 +3,8 @@
     step without prefill:    fixed + decode_s · requests
     step with prefill:       fixed + token_s · prefill tokens + decode_s · requests
 
-Memory-bound decoding and compute-bound prefill share a step, so each kind of step has its own fit. A third
-fit is of the time that prefill adds to a step with the same number of decodes.
+Decoding is memory-bound and prefill is compute-bound, so each of the two kinds of steps has its own fit. A
+third fit is for the time that prefill adds to a step with the same number of decodes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Iterable, Sequence
 DECAY = 0.998
 """Factor on a step's weight for each later step: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
-"""With fewer prefill tokens, prefill adds no time to a step that decodes."""
+"""Fewer prefill tokens add no time to a step that decodes."""
 ADDED_DECAY = 0.99
 """The same for the time that prefill adds: contexts change with each prompt."""
 DIFFERENCE_DECAY = 0.95
-"""The same for differences between steps; only one step in some ten has one."""
+"""The same for differences between steps. Only about one step in ten has one."""
 MIN_ADDED_TOKENS = 256
-"""With fewer, prefill rides along in part: such steps lie above the line of longer ones."""
+"""Steps with fewer prefill tokens are left out of that fit: they lie above the line of larger ones."""
 MIN_DIFFERENCE = 128
-"""Steps that differ by fewer tokens say little of the slope."""
+"""Steps that differ by fewer tokens say little about the slope."""
 PRIOR_XX = 2.0 * 512**2
-"""The guess counts as much as two differences of 512 tokens."""
+"""Weight of the guessed slope: as much as two differences of 512 tokens."""
 LATEST_STEP_WEIGHT = 0.02
 """Weight of the latest step in the share of steps that were full."""
 MIN_STEPS = 5
-"""Number of steps of a kind from which other estimates use its fit."""
+"""A fit is used after more than this many steps of its kind."""
 
 
 class _Moments:
@@ -45,7 +45,7 @@ class _Moments:
         self.xy = self.xy * DECAY + x * y
 
     def observe_each(self, x: float, ys: Iterable[float]) -> None:
-        """The same as observing each y at this x."""
+        """The same as `observe(x, y)` for each y."""
         weight, sum_x, sum_y, sum_xx, sum_xy = self.weight, self.x, self.y, self.xx, self.xy
         square = x * x
         for y in ys:
@@ -57,7 +57,7 @@ class _Moments:
         self.weight, self.x, self.y, self.xx, self.xy = weight, sum_x, sum_y, sum_xx, sum_xy
 
     def try_get_line(self) -> tuple[float, float] | None:
-        """Intercept and slope, neither negative; None where all x are alike."""
+        """Intercept and slope, neither negative. None if all x are nearly equal."""
         spread = self.weight * self.xx - self.x * self.x
         if not spread > 1e-6 * self.weight * self.xx:
             return None
@@ -70,12 +70,12 @@ class _Moments:
 
 
 class _Added:
-    """The time that prefill adds to a step: a line through its tokens, of the latest hundred or so steps.
+    """The time that prefill adds to a step: a line over its tokens, fitted to about the last hundred steps.
 
-    The slope comes from the *differences* between one step and the next with as many requests. These have
-    nearly the same contexts, so contexts do not disturb it; where a prompt ends and another begins they
-    would. The line goes through the mean of the steps. While no two steps differed, half of the time of
-    decoding is taken to be saved by computing both together.
+    The slope comes from the *differences* between consecutive steps with equally many requests. Their
+    contexts are nearly equal, so contexts do not distort the slope. (They would where a prompt ends and
+    another begins.) The line goes through the mean of the steps. Until two steps differ, computing both
+    together is assumed to save half of the decoding time.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Added:
         self.last = (num_tokens, added_s, num_requests)
 
     def get_line(self, pass_s: float) -> tuple[float, float]:
-        """Intercept and slope. The intercept has either sign, and is at most a pass over the weights."""
+        """Intercept, which may be negative and is at most `pass_s`, and slope."""
         mean_tokens, mean_s = self.tokens / self.weight, self.added_s / self.weight
         guess = (mean_s + self.decode_s / self.weight / 2) / mean_tokens
         slope = max(0.0, (self.xy + PRIOR_XX * guess) / (self.xx + PRIOR_XX))
@@ -112,7 +112,7 @@ class _Added:
 
 
 class StepTimes:
-    """Fits over the latest steps; O(1) each."""
+    """Fits over the latest steps. O(1) per step."""
 
     def __init__(self) -> None:
         self._decode = _Moments()
@@ -121,7 +121,7 @@ class StepTimes:
         self._lines: tuple[float, tuple[float, float]] | None = None
         """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
         self._added_line: tuple[float, float] | None = None
-        """What prefill adds, likewise."""
+        """The line of `get_added`; None if a step was observed since."""
         self._full_share = 0.0
 
     def observe(
@@ -171,18 +171,18 @@ class StepTimes:
         return self._get_lines()[1][0]
 
     def get_gain(self, num_requests: int) -> float:
-        """What one more decoding request adds to the throughput of this many, as a share of theirs.
+        """Throughput that one more decoding request adds to this many, as a share of theirs.
 
-        It shares the pass over the weights. In steps full of prompts that gains nothing.
+        The gain is that they share the pass over the weights. In steps full of prompts it is 0.
         """
         step_s = self.get_decode_s(num_requests)
         return (1 - self._full_share) * self.get_pass_s() / step_s if step_s > 0 else 0.0
 
     def get_added(self) -> tuple[float, float]:
-        """What prefill adds to a step that decodes, as a line: seconds at no token, and seconds a token.
+        """The time that prefill adds to a step that decodes: intercept in seconds, and seconds per token.
 
-        The former is below zero where kernels gain from being fed together, and above it where a step that
-        mixes both has a cost of its own. (0, 0) before any was seen.
+        The intercept is negative where computing both together saves time, and positive where a mixed step
+        has a cost of its own. (0, 0) before any prefill was seen.
         """
         if self._added_line is None:
             known = self._added.weight > MIN_STEPS
@@ -190,17 +190,18 @@ class StepTimes:
         return self._added_line
 
     def get_tokens_per_decode(self) -> float:
-        """Prefill tokens that take as long as one more decoding request adds to a step; 1 to 50."""
+        """Number of prefill tokens that take as long as one more decoding request, from 1 to 50."""
         token_s, (_, decode_s) = self._get_lines()
         return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
 
     def _get_lines(self) -> tuple[float, tuple[float, float]]:
-        """Both fits, made once a step: many turns end with one."""
+        """Both fits, computed at most once per step, because many turns end with one step."""
         if self._lines is None:
             fit = self._prefill
             prefill = fit.try_get_line() or (0.0, fit.y / fit.x if fit.x else 0.0)
             fit = self._decode
-            # As long as equally many decoded in all steps: most of such a step is the pass over the weights.
+            # No line while all steps decode for equally many: most of their time is the pass over the
+            # weights.
             decode = fit.try_get_line() or ((fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0))
             self._lines = prefill[1], decode
         return self._lines

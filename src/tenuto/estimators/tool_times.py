@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_TOOLS = 1000
-"""Most tools remembered: names come from clients and model output. The one unseen for longest is dropped."""
+"""Most tools that are kept: names come from clients and model output. The least recently seen is dropped."""
 MAX_TIMES = 500
-"""Calls remembered of one tool: the share within a time is then known to 2.2 % (one standard error)."""
+"""Calls that are kept per tool. The share of calls within a time is then known to 2.2 % (one standard
+error)."""
 
 
 class RecentTimes:
@@ -41,7 +42,7 @@ class RecentTimes:
         return self._sorted
 
     def get_state(self) -> list[float]:
-        """The samples, oldest first, as JSON can hold them; the constructor takes them back."""
+        """The samples as JSON values, oldest first. The constructor accepts them."""
         return list(self._recent)
 
     def __repr__(self) -> str:
@@ -53,7 +54,7 @@ MIN_SAMPLES = 100
 
 
 class ToolSamples:
-    """Recent times per tool and over all tools; of too many tools, the longest unseen is dropped."""
+    """Recent times per tool and over all tools. Of too many tools, the least recently seen is dropped."""
 
     def __init__(self, max_tools: int = MAX_TOOLS, max_times: int = MAX_TIMES) -> None:
         self._max_tools = max_tools
@@ -72,9 +73,10 @@ class ToolSamples:
             self._tools.popitem(last=False)
 
     def get_left_s(self, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
-        """Mean seconds left of the tool's calls that took longer than this one so far.
+        """Expected seconds until the call returns: the mean over earlier calls that took longer.
 
-        Without such calls: what the client said, or as long again as it has taken.
+        Without such calls: the time that the client said, or as long again as the call has taken, at least 1
+        s.
         """
         times = () if tool is None or tool not in self._tools else self._tools[tool].get_sorted()
         longer = times[bisect_right(times, elapsed_s) :]
@@ -92,12 +94,12 @@ class ToolSamples:
         return self._all if len(self._all) > min_samples else None
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it."""
+        """What was learned, as JSON values."""
         tools = {tool: times.get_state() for tool, times in self._tools.items()}
         return {"all": self._all.get_state(), "tools": tools}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         own = [(str(tool), RecentTimes(times, self._max_times)) for tool, times in state["tools"].items()]
         times_of_all = RecentTimes(state["all"], self._max_times)
         self._tools = OrderedDict(own[-self._max_tools :])

@@ -12,8 +12,8 @@ from tenuto.core.types import Turn
 class JobOrder(Policy):
     """All turns of the job that came first go first; the rest is stock.
 
-    Source: this project; the plainest order that knows jobs. The preset `unbounded` is this order on a KV
-    cache that never fills.
+    Source: this project; the simplest order by jobs. The preset `unbounded` is this order with a KV cache
+    that never fills.
     """
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:

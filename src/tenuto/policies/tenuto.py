@@ -1,9 +1,10 @@
 """tenuto: the default policy.
 
 1. The job with the least work left goes first, and jobs move up as they age.
-2. A job keeps its KV on the GPU through its tool call, until a turn before it in the order needs the memory.
-3. While turns wait for memory, KV that will stay idle for longer than it is worth yields first, to any turn.
-4. Jobs whose kind rarely comes back keep nothing. While most new jobs do not come back, those that did go
+2. A job keeps its KV on the GPU during its tool call, until a turn earlier in the order needs the memory.
+3. While turns wait for memory, idle KV has a price. Any turn may reclaim KV that will stay idle for longer
+   than it is worth.
+4. A job whose kind rarely comes back keeps no KV. While few new jobs come back, jobs that did come back go
    first.
 5. Plain requests that fit into one step go before all jobs, while they take less than half of the engine.
 """
@@ -36,14 +37,14 @@ from tenuto.estimators.step_times import StepTimes
 from tenuto.estimators.tool_times import ToolSamples
 
 LOOK_S = 1.0, 5.0
-"""A lease is reconsidered when its tool should have returned, but not before and not after these times. While
-memory has no price, after twice the longer one."""
+"""Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
+return. While memory has no price, it is twice the upper bound."""
 FIRST = -1e12
-"""The value of a lease that is not worth its memory. It is reclaimed before all others, for any turn."""
+"""The value of a lease that is not worth its memory. Any turn may reclaim it, and it is reclaimed first."""
 AHEAD_S = 1e9
 """Seconds by which one class of jobs goes before another: more than any job's work takes."""
 MAX_LOOK_UPS = 64
-"""While more turns wait, first turns are not looked up in the cache: each costs as much as its start."""
+"""While more turns wait, first turns are not looked up in the cache: a look-up costs as much as a start."""
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     # The order.
 
     def wants_hits(self, turn: Turn) -> bool:
-        """Only for first turns that do not go first anyway: of later turns the policy knows the prefix."""
+        """Only for first turns that do not go first anyway. The policy knows the prefix of later turns."""
         return turn.job.num_turns == 1 and not self._goes_first(turn.job, turn.num_prompt_tokens)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
@@ -91,7 +92,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return (-self._get_place(turn),)
 
     def _get_place(self, turn: Turn) -> float:
-        """The place of a turn that waits or runs."""
+        """The place of a turn in the order, in seconds. The smallest goes first."""
         known = max(self._get_context(turn), turn.num_cached_tokens or 0)
         new_tokens = max(1, turn.num_prompt_tokens - known)
         if self._goes_first(turn.job, new_tokens):
@@ -109,7 +110,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return job.arrival_s + self.stretch * work_s - AHEAD_S * self._standing.get_lead(job)
 
     def _get_context(self, turn: Turn) -> int:
-        """Tokens of its job's latest turn, if this turn continues them; else 0."""
+        """Tokens of the job's latest turn if this turn's prompt extends them, else 0."""
         return 0 if turn.is_parted else self._contexts.get(turn.job.job_id, 0)
 
     # Memory.
@@ -140,26 +141,26 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        """Host memory evicts the least recently used KV, and that of ended jobs at once.
+        """Host memory evicts the least recently used KV first, and KV of ended jobs at once.
 
-        While one-shot jobs crowd the engine, their KV goes before all else.
+        While few new jobs come back, KV of jobs that did come back is evicted last.
         """
         return (self._standing.is_spared(turn.job),)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """KV that is not worth its memory goes first, oldest first; then the last job in the order."""
+        """First KV that is not worth its memory, oldest first; then that of the last job in the order."""
         return (lease.value, lease.granted_s)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether the turn goes before the lease's job."""
+        """Whether the turn goes before the lease's job, and the job's KV is not protected from it."""
         if lease.value > FIRST and self._standing.is_spared(lease.turn.job):
             return False
         return -lease.value > self._get_place(turn)
 
     def _get_worth_s(self, view: EngineView) -> float:
-        """For how many seconds KV is worth its memory; `max_idle_s` while no turn waits for memory.
+        """Seconds for which idle KV is worth its memory; `max_idle_s` while no turn waits for memory.
 
-        Until then, the turns that could decode there instead would gain as much as it costs to restore it.
+        In that time, turns that decode in this memory instead gain as much as it costs to restore the KV.
         """
         num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
         gain = self._steps.get_gain(view.num_running)
@@ -170,7 +171,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return min(self.max_idle_s, restore_s * num_running_blocks / gain)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Load the KV, unless a slow disk or a long queue makes this much slower than computing."""
+        """Load the KV, unless a slow disk or a long queue makes loading much slower than computing."""
         compute_s = self._steps.get_token_s() * offer.num_tokens
         return compute_s == 0 or offer.load_s <= self.patience * compute_s
 
@@ -181,7 +182,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         self._steps.observe(step.num_tokens, step.num_requests, step.duration_s, is_full=step.is_full)
 
     def learn_decodes(self, steps: DecodeSteps) -> None:
-        """The same of many steps."""
+        """Learn the same from many decode steps."""
         self._steps.observe_decodes(steps.durations_s, steps.num_requests, is_full=steps.is_full)
 
     def on_tick(self, view: EngineView) -> None:
@@ -201,14 +202,14 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
             return
         work = get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
         self._standing.observe(turn, work)
-        # What other jobs had computed of a first turn's prompt is not this turn's work.
+        # A first turn's hits were computed by other jobs, so they are not its work.
         new_tokens = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
         self._contexts[turn.job.job_id] = turn.num_prompt_tokens + turn.num_output_tokens
         work = get_work(new_tokens, 0, turn.num_output_tokens)
         self._work.observe_turn(turn.job, float(new_tokens), work, stops=turn.tool is None)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Learn how long jobs are."""
+        """Learn how much work the whole job was."""
         self._contexts.pop(job.job_id, None)
         self._standing.returns.end(job.job_id)
         self._work.end_job(job.job_id)
@@ -218,11 +219,11 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return self._standing.returns.get_figures()
 
     def get_state(self) -> dict[str, Any]:
-        """How long tools and jobs are; step times are learned again within seconds."""
+        """What was learned about tools and jobs. Step times are left out: they are learned within seconds."""
         return {"tools": self._tools.get_state(), "jobs": self._work.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Load what an earlier run learned."""
+        """Restore what an earlier run learned."""
         tools = ToolSamples()
         tools.set_state(state["tools"])
         self._work.set_state(state["jobs"])
