@@ -1,7 +1,7 @@
 """Every experiment under one help: `python -m experiments` lists them; a name after it runs one.
 
 A name is the module's, so `python -m experiments tables.fidelity` and `python -m experiments.tables.fidelity`
-are the same. What an experiment needs beyond the simulator stands beside it.
+are the same. The list says what an experiment needs beyond the simulator.
 """
 
 from __future__ import annotations

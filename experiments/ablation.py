@@ -23,7 +23,7 @@ class FirstJobFirst(Tenuto):
 
 @dataclass
 class NoPauses(Tenuto):
-    """Only the work of all turns to come counts, however short this turn is."""
+    """Only the work of all remaining turns counts, however short the next turn is."""
 
     def __post_init__(self) -> None:
         self._work = _WholeJobs()
@@ -36,7 +36,7 @@ class _WholeJobs(RemainingWork):
 
 @dataclass
 class NoPlainFirst(Tenuto):
-    """Plain requests have a place by their work, as all jobs."""
+    """Plain requests are ordered by their work, like all jobs."""
 
     def __post_init__(self) -> None:
         self._standing = _NobodyIsPlain()
@@ -49,7 +49,7 @@ class _NobodyIsPlain(Standing):
 
 @dataclass
 class NoStanding(Tenuto):
-    """Work alone orders jobs: no flood and no crowd of strangers is seen, and everybody's KV is held."""
+    """Only work orders jobs: floods and crowds of one-shot jobs are ignored, and every job's KV is held."""
 
     def __post_init__(self) -> None:
         self._standing = _AllAreAlike()
@@ -90,7 +90,7 @@ class NoRetention(Tenuto):
 
 @dataclass
 class NoPrice(Tenuto):
-    """A lease is worth its memory for ever."""
+    """A lease is always worth its memory."""
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         answer = super().retain(turn, view)
@@ -103,7 +103,7 @@ class NoPrice(Tenuto):
 
 @dataclass
 class AnyoneTakes(Tenuto):
-    """Leases give way to any turn, also to one behind them in the order."""
+    """Any turn may reclaim any lease, even a turn later in the order than the lease's job."""
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         return True
@@ -111,7 +111,7 @@ class AnyoneTakes(Tenuto):
 
 @dataclass
 class OrderedTier(Tenuto):
-    """Host memory gives up the last job in the order first."""
+    """Host memory evicts the KV of the last job in the order first."""
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
         return (-self._get_place_of(turn.job, self._work.get_work_left(turn.job)),)
@@ -126,7 +126,7 @@ class NoTier(Tenuto):
 
 @dataclass
 class AlwaysLoads(Tenuto):
-    """A turn waits for whatever the tier has of it."""
+    """A turn loads all KV that a tier has of it."""
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         return True

@@ -1,16 +1,16 @@
-"""Which code decided in a simulated run: a digest that each kept record has, and what it says of a table.
+"""Which code decided in a simulated run: a digest in each kept record, and whether a table's records match.
 
-A digest has three parts, so that a record goes stale only where something changed that its run loads:
+A digest has three parts, so that a record goes stale only if code that its run loads has changed:
 
-    engine   the simulator and the core: all that `tenuto.sim.run` imports of the rooms that decide
+    engine   the simulator and the core: all that `tenuto.sim.run` imports from the packages that decide
     place    this GPU, this model, and the generator of these jobs, or the readers of traces for a trace
     rules    the policy's own modules and preset, and the router's
 
-A digest is the same whatever file a definition is in, and whatever comments and docstrings say. Code that
-measures (`tenuto.records`) is not in it. Records without a digest are older than all that have one.
+A digest does not depend on comments and docstrings, or on which file a definition is in. Code that measures
+(`tenuto.records`) is not in it. Records without a digest are older than all that have one.
 
-Code may become faster and decide the same. `experiments/records/same_code.txt` has such digests in pairs;
-`python -m experiments.random_scenarios --confirm` adds them, after it ran kept runs anew.
+Code may change and make the same decisions. `experiments/records/same_code.txt` has such digests in pairs.
+`python -m experiments.random_scenarios --confirm` runs kept runs again and adds the pairs.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ DECIDING = (
     *("tenuto.core", "tenuto.estimators", "tenuto.policies", "tenuto.routers", "tenuto.sim"),
     *("tenuto.workload", "tenuto_predict", "experiments"),
 )
-"""The rooms whose code can change a simulated decision."""
+"""The packages whose code can change a simulated decision."""
 READERS = "tenuto.workload.formats"
 LOADS = ("tenuto.workload.generators", READERS)
-"""Of these, only what makes a run's jobs counts."""
+"""Of these packages, only the modules that make a run's jobs count."""
 LISTS = {
     "tenuto.core.loader": ("PRESETS",),
     "tenuto.sim.hardware.gpus": ("_GPUS", "GPUS"),
     "tenuto.workload.load": ("GENERATORS",),
 }
-"""Definitions that list what there is. Of a list, only the entry that a run takes counts."""
+"""Tables of all GPUs, presets and generators. Only the entry that a run uses counts."""
 READING = ("read_trace", "_find_reader", "holds_text")
-"""Of `tenuto.workload.load`, what only traces need."""
+"""The parts of `tenuto.workload.load` that only traces need."""
 RELEASE = "__version__ = '0.1.0'"
-"""Stands for the number of every release, which decides nothing. The first digests were made of this one."""
+"""Replaces the version of every release, which decides nothing. The first digests were made with this one."""
 SAME = ROOT / "experiments" / "records" / "same_code.txt"
 UNKNOWN = "unknown"
 GONE = "gone"
-"""The rules of a policy that does not exist any more. No record has them."""
+"""Stands for the rules of a policy that no longer exists. No record has it."""
 
 
 class Code(NamedTuple):
@@ -67,18 +67,18 @@ class Code(NamedTuple):
     rules: str
 
     def __str__(self) -> str:
-        """As a record has it."""
+        """The text in a record."""
         return "-".join(self)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """The code of a record; `UNKNOWN` in each part that it does not say."""
+        """The code of a record; `UNKNOWN` for each part that it does not have."""
         parts = record["code"].split("-")[:3] if record.get("code") else []
         return cls(*map(follow, parts), *[UNKNOWN] * (3 - len(parts)))
 
 
 def follow(part: str) -> str:
-    """The last digest of code that decides as the code of this one did."""
+    """The latest digest of code that makes the same decisions as the code of this one."""
     same = _read_same()
     for _ in same:
         part = same.get(part, part)
@@ -94,7 +94,7 @@ def _read_same() -> dict[str, str]:
 
 
 def write_same(pairs: Mapping[str, str], how: str) -> None:
-    """Say that code decides the same: the digests of before and after, and how that is known."""
+    """Record that changed code decides the same: the digests before and after, and how that is known."""
     is_new = not SAME.exists()
     with SAME.open("a", encoding="utf-8") as file:
         if is_new:
@@ -104,7 +104,7 @@ def write_same(pairs: Mapping[str, str], how: str) -> None:
 
 
 def digest_code(setup: Setup, load: LoadOptions, made_by: str | None = None) -> Code:
-    """The present code of a run. `made_by`: the module that makes the jobs, where no generator does."""
+    """The present code of a run. `made_by`: the module that makes the jobs, if no generator does."""
     servers = setup.fleet.servers if setup.fleet is not None else ()
     router = setup.fleet.router if setup.fleet is not None else IDEAL
     gpus = (setup.gpu, *(server.partition(":")[0] or setup.gpu for server in servers))
@@ -136,7 +136,7 @@ def _digest_place(gpus: tuple[str, ...], model: str, jobs: str, is_module: bool)
 
 
 def describe_model(model: str) -> str:
-    """A model's shape in words, without the place of its file: that is another one in each clone."""
+    """A model's shape as text, without its file's path, which is different in each clone."""
     found = load_model(model)
     names = [each.name for each in dataclasses.fields(found) if each.name != "config_path"]
     return repr([(name, getattr(found, name)) for name in names])
@@ -152,7 +152,7 @@ def _digest_rules(policy: str, router: str) -> str:
 
 
 def _find_modules(function: Any) -> list[str]:
-    """Where a generator is defined; where what it calls is, if it stands in the list itself."""
+    """The module of a generator; for one that is defined in the list itself, those of what it calls."""
     assert isinstance(function, FunctionType)
     if function.__module__ != loads.__name__:
         return [function.__module__]
@@ -167,7 +167,7 @@ def _find_engine() -> frozenset[str]:
 def _close(
     modules: Iterable[str], known: Collection[str] = (), without: Collection[str] = ()
 ) -> frozenset[str]:
-    """These modules and all that they import in the rooms that decide, as far as known modules and rooms."""
+    """These modules and their imports in the packages that decide, except `known` modules and `without`."""
     found: set[str] = set()
     waiting = list(modules)
     while waiting:
@@ -185,7 +185,7 @@ def _is_in(module: str, packages: Iterable[str]) -> bool:
 
 @cache
 def _read(module: str) -> str:
-    """The text of a module; empty for a name that is no module of ours."""
+    """The text of a module; empty if the name is not a module of this repository."""
     for folder in SOURCES:
         path = ROOT.joinpath(folder, *module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -196,9 +196,9 @@ def _read(module: str) -> str:
 
 class _Parts(NamedTuple):
     imports: tuple[str, ...]
-    """What is imported anywhere, in functions too, and each name that may be a module of its own."""
+    """All imports, in functions too, and each imported name that may be a module."""
     statements: tuple[tuple[str, str], ...]
-    """What each defines and what it says, without imports and docstrings."""
+    """The name that each statement defines and its text, without imports and docstrings."""
 
 
 @cache
@@ -229,7 +229,7 @@ def _read_modules(modules: Iterable[str]) -> list[str]:
 
 
 def _get_name(node: ast.stmt) -> str:
-    """What a statement defines, where it is a function, a class, or one name."""
+    """The name that a statement defines, if it is a function, a class, or one variable."""
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
     return getattr(target, "id", getattr(target, "name", ""))
 
@@ -251,15 +251,15 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:8]
 
 
-# What it says of a table.
+# Checks of a table's records.
 
 Record = Mapping[str, Any]
 
 
 def find_mixed(records: Iterable[Record]) -> list[str]:
-    """What hinders that records are compared with each other, in words: codes that differ.
+    """Why records must not be compared with each other, in words: the differences of their code.
 
-    Those of a table have one engine, those of a row one place, and those of a policy one set of rules.
+    All records of a table need one engine, those of a row one place, and those of a policy one set of rules.
     """
     found: dict[str, Counter[str]] = {}
     for record in records:
@@ -275,7 +275,7 @@ def find_mixed(records: Iterable[Record]) -> list[str]:
 
 
 def check_one_code(records: Iterable[Record]) -> None:
-    """Raises ConfigError if records of several codes would be compared with each other."""
+    """Raise ConfigError if records of different code would be compared with each other."""
     if mixed := find_mixed(records):
         raise ConfigError(
             f"a table of several codes would compare what cannot be compared; {'; '.join(mixed[:3])}. "
@@ -284,14 +284,14 @@ def check_one_code(records: Iterable[Record]) -> None:
 
 
 def take_last(records: Sequence[Record]) -> list[Record]:
-    """The records with the last one's engine, and of each policy those with its last rules."""
+    """The records with the last record's engine, and of each policy only those with its latest rules."""
     same = [record for record in records if Code.of(record).engine == Code.of(records[-1]).engine]
     rules = {record["policy"]: Code.of(record).rules for record in same}
     return [record for record in same if Code.of(record).rules == rules[record["policy"]]]
 
 
 def say_code(records: Iterable[Record], get_present: Callable[[Record], Code]) -> str:
-    """Which code made the records of a table, and which of them are older than the present code."""
+    """Which code made a table's records, and which records are older than the present code, in words."""
     engines: set[str] = set()
     older: dict[str, None] = {}
     for record in records:
@@ -310,4 +310,4 @@ def say_code(records: Iterable[Record], get_present: Callable[[Record], Code]) -
 
 
 CODE = "Code:"
-"""The line that says so begins with this. It changes with the code, without new records."""
+"""Beginning of the line with the result of `say_code`. It changes with the code, without new records."""

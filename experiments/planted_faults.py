@@ -1,12 +1,12 @@
 """Plants a fault in a copy of the source for each claim of docs/faults.md, and shows that its check finds it.
 
     python -m experiments.planted_faults                     every fault; about a minute for each of vLLM's
-    python -m experiments.planted_faults --only tenants      those whose name holds this word
+    python -m experiments.planted_faults --only tenants      faults whose name contains this word
     python -m experiments.planted_faults --list
 
-A check is a test that docs/faults.md names (`core/test_hints.py::test_…`), or `fuzzing: PARSER`. The fault is
-one piece of text of one file that is replaced. The exit status is 1 if a check did not find its fault, so it
-could not fail. Checks on a real server are skipped unless TENUTO_TEST_MODEL is set.
+A check is a test that docs/faults.md names (`core/test_hints.py::test_…`), or `fuzzing: PARSER`. A fault
+replaces one piece of text in one file. The exit status is 1 if a check did not find its fault: such a check
+cannot fail. Checks on a real server are skipped unless TENUTO_TEST_MODEL is set.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NUM_INPUTS = 300
 
 @dataclass(frozen=True)
 class Fault:
-    """A piece of text of one file that is replaced, and the checks that must find it."""
+    """A replacement of one piece of text in one file, and the checks that must find it."""
 
     name: str
     file: str
     """Below src/tenuto."""
     text: str
-    """It is there exactly once."""
+    """Must occur exactly once."""
     replacement: str
     checks: tuple[str, ...]
 
@@ -851,7 +851,7 @@ UNPLANTED = {
 
 
 def run_check(check: str, source: Path) -> str:
-    """What a check says of this source: `found`, `NOT FOUND`, `skipped`, or `BROKEN` if it could not run."""
+    """A check's result on this source: `found`, `NOT FOUND`, `skipped`, or `BROKEN` if it failed to run."""
     if check.startswith(FUZZING):
         arguments = ["experiments.fuzz", "--parser", check.removeprefix(FUZZING), "--inputs", str(NUM_INPUTS)]
         arguments += ["--out", str(source / "fuzz")]
@@ -864,7 +864,7 @@ def run_check(check: str, source: Path) -> str:
             check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "found"  # it stands still
+        return "found"  # the check hangs
     if done.returncode == 1:
         return "found"
     if done.returncode:
@@ -873,7 +873,7 @@ def run_check(check: str, source: Path) -> str:
 
 
 def plant(fault: Fault, source: Path) -> None:
-    """Put the fault into a copy of the source. Raises ValueError if its text is not there exactly once."""
+    """Put the fault into a copy of the source. Raises ValueError unless its text occurs exactly once."""
     path = source / "tenuto" / fault.file
     text = path.read_text()
     if text.count(fault.text) != 1:
@@ -882,7 +882,7 @@ def plant(fault: Fault, source: Path) -> None:
 
 
 def try_fault(fault: Fault, only_check: str = "") -> dict[str, str]:
-    """What each check says of a copy of the source with this fault."""
+    """The result of each check on a copy of the source with this fault."""
     with tempfile.TemporaryDirectory(prefix="tenuto-planted-") as folder:
         source = Path(folder)
         shutil.copytree(SOURCE, source / "tenuto", ignore=shutil.ignore_patterns("__pycache__"))

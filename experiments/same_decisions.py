@@ -1,11 +1,11 @@
-"""Whether a change of the code changed a decision: a digest of every cell of the result tables.
+"""Checks whether a change of the code changed a decision: a digest for every cell of the result tables.
 
     python -m experiments.same_decisions --write FILE       before the change
     python -m experiments.same_decisions                    after it: names the cells that differ
 
-A cell's `answers` are what the policy answered to each question, in order; its `turns` are when each turn
-arrived, started and finished and what it hit. Cells run with short windows: the point is every policy on
-every kind of machine, not the load. `--tables` and `--policies` choose some.
+A cell's `answers` are the policy's answers to each question, in order. Its `turns` are when each turn
+arrived, started and finished, and what it hit. Cells run with short windows, because every policy on every
+kind of machine matters here, and not the load. `--tables` and `--policies` select cells.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 `Fields` checks each field that is read. Every error is a DataError that names the file, the line, the field
 and the expected value. `read` and `write` follow from a dataclass: its annotations are the one declaration of
 each field. A field is a `str`, `bool`, `int`, `float` or `Any`, a `Literal` of texts, another dataclass, a
-`Mapping[str, X]` or a `tuple[X, ...]`. With a default, or as `X | None`, it may be missing in a file, null or
-not finite. So may an object whose fields are all null or not finite. Unknown fields of a file are ignored.
+`Mapping[str, X]` or a `tuple[X, ...]`. A field with a default, or of type `X | None`, may be missing in a
+file, null or not finite. An object whose fields are all null or not finite counts as missing. Unknown fields
+of a file are ignored.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ COUNT, SECONDS = Range(0, MAX_COUNT), Range(0, MAX_SECONDS)
 
 
 class LeftOut:
-    """`Annotated[X | None, LeftOut]`: not written if it is None. Other fields are written as null then."""
+    """`Annotated[X | None, LeftOut]`: None is not written. In other fields, None is written as null."""
 
 
 def read(cls: Callable[..., T], fields: Fields) -> T:
@@ -201,7 +202,7 @@ def read(cls: Callable[..., T], fields: Fields) -> T:
 
 
 def write(value: Any) -> Any:
-    """Return JSON values of a dataclass or of its fields' values. `read` makes an equal one from them."""
+    """Return a dataclass or a field's value as JSON values. `read` makes an equal one from them."""
     if dataclasses.is_dataclass(value):
         cls: Any = type(value)
         return {

@@ -21,7 +21,7 @@ from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_
 from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
 
 _AT_ONCE = 0.01
-"""Jobs that arrive within this share of a run came at once: no rate of theirs could have gone on."""
+"""Jobs that arrive within this share of a run came at once, so they have no arrival rate."""
 LIMITS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}
 """The name of each limit of `--goodput`, and the time of a turn that it bounds."""
 
@@ -38,9 +38,9 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 class Figure(NamedTuple):
-    """A figure of runs that tables show. An entry in `FIGURES` is all that a new one needs.
+    """A figure of runs that tables show.
 
-    The table and the CSV of `compare` and the report's table take it from there.
+    A new one needs only an entry in `FIGURES`: the table and CSV of `compare` and the report's table use it.
     """
 
     name: str
@@ -92,10 +92,10 @@ def make_record(
     goodput_limits_ms: Mapping[str, float] | None = None,
     **facts: Any,
 ) -> RunRecord:
-    """Make the record of a run, of a simulated one as of a measured one.
+    """Make the record of a run, simulated or measured.
 
-    `num_turns`, `parents`: as in `get_job_times_s`. `isolated_s`: by job, what it would take alone. `facts`:
-    fields of `RunRecord` that no turn knows, or that somebody else knows better than the turns.
+    `num_turns`, `parents`: as in `get_job_times_s`. `isolated_s`: by job, its time alone on the machine.
+    `facts`: further fields of `RunRecord`; they override what is computed from the turns.
     """
     done = get_ok(turns)
     times_s = get_job_times_s(turns, num_turns, parents)
@@ -192,7 +192,7 @@ def get_job_times_s(
 def get_rate(times_s: Iterable[float]) -> float | None:
     """Return events per second over the middle 90 % of the given times; None for fewer than two times.
 
-    The ends are left out because one job that takes long would stretch the time, and so hide the rate.
+    The first and last 5 % are left out because one long job would stretch the time and hide the rate.
     """
     ordered = sorted(times_s)
     cut = len(ordered) // 20
@@ -205,8 +205,8 @@ def get_rate(times_s: Iterable[float]) -> float | None:
 def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> Rates:
     """Return how many jobs arrived and how many finished per second, of the jobs in `times_s`.
 
-    `times_s` is what `get_job_times_s` returns. In a run that is overloaded, jobs arrive faster than they
-    finish: the second rate is what the engine can do.
+    `times_s` is what `get_job_times_s` returns. In an overloaded run jobs arrive faster than they finish, and
+    the second rate is the engine's capacity.
     """
     arrivals_s: dict[str, float] = {}
     for turn in turns:
@@ -258,7 +258,7 @@ def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) 
 
 
 def get_plain_turns(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """Return the turns of jobs that call no tool: what people and plain requests feel beside agents."""
+    """Return the turns of jobs that call no tool, such as people's requests beside agents."""
     agents = {turn.job for turn in turns if turn.tool is not None}
     return [turn for turn in turns if turn.job not in agents]
 

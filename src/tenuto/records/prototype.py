@@ -6,9 +6,9 @@ one time in Unix seconds under the event's name. A start event also has `prompt_
 file does not give output lengths. So there is only a lower bound for the tokens that a turn could reuse: the
 previous prompt. Forks add `deadline` to a pin, and further events; those are skipped and counted.
 
-What is written here, the prototype's own scripts read. Its arrivals and pins also have our record of the
-turn and of the lease, under `tenuto`. So a run that was written tells the same when it is read: nothing is
-inferred from times. Refused leases and the engine's steps are not in the file.
+The prototype's own scripts can read the files that are written here. Arrivals and pins also have our record
+of the turn and of the lease, under `tenuto`. So nothing is inferred from times when such a file is read back.
+Refused leases and the engine's steps are not in the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PINNED = "pinned_time"
 UNPINNED = "unpinned_time"
 EVENTS = (ARRIVED, STARTED, PREEMPTED, RESUMED, FINISHED, PINNED, UNPINNED)
 OURS = "tenuto"
-"""Under this name, an arrival has the turn as we know it, and a pin the lease."""
+"""Under this name, an arrival has our record of the turn, and a pin that of the lease."""
 KIND = "prototype"
 
 TTL_S = 2.0
@@ -54,7 +54,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """A run's data of a turn, enough to find the same causes when it is read back."""
+    """A run's data about one turn, enough to find the same causes when it is read back."""
 
     turn: TurnRecord
     block_size: Annotated[int, Range(1, MAX_TOKENS)]
@@ -65,7 +65,7 @@ class Told:
 
     @classmethod
     def of(cls, data: RunData, turn: TurnRecord) -> Told:
-        """Gather it."""
+        """Collect the data of one turn."""
         key = (turn.job, turn.turn)
         return cls(
             turn=turn,
@@ -77,7 +77,7 @@ class Told:
         )
 
     def add_to(self, data: RunData, key: tuple[str, int]) -> None:
-        """Put all but the turn itself where a run has it."""
+        """Add everything but the turn itself to a run's data."""
         if self.offloaded:
             data.offloaded.add(key)
         if self.declined_load:
@@ -143,7 +143,7 @@ class _JobReader:
             return
         at_s = event.number(name, _MAX_UNIX_S)
         if self._is_ours:
-            return  # the job's arrivals and pins have said it
+            return  # already known from the job's arrivals and pins
         if name == ARRIVED:
             self.turns.append(TurnRecord(job=self.job_id, turn=len(self.turns) + 1, due_s=at_s))
         elif not self.turns and name not in (PINNED, UNPINNED):
@@ -291,8 +291,8 @@ _TRACED = {
 class LiveTimestamps:
     """The file of a running engine, from the records of its trace; written as a whole, as the prototype does.
 
-    At most `MAX_EVENTS` events are kept: the jobs that began first go. If the disk fails, the file stays as
-    it is, with a message, because it must not stop the engine.
+    At most `MAX_EVENTS` events are kept; the oldest jobs are dropped first. If the disk fails, the file stays
+    as it is and a message is logged, because this must not stop the engine.
     """
 
     MAX_EVENTS = 50_000
@@ -323,7 +323,7 @@ class LiveTimestamps:
         elif name == FINISHED:
             self._prompts.pop(turn, None)
         if name != ARRIVED and record["job"] not in self._jobs:
-            return  # it went, and a history begins with an arrival
+            return  # the job was dropped, and a history begins with an arrival
         if name in (STARTED, RESUMED):
             event["prompt_length"] = self._prompts.get(turn, 0)
             event["hit_length"] = record["num_hit_tokens"]

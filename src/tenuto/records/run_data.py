@@ -92,13 +92,14 @@ class RunData:
     offloaded: set[tuple[str, int]] = field(default_factory=set)
     """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
     declined_loads: set[tuple[str, int]] = field(default_factory=set)
-    """Turns that a policy let compute what a tier below the GPU had, as pairs of job and turn number."""
+    """Turns for which the policy chose to compute KV that a tier had, as pairs of job and turn number."""
     short_hits: dict[tuple[str, int], str] = field(default_factory=dict)
     """The layer group that ended a turn's hit early, by job and turn number."""
     short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens after such hits that another group still had, by the group that ended the hit."""
     parted_at: dict[tuple[str, int], int] = field(default_factory=dict)
-    """By job and turn number, where a prompt parts from the job's last one, in tokens; of those that do."""
+    """Tokens before the first difference to the job's last prompt, by job and turn number, if there is
+    one."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)

@@ -209,7 +209,7 @@ class TurnCounts:
 class RunRecord:
     """One run: its inputs and its results. Token counts are sums over its `ok` turns.
 
-    Records that others write may lack any of it: what has no default is None then.
+    Records from other tools may lack any field. A missing field without a default is None.
     """
 
     # Inputs.
@@ -345,7 +345,7 @@ class ValidatedLoad:
     """A generator's name; of a recording only that it was one."""
     jps: float
     window_s: float
-    """Jobs arrived for so long."""
+    """Seconds in which jobs arrived."""
     scale_lengths: float
     seed: int
 
@@ -407,7 +407,7 @@ class ValidationRecord:
     """Why it ended before all runs were made."""
     day: str
     minutes: float
-    """What it took."""
+    """Duration of the validation."""
     machine: ValidatedMachine
     server: ValidatedServer
     load: ValidatedLoad | None = None

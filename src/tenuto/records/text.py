@@ -16,14 +16,14 @@ from tenuto.records.files import writing
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
 
 OVERLOADED = 0.9
-"""A run that finishes less than this share of the jobs per second that arrive is called overloaded,
-if its later jobs took longer, too. In a short run jobs finish over a longer time than they arrived in."""
+"""A run is called overloaded if it finishes less than this share of the jobs per second that arrive, and its
+later jobs took longer. (In any short run, jobs finish over a longer time than they arrive in.)"""
 _GROWTH = 1.25
-"""Mean time of the last third of the jobs over that of the first third, from which on they took longer."""
+"""Later jobs took longer if the mean time of the last third is at least this many times that of the first."""
 _SLOWED = 1.25
-"""Mean of a job's time over its time alone, from which on jobs can be said to wait for each other."""
+"""Jobs waited for each other if their mean slowdown is at least this."""
 _MIN_JOBS = 12
-"""Fewer jobs tell no rate, and no trend."""
+"""Fewer jobs show neither a rate nor a trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 _NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
 """Parts of a run's record that are not columns: lists, and what differs from run to run."""
@@ -93,8 +93,8 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
 def is_overloaded(record: Mapping[str, Any]) -> bool:
     """Whether jobs arrived clearly faster than they finished, and later jobs took clearly longer.
 
-    Jobs that take as long as they would alone wait for nothing: people who think for a minute between their
-    turns finish late on an idle server too.
+    A run is not overloaded if jobs take about as long as they would alone. People who think for a minute
+    between turns finish late on an idle server too.
     """
     slowdown = record.get("slowdown")
     if slowdown is not None and slowdown["mean"] < _SLOWED:

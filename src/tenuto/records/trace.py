@@ -3,16 +3,16 @@
 Each line is one JSON object. Every line has `kind` and `step`, the number of its step, counted from 0. Kinds:
 `header` (first line), `step`, `admission`, `job` (a job's history: arrived, started, finished, lease-granted,
 lease-refused, lease-truncated, lease-ended, preempted, resumed), `asked` and `told` (calls of the policy's
-hooks with their inputs and answers; they suffice to replay the decisions), `chosen` (what the engine chose
-beside the policy: the tokens of a step, if these are adaptive).
+hooks with their inputs and answers; they suffice to replay the decisions), `chosen` (a choice of the engine
+and not of the policy: the tokens of an adaptive step).
 
 A header has `run` and `part`. A file that exceeds its limit is renamed to `FILE.1`. The same run continues in
 a new FILE, and its header has the next `part`.
 
-Read, a trace is all turns and leases, and the engine's state. A trace may contain several starts of a server,
-each with its header. Clocks restart there, so jobs are separate too: the second job with the same id is
-called `ID #2`. A trace does not contain the time to first token; the first token is assumed at the next step
-after the prompt was computed. If its steps do not contain the size of the KV cache, as before 0.2, the
+Reading a trace gives all turns and leases, and the engine's state. A trace may contain several starts of a
+server, each with its header. Clocks restart there, so jobs are separate too: the second job with the same id
+is called `ID #2`. A trace does not contain the time to first token; the first token is assumed at the next
+step after the prompt was computed. If its steps do not contain the size of the KV cache, as before 0.2, the
 largest number of free blocks is used, which is exact if the engine was ever idle.
 """
 
@@ -205,7 +205,7 @@ class StepState:
 
     running: Iterable[str]
     requests: Iterable[str]
-    """All requests in the order in which they came; those that do not run, wait."""
+    """All requests in the order of arrival. Those that do not run are waiting."""
     retained_jobs: Iterable[str]
     num_blocks: int
     max_running: int
@@ -271,7 +271,7 @@ class CommandHider:
 SCARCE = 0.05
 """Free blocks are scarce at or below this share of the largest number that was ever free. A step that
 reclaims blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's
-prompt took them, not other jobs."""
+prompt took them, and no other job."""
 _GAUGES = (
     "num_running",
     "num_waiting",

@@ -59,7 +59,7 @@ def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: boo
 
 
 def write_timestamps(paths: Sequence[Path], out: Path) -> None:
-    """Write the one run among these as the prototype's file. Raises DataError or ConfigError."""
+    """Write the only run among `paths` as the prototype's file. Raises DataError or ConfigError."""
     if len(paths) != 1:
         raise ConfigError(f"--timestamps is for one run, got {len(paths)} files")
     write_prototype(out, _load(paths[0], identify(paths[0]), _say_on_stderr))
@@ -158,9 +158,9 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
 
 
 def _get_parted(data: RunData) -> dict[str, Any] | None:
-    """Turns whose prompts change text of the job's last prompt, and where; None if there are none.
+    """Turns whose prompt differs from the job's last prompt in its earlier text; None if there are none.
 
-    `at_tokens`: the place that most of them have. `jobs`: those with most such turns, at most five.
+    `at_tokens`: the most frequent place of the difference. `jobs`: at most five, those with most such turns.
     """
     if not data.parted_at:
         return None

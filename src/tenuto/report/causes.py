@@ -1,6 +1,6 @@
 """Pairs each turn of a run with its job's previous turn, and finds why it did not hit what it could reuse.
 
-To explain a new way of losing the cache: add a cause, and say in `get_cause` what it is known by.
+To explain a new way of losing the cache, add a cause, and its condition in `get_cause`.
 """
 
 from __future__ import annotations

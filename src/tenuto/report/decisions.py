@@ -114,7 +114,7 @@ def _start_run(
     name = policy or said_name
     if not name:
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
-    # For a policy from outside, naming it as the trace does only allows it.
+    # To name the trace's own policy from outside Tenuto only allows it to run. It changes nothing else.
     is_own = policy is None or (":" in policy and policy == said_name)
     if is_own and not options:
         said = record.values.get("options")

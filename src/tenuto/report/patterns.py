@@ -19,8 +19,7 @@ GROWS = 3.0
 the first prompt is short. Overloaded stock has 4.5 and 6.3."""
 GROWS_FROM_SECOND = 1.5
 """Linear growth also needs T8/T2 of at least this. On an idle server, the short first prompt alone makes
-T8/T1 large,
-but not T8/T2."""
+T8/T1 large, but not T8/T2."""
 EXPLODES = 2.0
 """Turn-2 explosion: turn 1 or 2 takes this many times the mean of the later turns. Early prompts are the
 shortest, so even a ratio of 1 is slow. Overloaded continuum-fixed has 3.7 and over 10 (2.3 in our
@@ -102,7 +101,7 @@ class Finding:
 def diagnose(evidence: Evidence) -> list[Finding]:
     """Return the findings, most serious first; empty if no known pattern is seen."""
     found = (
-        # Of the patterns of latency over the turns a run has at most one.
+        # A run has at most one of the patterns of latency over turns.
         _find_explosion(evidence) or _find_collapse(evidence) or _find_growth(evidence),
         _find_storm(evidence),
         _find_lease_ends(

@@ -1,7 +1,7 @@
 """`tenuto top`: a live view of servers on a terminal, eighty columns wide; elsewhere a line for each look.
 
-What it shows of a server is made only from the latest looks at its `/metrics`. A value is None if the server
-does not report it.
+It shows only what the latest looks at a server's `/metrics` contain. A value is None if the server does not
+report it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RESET_SIGNS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "ten
 
 
 class Window:
-    """Looks of the last `span_s` seconds, the newest last; forgets what was before a server's restart."""
+    """Looks of the last `span_s` seconds, the newest last. Looks before a server's restart are dropped."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -69,7 +69,7 @@ class Window:
         return self._pages[-1].at_s - self._pages[0].at_s
 
     def growth(self, name: str, **labels: str) -> float | None:
-        """How much a counter grew; one that the first look does not have grew from 0."""
+        """How much a counter grew. A counter that is missing in the first look grew from 0."""
         new = self.newest.total(name, **labels)
         if new is None or len(self._pages) < 2:
             return None
@@ -85,7 +85,7 @@ class Window:
         return {value: self.rate(name, **{label: value}) for value in self.newest.labels(name, label)}
 
     def ratio(self, part: str, whole: str, **labels: str) -> float | None:
-        """How much one counter grew for each one of another."""
+        """The growth of one counter over that of another."""
         return _divide(self.growth(part, **labels), self.growth(whole, **labels))
 
     def buckets(self, name: str) -> Buckets:
@@ -99,7 +99,7 @@ class Window:
 
 
 def get_percentile(buckets: Buckets, percent: float) -> float | None:
-    """Linear within the bucket it falls in, as Prometheus' histogram_quantile; None without values."""
+    """The percentile, linear within its bucket as in Prometheus' histogram_quantile; None without values."""
     total = max(buckets.values(), default=0.0)
     if not total:
         return None
@@ -159,7 +159,7 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
             "revoked_blocks_per_s": rate("tenuto:revoked_blocks_total"),
             "next_deadline_in_s": _get_next_deadline_in_s(page),
         },
-        # What clients wished to be kept, by what became of it; all zero if they wish nothing.
+        # Clients' cache wishes by their result; all zero without wishes.
         "wishes": {
             **{result: total("tenuto:wishes_total", result=result) for result in RESULTS},
             "malformed": total("tenuto:malformed_wishes_total"),
@@ -199,7 +199,7 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
             "gained_tokens_per_s": rate("tenuto:shadow_gained_tokens_total"),
             "delayed_turns_per_s": rate("tenuto:shadow_delayed_turns_total"),
         },
-        # The two parts of a canary; empty if no turn was counted, so without a canary.
+        # The two groups of a canary; empty if no turn was counted, as without a canary.
         "canary": {
             group: {
                 "turns_per_s": rate("tenuto:group_turns_total", group=group),
@@ -236,7 +236,7 @@ def _get_engines(page: Page) -> list[str]:
 
 
 def _get_longest_wait_s(page: Page) -> float | None:
-    """How long the turn has waited that waits longest for its first step; 0 if none waits."""
+    """The longest time that a turn has waited for its first step; 0 if none waits."""
     arrivals_s = [value for _, value in page.samples.get("tenuto:oldest_waiting_timestamp_seconds", ())]
     if not arrivals_s:
         return None
@@ -244,7 +244,7 @@ def _get_longest_wait_s(page: Page) -> float | None:
 
 
 def _get_next_deadline_in_s(page: Page) -> float | None:
-    """The countdown to the next end of a lease. An engine that is busy ends leases a little late."""
+    """Seconds until the next lease's deadline. A busy engine ends leases a little late."""
     deadlines = [
         value
         for _, value in page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
@@ -254,7 +254,7 @@ def _get_next_deadline_in_s(page: Page) -> float | None:
 
 
 def _get_tenants(page: Page) -> dict[str, Any]:
-    """How many tenants are active, and who holds the leased blocks, largest first."""
+    """The number of active tenants, and the leased blocks of each tenant, largest first."""
     names = page.labels("tenuto:tenant_leased_blocks", "tenant")
     blocks = {name: page.total("tenuto:tenant_leased_blocks", tenant=name) or 0.0 for name in names}
     shares = [value for _, value in page.samples.get("tenuto:largest_tenant_share", ())]
@@ -332,7 +332,7 @@ def _get_number(text: str | None) -> int:
 
 
 TIMEOUT_S = 10.0
-"""A server that computes a large step answers late."""
+"""Seconds to wait for an answer. A server that computes a large step answers late."""
 _NUM_HISTORY = 120
 WIDTH = 80
 _LABEL_WIDTH = 10
@@ -343,7 +343,7 @@ _MAX_ENGINES = 8
 _MAX_REASONS = 2
 _MAX_TENANTS = 5
 Show = Callable[[dict[str, Any] | None, str], None]
-"""Shows a state, or None and why there is none."""
+"""Shows a state; or None, with the reason why there is none."""
 
 
 def watch(
@@ -398,7 +398,7 @@ def _show_live(watched: Watch, live: Live, state: dict[str, Any] | None, problem
         title = (("tenuto top ", "bold"), f"{watched.where}\n\n")
         picture = Text.assemble(*title, (f"{problem}\n", "red"), "not seen yet; trying again")
     else:
-        # A server that is busy answers late. What it said last is better than nothing.
+        # A busy server answers late. Its last state is better than nothing.
         age_s = time.time() - watched.last["at_s"]
         trouble = Text.assemble((problem, "red"), f"\nThis is {_s(age_s)} old; trying again.")
         picture = Group(trouble, Text(), make_screen(watched.last, watched.history))
@@ -416,7 +416,7 @@ def _print_line(watched: Watch, as_json: bool, state: dict[str, Any] | None, pro
 
 
 def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
-    """Look and show; while the server lets a look wait, say so at each interval."""
+    """Look and show, again and again. While an answer is late, say so at each interval."""
     looked: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
 
     def look() -> None:
@@ -445,7 +445,7 @@ def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
 
 
 def _explain(error: Exception, url: str) -> str:
-    """Why there is nothing to show."""
+    """The reason why there is nothing to show, in words."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"{url} answers /metrics with status {error.response.status_code}"
     if isinstance(error, DataError):
@@ -472,7 +472,7 @@ class Watch:
     def look(self) -> dict[str, Any]:
         """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's.
 
-        Of several servers, those that do not answer are left out; only if none answers, that is an error.
+        Of several servers, those that do not answer are left out. It is an error only if none answers.
         """
         if self._server is None:
             self._clients = tuple(each for client in self._given for each in _find_servers(client))
@@ -515,7 +515,7 @@ class Watch:
 
 
 def _find_servers(client: httpx.Client) -> list[httpx.Client]:
-    """The client itself, or a client for each engine of the router that it leads to."""
+    """The client itself; or, if it leads to a router, a client for each of the router's engines."""
     return [
         httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=client.headers, trust_env=False)
         for url in find_engines(client)
@@ -568,7 +568,7 @@ def _show_wishes(wishes: Mapping[str, float | None]) -> list[tuple[str, Renderab
 
 
 def make_line(state: Mapping[str, Any]) -> str:
-    """The same in one line, for a log."""
+    """A state in one line, for a log."""
     requests, cache, leases, hits = (state[name] for name in ("requests", "cache", "leases", "hits"))
     parts = [
         time.strftime("%H:%M:%S", time.localtime(state["at_s"])),
@@ -591,7 +591,7 @@ def make_line(state: Mapping[str, Any]) -> str:
 
 
 def make_spark(values: Sequence[float | None], highest: float | None = None) -> str:
-    """The last values as bars of eight heights; a blank where one is unknown."""
+    """The last values as bars of eight heights; a blank for an unknown value."""
     shown = list(values)[-_SPARK_WIDTH:]
     top = highest or max((value for value in shown if value is not None), default=0.0) or 1.0
     return "".join(
@@ -640,7 +640,7 @@ def _show_spark(label: str, values: Sequence[float | None], highest: float | Non
 
 
 _PARTS = (("running", "█", "green"), ("leased", "▓", "yellow"), ("free", "░", "bright_black"))
-"""Of the KV cache: sign and colour."""
+"""Parts of the KV cache, with sign and colour."""
 
 
 def _show_bar(cache: Mapping[str, Any]) -> Text:
@@ -720,7 +720,7 @@ def _show_reasons(leases: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _show_tenants(tenants: Mapping[str, Any]) -> Iterator[tuple[str, RenderableType]]:
-    """Who holds the leased blocks; nothing on a server without tenants."""
+    """The tenants that hold leased blocks; nothing on a server without tenants."""
     blocks = tenants["leased_blocks"]
     if (tenants["active"] or 0) < 2 and len(blocks) < 2:
         return

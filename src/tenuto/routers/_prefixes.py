@@ -1,4 +1,4 @@
-"""What prompts were sent where: a tree of their parts, so that a new prompt's prefix is found again.
+"""Which prompts were sent to which engine: a tree of prompt parts, to find the known prefix of a new prompt.
 
 A router cannot see an engine's cache. It assumes that an engine still has the prompts that it was sent last.
 """
@@ -23,10 +23,10 @@ class _Node:
 
 
 class Prefixes:
-    """A tree of prompts. O(parts of a prompt) a change; of too many tokens, the oldest are forgotten."""
+    """A tree of prompts that drops its oldest parts beyond a limit. A change takes O(parts of the prompt)."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: of each engine."""
+        """`max_tokens`: the limit for each engine."""
         self._max_tokens = max_tokens
         self._root = _Node(None, None)
         self._nodes: dict[str, OrderedDict[_Node, None]] = {}
@@ -58,7 +58,7 @@ class Prefixes:
             self._drop(next(iter(own)), engine)
 
     def find(self, parts: Sequence[Part]) -> dict[str, int]:
-        """By engine, how many of a prompt's first tokens it was sent before."""
+        """By engine: the number of the prompt's first tokens that it was sent before."""
         found: dict[str, int] = {}
         node, num_tokens = self._root, 0
         for part in parts:
@@ -72,7 +72,7 @@ class Prefixes:
         return found
 
     def get_num_tokens(self, engine: str) -> int:
-        """Tokens that are remembered of an engine."""
+        """Number of tokens that are remembered for an engine."""
         return self._num_tokens.get(engine, 0)
 
     def forget(self, engine: str) -> None:
@@ -90,7 +90,7 @@ class Prefixes:
 
     @staticmethod
     def _prune(node: _Node) -> None:
-        """Take a node that no engine has out of the tree, and those before it."""
+        """Remove a node from the tree if no engine has it, and then its ancestors likewise."""
         while node.parent is not None and not node.engines and not node.children:
             assert node.part is not None
             node.parent.children.pop(node.part, None)

@@ -1,4 +1,4 @@
-"""consistent-hash: the engine that the session's id says."""
+"""consistent-hash: the engine that the session's id hashes to."""
 
 from __future__ import annotations
 

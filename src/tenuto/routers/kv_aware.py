@@ -1,4 +1,4 @@
-"""kv-aware: the engine where the turn costs least, by what the engines say is in their caches."""
+"""kv-aware: the engine where the turn costs least, given the caches that engines report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tenuto.core.settings import setting
 
 @dataclass
 class KvAware(Router):
-    """Least cost: prompt tokens to compute there, those that still wait included, and tokens that decode.
+    """Least cost: prompt tokens that the engine would have to compute, plus tokens of its open turns.
 
-    `cost = overlap_weight · prefill blocks + active blocks`, where the prefill is that of all turns that were
-    sent there and have not begun to answer. Caches are known from the engines' KV events. Source: the KV
-    router of NVIDIA Dynamo (docs, "KV cache routing") and `kv_aware` of vllm-router 0.1.17, whose default
+    `cost = overlap_weight · prefill blocks + active blocks`. The prefill is that of this turn and of all
+    turns sent there that have no first token yet. Caches are known from the engines' KV events. Source: the
+    KV router of NVIDIA Dynamo (docs, "KV cache routing") and `kv_aware` of vllm-router 0.1.17, whose default
     temperature of 0 takes the least cost.
     """
 
@@ -25,10 +25,10 @@ class KvAware(Router):
     _active: dict[str, int] = field(init=False, default_factory=dict)
     _prefill: dict[str, int] = field(init=False, default_factory=dict)
     _open: dict[str, tuple[int, int]] = field(init=False, default_factory=dict)
-    """By turn, its prefill tokens that are not done, and its tokens."""
+    """By turn: its prefill tokens that are not done, and all its tokens."""
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """The least cost; of equal ones the engine that joined first."""
+        """The engine with the least cost; of equal ones, the one that joined first."""
 
         def get_cost(name: str) -> float:
             prefill = turn.num_prompt_tokens - turn.cached_tokens.get(name, 0)
@@ -54,11 +54,11 @@ class KvAware(Router):
         self._open[turn.turn_id] = (0, num_tokens)
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
-        """It holds nothing any more."""
+        """Stop counting its tokens."""
         self._leave(answered.turn, answered.engine)
 
     def on_turn_failed(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """It holds nothing any more."""
+        """Stop counting its tokens."""
         self._leave(turn, engine)
 
     def _leave(self, turn: RoutedTurn, engine: str) -> None:

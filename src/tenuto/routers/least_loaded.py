@@ -21,8 +21,8 @@ from tenuto.core.settings import setting
 class LeastLoaded(Router):
     """Send each turn to the engine with the fewest turns.
 
-    By its own count, as SGLang's and vllm-router's workers are compared. With `by_metrics`, by the engines'
-    own figures as they were read last, as the scorers of llm-d's endpoint picker and production-stack do.
+    The router counts turns itself, as SGLang's gateway and vllm-router do. With `by_metrics` it uses the
+    engines' own latest metrics, as the scorers of llm-d's endpoint picker and production-stack do.
     """
 
     needs = RouterNeeds(metrics=True)

@@ -15,6 +15,6 @@ class Random(Router):
     seed: int = setting(0, "another seed draws other lots")
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Draw a lot."""
+        """Draw an engine at random."""
         names = list(fleet.engines)
         return Send(names[draw(self.seed, turn.turn_id, turn.num_attempts) % len(names)])

@@ -1,4 +1,4 @@
-"""tenuto: a job begins where it will be done soonest, and stays with its KV unless moving it pays."""
+"""tenuto: a job starts where it will finish soonest, and stays with its KV unless a move pays off."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Placed:
 
     engine: str
     work: float = 0.0
-    """Expected work of all its coming turns."""
+    """Expected work of all its remaining turns."""
     held: float = 0.0
     """Its KV now."""
     peak: float = 0.0
-    """Its KV at its longest."""
+    """Its KV at its longest context."""
 
 
 @dataclass(slots=True)
@@ -69,15 +69,15 @@ class Placements:
         return self._engines.get(engine, _NOTHING).work
 
     def get_most_tokens(self, engine: str, num_prompt_tokens: int) -> float:
-        """The most KV that the jobs there will hold at one time, if one with such a prompt joins them now.
+        """The most KV that the jobs there will hold at one time, if a job with such a prompt joins them now.
 
-        All are taken to grow at one pace, and each leaves at its longest. So when one leaves, the others are
-        not at their longest yet: less is needed than the sum of all peaks.
+        All jobs are assumed to grow at the same pace, and each to leave at its peak. When one leaves, the
+        others are still below their peaks. So less is needed than the sum of all peaks.
         """
         return self._engines.get(engine, _NOTHING).most + num_prompt_tokens
 
     def put(self, job_id: str, placed: Placed) -> None:
-        """A job is on an engine, or something of it changed."""
+        """Put a job on an engine, or update it."""
         before = self._jobs.get(job_id)
         if before is not None and before.engine != placed.engine:
             self.remove(job_id)
@@ -87,7 +87,7 @@ class Placements:
         _renew(engine)
 
     def remove(self, job_id: str) -> Placed | None:
-        """A job ended. Returns what was known of it."""
+        """Remove a job. Returns what was known about it; None if it was on no engine."""
         placed = self._jobs.pop(job_id, None)
         if placed is not None:
             engine = self._engines[placed.engine]
@@ -98,7 +98,7 @@ class Placements:
         return placed
 
     def leave(self, engine: str) -> None:
-        """An engine is gone, and no job is there any more."""
+        """Remove an engine and its jobs."""
         for job_id in self._engines.pop(engine, _NOTHING).jobs:
             del self._jobs[job_id]
 
@@ -110,7 +110,7 @@ def _renew(engine: _Engine) -> None:
     jobs = sorted((max(0.0, job.peak - job.held), job.held) for job in engine.jobs.values())
     held, most = sum(each for _, each in jobs), 0.0
     for num_gone, (growth, own) in enumerate(jobs):
-        # Just before this one leaves. The one that joins has grown as much, too.
+        # The moment before this job leaves. The joining job has grown as much as the others.
         most = max(most, held + (len(jobs) - num_gone + 1) * growth)
         held -= own
     engine.most = most
@@ -129,13 +129,13 @@ DECAY = 0.02
 
 @dataclass
 class AwayJobs:
-    """Told when jobs leave and come back; says once of each job that it is silent. O(log n) a change."""
+    """Tracks which jobs are away. Reports each job once when it has become silent. O(log n) per change."""
 
     _left: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """When it left, and whether its client said that it comes back."""
     _deadlines: IndexedHeap = field(default_factory=IndexedHeap, repr=False)
     mean_s: float = 0.0
-    """Of the times away; 0 until one was seen."""
+    """Mean seconds away; 0 until one was seen."""
 
     def leave(self, job_id: str, now_s: float, *, will_return: bool) -> None:
         """A turn was answered, and no other turn of the job is open."""
@@ -157,7 +157,7 @@ class AwayJobs:
         self._deadlines.discard(job_id)
 
     def pop_silent(self, now_s: float) -> list[tuple[str, bool]]:
-        """The jobs that have become silent, and whether each is taken to have ended."""
+        """The jobs that have become silent, and whether each is assumed to have ended."""
         silent = []
         while (key := self._deadlines.get_first_key()) is not None and key <= (now_s,):
             job_id = self._deadlines.pop()
@@ -172,27 +172,27 @@ PEAK_DECAY = 0.02
 
 
 MIN_PREFILL = 256
-"""Shorter prefill says little of how long a token takes."""
+"""Shorter prefills say little about the time per token."""
 
 
 @dataclass
 class Tenuto(Router):
     """Least work left, counted over whole jobs.
 
-    - *A new job* goes where its whole remaining work will be done soonest: the expected work of all jobs on
-      that engine and its own, over the engine's speed. What of its prompt was not sent there before counts
-      once for each turn that it delays, so sub-agents go near the prompt that they share.
-    - *A job stays with its KV.* When it comes back from a tool call, it moves only if all turns together
-      would begin to be answered sooner by more than it costs to compute the context again there, or to copy
-      it. An engine that has nothing to do at the moment is not idle: its jobs are in tool calls and come
-      back, some of them before that prefill is done.
-    - *Admission*: a new job is held back while no engine has room for the contexts that its jobs will have
-      when they are longest together. So no engine holds more jobs than it can finish without recomputing,
-      and the job goes to whichever engine has room first.
+    - *A new job* goes to the engine that will finish it soonest: the expected work of the engine's jobs and
+      of the new one, divided by the engine's speed. Prompt tokens that the engine was not sent before count
+      once for each turn that they delay. So sub-agents go where the prompt that they share is.
+    - *A job stays with its KV.* After a tool call it moves only if the first tokens of all affected turns
+      come sooner, in sum, by more than it costs to compute the context again on the other engine, or to copy
+      it. An engine without open turns still has jobs in tool calls, and some of them come back before that
+      prefill is done.
+    - *Admission*: a new job is held back while no engine has room for its jobs' contexts at their joint peak.
+      So no engine holds more jobs than it can finish without recomputing. The job goes to the first engine
+      that has room.
 
-    Lengths of jobs are learned from earlier jobs. A job that is away for much longer than tool calls take
-    counts no more, until it comes back: most clients never say that a job has ended. Weakness: it counts its
-    own turns only, so two routers side by side do not see each other's.
+    Lengths of jobs are learned from earlier jobs. A job that is away for much longer than tool calls take no
+    longer counts until it comes back, because most clients never say that a job has ended. Weakness: a router
+    counts only its own turns, so two routers side by side do not see each other's.
     """
 
     needs: ClassVar[RouterNeeds] = RouterNeeds(prompts=True)
@@ -209,9 +209,10 @@ class Tenuto(Router):
     _away: AwayJobs = field(init=False, default_factory=AwayJobs)
     _placed: Placements = field(init=False, default_factory=Placements)
     _pending: dict[str, float] = field(init=False, default_factory=dict)
-    """By engine, the prompt tokens that the turns without a first token have it compute."""
+    """By engine: prompt tokens to compute for its turns that have no first token yet."""
     _unstarted: dict[str, tuple[int, bool, float]] = field(init=False, default_factory=dict)
-    """Of each of those turns: these tokens, whether there were no others then, and when it was sent."""
+    """Each of those turns: its tokens to compute, whether the engine had no others then, and when it was
+    sent."""
     _token_s: float = field(init=False, default=0.0)
     """Seconds to compute a prompt token, for all engines; 0 until it was seen."""
     _mean_peak: float = field(init=False, default=0.0)
@@ -221,7 +222,7 @@ class Tenuto(Router):
         """Begin without memory."""
         self._prefixes = Prefixes(self.max_prefix_tokens)
 
-    # Asked.
+    # Decisions.
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
         """The job's engine, a better one, or none yet."""
@@ -248,7 +249,7 @@ class Tenuto(Router):
         return Send(min(with_room or engines, key=get_end).name)
 
     def _stay_or_move(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """The engine where this turn, and those that it delays, get their first tokens soonest in sum."""
+        """The engine with the least sum of delays, over this turn and the turns that it delays."""
         assert turn.engine is not None
         home = fleet.engines[turn.engine]
         own = self._count_new(turn, home.name, {})
@@ -264,7 +265,7 @@ class Tenuto(Router):
             if copy is not None and copy < cost:
                 cost, copies = copy, True
             wanted = max(best_gain, self.move_cost * cost)
-            if engine is home or stay - cost <= wanted:  # so most engines are left out at little cost
+            if engine is home or stay - cost <= wanted:  # a cheap test that leaves out most engines
                 continue
             there = self._get_delay(engine, own) + cost if copies else self._get_delay(engine, own + missing)
             if stay - there > wanted and self._has_room(engine, turn):
@@ -272,12 +273,12 @@ class Tenuto(Router):
         return Send(best.name, home.name if is_copied else None)
 
     def _get_delay(self, engine: EngineSeen, num_new_tokens: float) -> float:
-        """Work that a turn waits for there, and that the turns there wait for because of it."""
+        """Seconds of work that a turn waits for there, and that it makes the turns there wait for."""
         own = self._pending.get(engine.name, 0.0) + num_new_tokens
         return (own + num_new_tokens * self._count_delayed(engine, num_new_tokens)) / engine.info.speed
 
     def _count_delayed(self, engine: EngineSeen, num_new_tokens: float) -> float:
-        """Turns that wait the longer for such a prefill: the open ones, and those that come until its end."""
+        """Number of turns that such a prefill delays: open turns, and those that come before its end."""
         num_away = max(0, self._placed.count_jobs(engine.name) - engine.num_open)
         if self._token_s == 0 or self._away.mean_s == 0:
             return engine.num_open + num_away
@@ -291,7 +292,7 @@ class Tenuto(Router):
         return max(1, turn.num_prompt_tokens - cached)
 
     def _get_copy_work(self, num_tokens: float, fleet: FleetView) -> float | None:
-        """The prefill that would take as long as copying KV; None if that cannot be said."""
+        """Prefill tokens that take as long as copying KV of `num_tokens`; None if that is not known."""
         if fleet.copy_token_s is None or self._token_s == 0:
             return None
         return num_tokens * fleet.copy_token_s / self._token_s
@@ -307,7 +308,7 @@ class Tenuto(Router):
         most = self._placed.get_most_tokens(engine.name, turn.num_prompt_tokens)
         return max(most, self._get_peak(turn)) <= self.fill * size
 
-    # Told.
+    # Events.
 
     def on_turn_sent(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
         """Its job is there now."""
@@ -320,7 +321,7 @@ class Tenuto(Router):
         self._prefixes.add(engine, turn.parts)
 
     def on_first_token(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """Its prefill is done. If it had the engine's prefill for itself, learn how long a token takes."""
+        """Its prefill is done. If no other prefill was open there, learn how long a token takes."""
         new_tokens, was_first, sent_s = self._start(turn, engine)
         if was_first and new_tokens >= MIN_PREFILL and now_s > sent_s:
             token_s = (now_s - sent_s) / new_tokens
@@ -328,14 +329,14 @@ class Tenuto(Router):
             self._token_s += weight * (token_s - self._token_s)
 
     def on_turn_failed(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """It is computed there no more."""
+        """It is no longer computed there."""
         self._start(turn, engine)
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
         """Learn the work of a turn. From now on the job is away."""
         self._drop_silent(now_s)
         turn = answered.turn
-        self._start(turn, answered.engine)  # not every carrier reports first tokens
+        self._start(turn, answered.engine)  # first tokens are not always reported
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
         self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, stops=False)
@@ -349,7 +350,7 @@ class Tenuto(Router):
         self._end(job_id)
 
     def on_tick(self, now_s: float) -> None:
-        """Jobs that have been away for too long make room."""
+        """Drop jobs that have been away for too long."""
         self._drop_silent(now_s)
 
     def _drop_silent(self, now_s: float) -> None:

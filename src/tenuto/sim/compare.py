@@ -1,6 +1,6 @@
-"""What `tenuto compare` does: a grid of runs, each run once; the runs beside them; the table.
+"""What `tenuto compare` does: a grid of runs, further runs that explain the gains, and the table.
 
-*The grid.* Each cell is run on one of all cores, or on a Ray cluster. Cells with a result are not run again.
+*The grid.* Cells run on all cores, or on a Ray cluster. Cells with a result are not run again.
 
 *Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
 each run to the next, so the three ratios of mean job times multiply to the whole:
@@ -45,7 +45,8 @@ from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import LoadOptions, make_workload
 
 GC_THRESHOLD = (50_000,)
-"""New objects until Python looks for garbage. Simulations make many that live; the default takes 6 %."""
+"""New objects between two garbage collections. Simulations make many long-lived objects, and with Python's
+default, collections take 6 % of the time."""
 
 Record = dict[str, Any]
 Place = TypeVar("Place")
@@ -117,10 +118,9 @@ def run_grid(
     ray: str | None = None,
     tell: Callable[[Cell, Record], None] = lambda cell, record: None,
 ) -> tuple[list[Record], list[Record]]:
-    """The records of some cells, and of the runs beside them that `make_arms` asked for.
+    """The records of some cells, and of the further runs that `make_arms` asked for.
 
-    `folder`: where results are kept, and are there already; None to keep none. `tell`: called with each
-    record as it comes.
+    `folder`: where results are read and kept; None to keep none. `tell`: called with each record as it comes.
     """
     records: dict[str, Record] = {}
     every = [*cells, *arms]
@@ -161,10 +161,10 @@ def run_each(
     ray: str | None = None,
     get_length: Callable[[Place], float] = lambda place: 0.0,
 ) -> Iterator[tuple[Place, Result]]:
-    """Each place with what `call` returns for it, as it comes.
+    """Yield each place with the result of `call` for it, in the order in which results come.
 
-    On this machine in `workers` processes (None: one per core), in this one if that is 1; or on the Ray
-    cluster with this address. Among several processes the places with the largest `get_length` begin first.
+    Calls run in `workers` processes of this machine (None: one per core; 1: this process), or on the Ray
+    cluster with the address `ray`. With several processes, places with the largest `get_length` start first.
     """
     if not places:
         return
@@ -185,9 +185,9 @@ def run_each(
 
 @contextmanager
 def open_processes(num: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of `num` processes, until the context ends. If it ends by an error, they end at once.
+    """A pool of `num` processes, until the context ends. After an error they end at once.
 
-    Ctrl-C in a terminal reaches every process of the command. Only this one answers it.
+    Ctrl-C in a terminal reaches every process of the command. Only this one handles it.
     """
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
@@ -276,11 +276,11 @@ def _check_record(fields: Fields) -> None:
 
 STOCK = "stock"
 STEP_SIZES = (256, 512, 1024, 2048)
-"""Most tokens of a step that stock is tried with, beside its own: those below its own."""
+"""Step sizes that stock is also tried with, if they are below its own."""
 
 
 class Arm(NamedTuple):
-    """What ran."""
+    """A policy, with its step size, and with or without the KV that it keeps."""
 
     policy: str
     step_tokens: str | None
@@ -303,7 +303,7 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """One policy at one load, against stock: ratios of mean job times, below 1 where something helps."""
+    """The parts of a policy's gain over stock at one load: ratios of mean job times, below 1 for a gain."""
 
     steps: float
     """Stock with the policy's step size, over stock as shipped."""
@@ -323,10 +323,10 @@ class Split:
 
 
 def make_arms(cells: Sequence[Cell]) -> list[Cell]:
-    """The runs, beside those of a grid, that its splits need: none without stock and another policy.
+    """The further runs that the splits of a grid need. None without stock and another policy.
 
-    For stock one with each smaller step size; for each other policy one without the KV that it keeps, and
-    one of stock with its step size. None for several engines.
+    These are stock with each smaller step size, and for each other policy, the policy keeping no KV and stock
+    with the policy's step size. There are none for several engines.
     """
     made: dict[str, Cell] = {}
     for stock in (cell for cell in cells if _is_stock(cell) and cell.setup.fleet is None):
@@ -347,7 +347,7 @@ def make_arms(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def get_stock_sizes(stock: Setup) -> list[Setup]:
-    """Stock with each smaller step size, which anyone can set."""
+    """Stock with each smaller step size, which any operator can set."""
     own = get_max_num_batched_tokens(stock)
     return [replace(stock, step_tokens=size) for size in STEP_SIZES if size < own]
 
@@ -366,13 +366,13 @@ def _get_wanted_steps(cell: Cell) -> Any:
 
 
 def get_arm(record: Mapping[str, Any]) -> Arm:
-    """What a simulated run's record is of."""
+    """The arm of a simulated run's record."""
     config = record.get("config") or {}
     return Arm(record["policy"], record.get("step_tokens"), config.get("keep_kv", True))
 
 
 def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None:
-    """Stock with its best step size, of those that ran with all its seeds; None without stock."""
+    """Stock with the best of the step sizes that ran with all its seeds; None without stock."""
     means = _average([*asked, *arms])
     stock = _find_stock(asked)
     if stock is None or stock not in means:
@@ -383,7 +383,7 @@ def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None
 
 
 def split_gains(asked: Sequence[Timed], arms: Sequence[Timed]) -> dict[Arm, Split]:
-    """The split of each policy of one cell, where all that it needs ran with the same seeds."""
+    """The split of each policy of one cell, if all runs that it needs had the same seeds."""
     stock, best = _find_stock(asked), find_best_stock(asked, arms)
     if stock is None or best is None:
         return {}
@@ -409,12 +409,12 @@ def _find_stock(asked: Iterable[Timed]) -> Arm | None:
 
 
 def _is_size(arm: Arm) -> bool:
-    """Whether anybody can set these steps: `--max-num-batched-tokens` of vLLM is a number."""
+    """Whether stock vLLM can have this step size: its `--max-num-batched-tokens` is a number."""
     return arm.step_tokens is not None and arm.step_tokens.isdecimal()
 
 
 def _average(runs: Iterable[Timed]) -> dict[Arm, dict[int | None, float]]:
-    """Mean job time by arm and seed. A run that is there twice counts once."""
+    """Mean job time by arm and seed. Duplicate runs count once."""
     found: dict[Arm, dict[int | None, float]] = {}
     for arm, seed, mean_s in runs:
         if mean_s > 0:
@@ -487,7 +487,7 @@ def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
     places = {policy: place for place, policy in enumerate(dict.fromkeys(row["policy"] for row in rows))}
 
     def rank(row: Row) -> tuple[Any, ...]:
-        # Stock with other steps stands below stock.
+        # Stock with another step size comes below stock.
         name = STOCK if row["policy"].startswith(f"{STOCK} @") else row["policy"]
         return (row["gpu"], row["workload"], row["jps"] or 0.0, places.get(name, places[row["policy"]]))
 
@@ -517,7 +517,7 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
 
 
 def _find_marks(group: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a reader must know of these runs' numbers, of `MARKS`."""
+    """The marks, from `MARKS`, that these runs' numbers need."""
     if any(is_overloaded(each) for each in group):
         yield "overloaded"
     if any((each.get("step_cost") or "").startswith("roofline") for each in group):
@@ -552,7 +552,7 @@ COLUMNS = (
     ),
 )
 GOODPUT = Column(f" {'goodput':>9}", lambda row: f" {_format(row['goodput_turns_per_s'], '.3g'):>8}")
-"""Only where there are limits."""
+"""Shown only if limits were given."""
 
 
 def format_rows(rows: Sequence[Row]) -> str:

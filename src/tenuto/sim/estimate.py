@@ -2,13 +2,13 @@
 
 Three questions, each answered by simulating machines until they are steady (`tenuto.sim.steady`):
 
-1. Job times and first tokens under this traffic: with stock as it is, with stock at each smaller step
-   steps, of which the best is "stock well set", and with Tenuto. Sizes that one seed shows to be slow are
-   left at that.
-2. At which load Tenuto begins to gain over stock well set. The load goes down in steps while there is a gain,
-   or up until there is one. A step takes one seed; where the answer turns, all seeds.
-3. How many machines Tenuto needs where stock needs ten: the search of `tenuto.sim.plan`, for ten times the
-   load and the P95 job time that stock as it is has now.
+1. What are job times and times to first token under this traffic? Compared are stock as it is, stock with
+   each smaller step size (the best of all is "stock well set"), and Tenuto. A step size that is slow with the
+   first seed is run with no other.
+2. From which load on does Tenuto gain over stock well set? The load goes down in steps while there is a gain,
+   or up until there is one. Each load is run with one seed, and with all seeds where the answer changes.
+3. How many machines does Tenuto need where stock needs ten? The search of `tenuto.sim.plan` answers it, for
+   ten times the load. The target is the P95 job time that stock as it is has now.
 
 Machines do not depend on each other, as behind a perfect router that keeps each job on one machine.
 """
@@ -41,22 +41,22 @@ from tenuto.sim.steady import VERDICTS, Effort, Target
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 
 MAX_JOBS = 600
-"""A run is given up that is not steady with so many."""
+"""A run that is not steady after this many jobs is given up."""
 ALL_SEEDS = Effort(num_jobs=150)
 ONE_SEED = replace(ALL_SEEDS, num_seeds=1)
 NEAR = 1.05
-"""A step size whose first seed is slower than the best's by more than this is run with no other seed."""
+"""A step size is run with further seeds only if its first seed is within this factor of the best."""
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 """Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
-"""Number of machines whose traffic is divided again."""
+"""Number of machines with stock, whose traffic is then divided among machines with Tenuto."""
 
 OF_LOADS, OF_MACHINES = "from which load on Tenuto gains", "how many machines are enough"
-"""What is left out where time is up."""
+"""The answers that are left out if time is up."""
 
 
 class TimeUpError(TenutoError):
-    """The time for an estimate is over."""
+    """The time limit of an estimate is reached."""
 
 
 class Ratio(NamedTuple):
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def is_steady(self) -> bool:
-        """Whether its times mean anything."""
+        """Whether it reached a steady state. Otherwise its times mean nothing."""
         return self.point.verdict == "steady"
 
     @cached_property
@@ -143,7 +143,7 @@ class Case:
 
 
 def name_setup(setup: Setup) -> str:
-    """Stock says its step size."""
+    """The setup in words; stock with its step size."""
     if setup.policy != STOCK:
         return "Tenuto"
     return "stock as it is" if setup.step_tokens is None else f"stock with steps of {setup.step_tokens}"
@@ -155,7 +155,7 @@ class Need:
 
     setup: Setup
     num_machines: int | None
-    """None if even twice as many as stock has now do not suffice."""
+    """None if even twice as many as stock has now are not enough."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Estimate:
     """The P95 job time that all machines of `needs` keep."""
     needs: list[Need] = field(default_factory=list)
     left_out: list[str] = field(default_factory=lambda: [OF_LOADS, OF_MACHINES])
-    """What is not answered."""
+    """The questions that are not answered."""
 
     @property
     def stock(self) -> Case:
@@ -182,7 +182,7 @@ class Estimate:
 
     @property
     def tuned(self) -> Case:
-        """Stock with the best step size, its own among them."""
+        """Stock with the best step size, which may be its own."""
         return _get_best(_get_near(self.cases[:-1]))
 
     @property
@@ -227,9 +227,9 @@ class Estimate:
 
 
 def make_load(setup: Setup, load: LoadOptions, num_machines: int) -> LoadOptions:
-    """One machine's share of the rate. Without a rate: that of the recording, or a busy machine's.
+    """The load of one machine: its share of the rate. Without a rate: the recording's, or a busy machine's.
 
-    Raises ConfigError if a recording's jobs do not say how often they come.
+    Raises ConfigError if a recording's jobs have no arrival rate.
     """
     if load.jps is not None:
         return replace(load, jps=load.jps / num_machines)
@@ -260,7 +260,7 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     stock = estimate.setup
     setups = [stock, *get_stock_sizes(stock), replace(stock, policy="tenuto")]
     measure.expect(0, 2 * len(setups))
-    # One seed of each first: an answer, if time is up.
+    # One seed of each case first, so that there is an answer when time is up.
     estimate.cases = list(_measure_cases(setups, estimate.load, measure, ONE_SEED, num_at_once))
     near = [case.setup for case in _get_near(estimate.cases[:-1])]
     places = [place for place, each in enumerate(setups) if each in (stock, *near, setups[-1])]
@@ -335,7 +335,7 @@ def _count_machines(
 
 
 def _get_near(cases: Sequence[Case]) -> list[Case]:
-    """Those that may be the best: with the first seed they are not clearly slower."""
+    """The cases that may be the best: with the first seed they are not clearly slower."""
     times_s = [
         fmean(run.job_times_s) if run.verdict == "steady" and run.job_times_s else math.inf
         for run in (case.point.runs[0] for case in cases)
@@ -352,7 +352,7 @@ def _get_best(cases: Sequence[Case]) -> Case:
 
 
 def _round(value: float) -> float:
-    """Two digits, so that a load can be typed again."""
+    """Round to two digits, so that a load can be typed again."""
     return float(f"{value:.2g}")
 
 
@@ -446,7 +446,7 @@ def _format_needs(estimate: Estimate) -> Iterator[str]:
 
 
 def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
-    """Commands to type next, each with what for."""
+    """Commands to type next, each with its purpose."""
     gpu, model = estimate.setup.gpu, estimate.setup.model
     steps = estimate.tuned.setup.step_tokens
     lines = []

@@ -1,14 +1,14 @@
-"""The event loop: one engine, a fleet, or the engine of a server, in the order of time.
+"""The event loop: handles the events of one engine, of a fleet, or of a server's engine in order of time.
 
     EventLoop.step()    the earliest event:
         SENDS           a client sends a turn; a fault, a look at the metrics
         ENDS            an engine's step ends: its requests get their tokens
         STARTS          an engine schedules its next step
 
-A simulation calls `step` until nothing is left. A server calls it for what is due by its clock. An engine
-never runs ahead of events that may come: it says when it wants to be woken next, and a turn that comes
-earlier is delivered in time. With two steps in flight, the second is scheduled while the first runs, as in
-vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
+A simulation calls `step` until no event is left. A server calls it for events that are due by its clock. An
+engine never runs ahead of events that may still come: it says when it wants to be woken next, and a turn that
+comes earlier is delivered in time. With two steps in flight, the second is scheduled while the first runs, as
+in vLLM's batch queue (vllm/v1/engine/core.py:step_with_batch_queue@0.32).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from tenuto.sim.kv.request import Request
 ENDS, SENDS, STARTS = 0, 1, 2
 """At one moment, steps end first, then turns are sent, then steps are scheduled."""
 MAX_PLANNED_STEPS = 64
-"""A turn may come before a planned stretch has ended; then the rest was planned for nothing."""
+"""Most steps of a planned stretch. If a turn comes before its end, planning the rest was wasted."""
 FIRST_PRICED, MOST_PRICED = 16, 1024
-"""Steps of a stretch that are priced at once: what is priced beyond its end is for nothing."""
+"""First and largest number of steps of a stretch that are priced at once. Prices beyond its end are
+wasted."""
 
 
 class Wake(NamedTuple):
-    """When something happens, and its place among what happens at that moment."""
+    """When something happens, and its place among the events of that moment."""
 
     at_s: float
     place: int
@@ -45,7 +46,7 @@ class Wake(NamedTuple):
 class EventLoop:
     """All coming events. Events of one moment are ordered by their place, then by when they were added.
 
-    Only an engine's next wake is here, and not even that of the engine that stepped last, which mostly comes
+    Of each engine only the next wake is queued, and none of the engine that stepped last, which usually comes
     first again. So the cost of a run grows with the steps and turns of all engines, not with their number.
     """
 
@@ -56,11 +57,11 @@ class EventLoop:
         self._stepping: SteppedEngine | None = None
 
     def add(self, at_s: float, act: Callable[[], None]) -> None:
-        """Something that happens between the steps."""
+        """Add an event other than an engine's step."""
         self._push(at_s, SENDS, act)
 
     def plan(self, engine: SteppedEngine) -> None:
-        """Something has happened to an engine: wake it when it wants to be woken."""
+        """Queue an engine's next wake, because something has happened to it."""
         wake = engine.next_wake
         if wake is None or wake == engine.planned_wake or engine is self._stepping:
             return
@@ -125,7 +126,7 @@ class Listener(Protocol):
 
 
 class SteppedEngine:
-    """A scheduler in time. `wake` is to be called at `next_wake`, unless that has changed meanwhile."""
+    """A scheduler with a clock. Its owner calls `wake` at `next_wake`, which may change before that."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class SteppedEngine:
         now_s: float = 0.0,
         fast_forwards: bool = True,
     ) -> None:
-        """It is there from `now_s` on. A first step with nothing to do starts its policy's clock."""
+        """The engine exists from `now_s` on. A first, empty step starts its policy's clock."""
         self.name = name
         self.scheduler = scheduler
         self.now_s = now_s
@@ -147,11 +148,11 @@ class SteppedEngine:
         self.next_wake: Wake | None = Wake(now_s, STARTS)
         """None while it has nothing to do."""
         self.planned_wake: Wake | None = None
-        """The wake that the event loop has of it."""
+        """The wake that the event loop has queued."""
         self.fast_forwards = fast_forwards
         """Whether a stretch of steps without events is advanced in one piece. The result is the same."""
         self.on_step: Callable[[Step, float], None] | None = None
-        """Called with each step when it is scheduled, and with the time; not with those of a stretch."""
+        """Called with each scheduled step and the time, except for steps of a stretch."""
         self._step_cost = step_cost
         self._listener = listener
         self._in_flight: deque[tuple[Step, float, float]] = deque()
@@ -165,9 +166,9 @@ class SteppedEngine:
     # What the loop calls.
 
     def wake(self, horizon_s: float = -math.inf, *, plans: bool = False) -> None:
-        """Do what is to be done at `next_wake`. Nothing comes from outside before `horizon_s`.
+        """Do the work that is due at `next_wake`. No event comes from outside before `horizon_s`.
 
-        `plans`: another engine steps then, which may bring nothing: plan beyond it.
+        `plans`: at the horizon another engine steps, which may not affect this one, so plan beyond it.
         """
         assert self.next_wake is not None
         at_s, place = self.next_wake
@@ -210,7 +211,7 @@ class SteppedEngine:
         return True
 
     def catch_up(self, now_s: float) -> None:
-        """Carry out what is planned until `now_s`, before something happens from outside."""
+        """Carry out the plan until `now_s`, before an event from outside."""
         if self._stretch:
             self._end_stretch(now_s)
             self.next_wake = Wake(self.now_s, STARTS)
@@ -218,7 +219,7 @@ class SteppedEngine:
             self.now_s = max(self.now_s, now_s)
 
     def wake_if_idle(self, now_s: float) -> None:
-        """Look for work now, if no step runs: something has changed."""
+        """Look for work now if no step runs, because something has changed."""
         if not self._in_flight and (self.next_wake is None or self.next_wake.at_s > now_s):
             self.next_wake = Wake(max(self.now_s, now_s), STARTS)
 
@@ -229,7 +230,7 @@ class SteppedEngine:
     # Steps.
 
     def _schedule_on(self, horizon_s: float, *, plans: bool) -> Wake | None:
-        """Schedule from now on until there is something to wait for."""
+        """Schedule steps until there is something to wait for."""
         while True:
             if self._pass_quiet_steps(horizon_s, plans=plans):
                 return Wake(self._walk_stretch()[1] if self._stretch else self.now_s, STARTS)
@@ -290,7 +291,7 @@ class SteppedEngine:
         return num_run > 0 or bool(self._stretch)
 
     def _price(self, first: int, num_steps: int) -> list[float]:
-        """Seconds of each of so many quiet steps, from number `first` of those to come."""
+        """Seconds of each of `num_steps` quiet steps, from number `first` of the coming ones."""
         running = self.scheduler.state.running
         num_context_tokens = sum(request.num_computed_tokens for request in running) + first * len(running)
         return price_stretch(self._step_cost, len(running), num_context_tokens, num_steps)
@@ -320,12 +321,12 @@ class SteppedEngine:
             ends_s += _add_up(begin_s, costs_s)
         else:
             self._price_until(ends_s, begin_s, num_quiet_steps, until_s)
-        # The first that would be scheduled at `until_s` or later is not.
+        # A step that would be scheduled at `until_s` or later is not run.
         num_steps = min(num_quiet_steps, bisect_left(ends_s, until_s) + 1 + num_beside - num_before)
         del ends_s[num_before + num_steps :]
         num_ended = max(0, len(ends_s) - num_beside)
         scheduled_s = [self.now_s] * (1 + num_beside - num_before) + ends_s
-        # They are taken to be as full as the last one: a policy that bounds steps sees no new reason.
+        # They count as full as the last step: nothing has changed for a policy that bounds steps.
         step = Step(self._last_step.budget, 0, {request.turn_id: 1 for request in scheduler.state.running})
         ended = [in_flight.popleft() for _ in range(min(num_before, num_ended))]
         first = num_ended - len(ended)
@@ -352,7 +353,7 @@ class SteppedEngine:
         return num_steps
 
     def _price_until(self, ends_s: list[float], begin_s: float, num_steps: int, until_s: float) -> None:
-        """Append the ends of quiet steps from `begin_s` on: all, or so many that one is scheduled in time."""
+        """Append the ends of quiet steps from `begin_s` on, until one reaches `until_s` or all are done."""
         num_beside, num_priced, num_next = self.scheduler.config.max_steps_in_flight - 1, 0, FIRST_PRICED
         while num_priced < num_steps:
             costs_s = self._price(num_priced, min(num_next, num_steps - num_priced))
@@ -364,7 +365,7 @@ class SteppedEngine:
             num_next = math.ceil(min(max(num_left + num_beside + 1, FIRST_PRICED), MOST_PRICED))
 
     def _walk_stretch(self) -> tuple[int, float]:
-        """How many of the planned steps there will be if nothing comes, and the time after them."""
+        """The number of planned steps that will run if no event comes, and the time after them."""
         limit_s, now_s, last_end_s = self._get_limit_s(), self.now_s, self._last_end_s
         depth = self.scheduler.config.max_steps_in_flight
         ends_s = [end_s for _, _, end_s in self._in_flight]
@@ -381,13 +382,13 @@ class SteppedEngine:
         return num_steps, now_s
 
     def _end_stretch(self, now_s: float) -> None:
-        """Carry out the planned stretch, its steps that start before `now_s`."""
+        """Carry out the steps of the planned stretch that start before `now_s`."""
         costs_s, self._stretch = self._stretch, []
         self._run_stretch(len(costs_s), min(now_s, self._get_limit_s()), costs_s)
 
 
 def _add_up(begin_s: float, costs_s: Sequence[float]) -> Iterator[float]:
-    """When each of some steps ends, one after the other."""
+    """The end of each of these steps, which run one after the other."""
     ends_s = itertools.accumulate(costs_s, initial=begin_s)
     next(ends_s)
     return ends_s

@@ -1,8 +1,8 @@
 """How far predictions were off: on each kind of machine, against what was measured there.
 
-docs/fidelity.md has the cells. `python -m experiments.tables.fidelity` makes them and their summary; a test
-holds these figures against the page. An error is the simulated mean job time over the real one, less 1: below
-0 the simulator is too fast.
+docs/fidelity.md has the cells. `python -m experiments.tables.fidelity` makes them and their summary, and a
+test compares these figures with the page. An error is the simulated mean job time over the real one, less 1.
+Below 0, the simulator is too fast.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 
 LEAST_MARGIN = 0.05
-"""Errors are of means; P95s differ more, and were not published."""
+"""Smallest margin. The known errors are of means. P95s differ more, and were not published."""
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """Errors of some predictions of one kind."""
+    """Errors of predictions of one kind."""
 
     source: str
-    """What they were held against."""
+    """What the predictions were compared with."""
     num_cells: int
     median: float
-    """Of the errors without their signs."""
+    """Median of the absolute errors."""
     low: float
     high: float
 
@@ -49,13 +49,14 @@ OTHERS = {
     "H100": KnownError("published means of other systems on an H100", 10, 0.027, -0.147, 0.069),
 }
 TABLES_ONLY = KnownError("published means of stock on an L40S, tables only", 5, 0.11, -0.22, -0.10)
-"""Of a machine that nothing was chosen on, by a check outside the repository. Of an A100 it was 2 to 11 %."""
+"""On a machine on which nothing was tuned, from a check outside the repository. On an A100 it was 2 to 11
+%."""
 ROOFLINE = KnownError("published means of stock on an A100-40, a roofline", 3, 0.107, -0.107, 1.540)
 FITTED = KnownError("runs on vLLM's CPU build, step times fitted to its own", 7, 0.050, 0.005, 0.202)
 
 
 def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError:
-    """How far predictions like this one were off; of several GPUs the one that is known least.
+    """How far predictions like this one were off; for several GPUs, on the one with the largest error.
 
     Args:
         gpu: as in a run's record: `H100`, or `2xH100+2xL40S`.
@@ -72,9 +73,10 @@ def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError
 
 
 def get_margin(setup: Setup) -> float:
-    """The share of a target that must be left over: as much as predictions of stock were too fast at worst.
+    """The share of a target to leave as a margin: the most by which predictions of stock were too fast.
 
-    A roofline is trusted no more than tables that were not held against their GPU: it has three cells.
+    For a roofline it is at least that of tables which were never compared with their GPU, because a roofline
+    was compared in three cells only.
     """
     servers = setup.fleet.servers if setup.fleet is not None else ()
     margins = [LEAST_MARGIN]

@@ -1,4 +1,4 @@
-"""Several simulated engines behind a router: what the router sees, what goes wrong, and the yardstick.
+"""Several simulated engines behind a router: what the router sees, faults, and the yardstick for routers.
 
 turn ─► dispatcher ─► engine ─ steps ─► first token, last token ─► dispatcher
         (router)  ◄─ metrics, now and then
@@ -29,8 +29,8 @@ from tenuto.workload.hints import make_arrival
 from tenuto.workload.schema import Job, TurnSpec
 
 SPEED_PROMPT, SPEED_DECODES, SPEED_CONTEXT = 4096, 16, 4096
-"""An engine's speed is its time for a prompt of this length and for decoding 128 tokens in each of this many
-requests, with this much context each."""
+"""An engine's speed is measured on a prompt of this length, and on decoding 128 tokens in each of this many
+requests with this much context each."""
 
 
 MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
@@ -106,7 +106,7 @@ def _count_kv(machine: Machine) -> int:
 
 
 def _get_speed(cost: StepCost) -> float:
-    """Work per second: what an operator would measure of an engine once."""
+    """Work per second, as an operator would measure it once."""
     prefill_s = cost.seconds(StepBatch.of(prefills=[(SPEED_PROMPT, 0)]))
     decode_s = cost.seconds(StepBatch.of(decodes=[SPEED_CONTEXT] * SPEED_DECODES))
     return 1 / (SPEED_DECODES * prefill_s + 128 * decode_s)
@@ -175,7 +175,7 @@ class FleetFront:
 
     @property
     def stats(self) -> DispatchStats:
-        """Counts of the router's decisions, those before a restart included."""
+        """Counts of the router's decisions, including those before a restart."""
         total = dataclasses.asdict(self.dispatcher.stats)
         for before in self._stats_before:
             for name, count in dataclasses.asdict(before).items():
@@ -216,7 +216,7 @@ class FleetFront:
         )
 
     def settle(self) -> None:
-        """Deliver what the router sends. Deliveries end nothing, so they bring no more of it."""
+        """Deliver the turns that the router sends. That ends no turn, so it brings no further deliveries."""
         if not self._outbox and self.dispatcher.num_held == 0:
             return
         sendings, self._outbox = self._outbox, []
@@ -309,7 +309,7 @@ class FleetFront:
         self._outbox += self.dispatcher.die(engine.name, self._loop.now_s)
 
     def _restart_router(self) -> None:
-        """All connections through it break. The engines stop, and the clients send again."""
+        """All connections through the router break: engines abort turns, and clients send them again."""
         self._stats_before.append(self.dispatcher.stats)
         self.dispatcher = self._make_dispatcher()
         self._next_tick_s = None
@@ -326,7 +326,7 @@ class FleetFront:
     # The fleet's part of the run's record.
 
     def summarise(self) -> dict[str, Any]:
-        """What the fleet did, by engine and in all, in JSON types: see docs/fleet.md."""
+        """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
         stats, members = self.stats, self.members
         busy_s = {name: members.get_busy_s(name) for name in members.infos}
         mean_busy_s = sum(busy_s.values()) / len(busy_s)
@@ -370,13 +370,13 @@ class EngineCounts:
 
 
 class Members:
-    """Engines by name. One that died may come back under its name: it is another engine, and has nothing."""
+    """Engines by name. A dead engine may come back under its name, as a new one with an empty cache."""
 
     def __init__(self, make_engine: MakeEngine, simulation: Simulation) -> None:
         """No engines yet."""
         self.there: dict[str, SteppedEngine] = {}
         self.ready: list[str] = []
-        """Those that take turns."""
+        """Engines that take turns."""
         self.infos: dict[str, EngineInfo] = {}
         self.died: set[str] = set()
         self._make_engine = make_engine
@@ -400,13 +400,13 @@ class Members:
             self._start(name)
 
     def drain(self, name: str) -> None:
-        """It takes no more turns. Raises ConfigError if it is not there."""
+        """Let an engine take no more turns. Raises ConfigError if it is not there."""
         self._check_there("drain", name)
         if name in self.ready:
             self.ready.remove(name)
 
     def kill(self, name: str) -> SteppedEngine:
-        """It is gone. Raises ConfigError if it was not there."""
+        """Remove an engine. Raises ConfigError if it is not there."""
         self._check_there("die", name)
         self.drain(name)
         self.died.add(name)
@@ -428,7 +428,7 @@ class Members:
 
 
 def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[str, int]:
-    """What an index of the engines' KV events says. The events themselves take milliseconds at most."""
+    """Cached tokens by engine, as in an index of KV events. Their delay, at most milliseconds, is ignored."""
     found, spans = {}, (*turn.prompt, turn.output)
     for engine in engines:
         kv = engine.scheduler.kv
@@ -447,29 +447,30 @@ def _read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
 
 
 class _Lane(SteppedEngine):
-    """One of the engines of the yardstick: engines of one speed that share one queue and all KV at no cost.
+    """An engine of the yardstick, whose engines have one speed and share one queue and all KV at no cost.
 
-    No router can do better with the same engines and policy by much: a turn starts on whichever engine has
-    room first, and hits whatever any engine has computed. There is one scheduler with the memory of all; each
-    engine takes turns from its queue when its own step begins. Its running requests are in place meanwhile.
+    No router can do much better with the same engines and policy: a turn starts on the first engine that has
+    room, and hits KV that any engine has computed. One scheduler has the memory of all engines. An engine
+    takes turns from its queue when its own step begins. During that, the scheduler's running requests are
+    this engine's.
     """
 
     def __init__(
         self, name: str, scheduler: Scheduler, step_cost: StepCost, listener: Listener, lanes: list[_Lane]
     ) -> None:
-        # Other engines take blocks meanwhile, so no stretch is known to be quiet.
+        # Other engines take blocks in the meantime, so no stretch is known to be quiet.
         super().__init__(name, scheduler, step_cost, listener, fast_forwards=False)
         self._running: list[Request] = []
         self._lanes = lanes
         lanes.append(self)
 
     def add_request(self, request: Request, now_s: float) -> None:
-        """A turn comes into the queue; the idle engine that runs least looks at it first."""
+        """Queue a turn. The idle engine with the fewest running requests looks at it first."""
         super().add_request(request, now_s)
         self._rouse(now_s)
 
     def wake(self, horizon_s: float = 0.0, *, plans: bool = False) -> None:
-        """Do what is to be done, and let the others see what has become free."""
+        """Do the work that is due, and let the other engines use what has become free."""
         self.scheduler.state.running = self._running
         super().wake(horizon_s, plans=plans)
         self._running = self.scheduler.state.running
@@ -480,7 +481,7 @@ class _Lane(SteppedEngine):
             lane.wake_if_idle(now_s)
 
     def wake_if_idle(self, now_s: float) -> None:
-        """Look for work now, if there is some."""
+        """Look for work now, if a turn waits."""
         if len(self.scheduler.state.waiting):
             super().wake_if_idle(now_s)
 

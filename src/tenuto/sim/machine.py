@@ -55,7 +55,7 @@ class Machine:
     tiers: OffloadTiers | None
     limits: Limits
     notes: tuple[str, ...]
-    """Messages for the user, about rough estimates and about features that the policy wants but does not
+    """Messages for the user: about rough estimates, and about features that the policy wants but does not
     get."""
 
     def make_scheduler(self, log: DecisionLog | None = None, *, strict: bool = False) -> Scheduler:
@@ -228,7 +228,7 @@ def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
 
 
 def get_max_num_batched_tokens(setup: Setup) -> int:
-    """The most tokens of a step, in vLLM with this GPU and what the setup says. Raises ConfigError."""
+    """The most tokens of a step: as the setup says, else vLLM's default on this GPU. Raises ConfigError."""
     return _get_profile(setup, get_gpu(setup.gpu)).max_num_batched_tokens
 
 

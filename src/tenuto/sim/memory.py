@@ -1,4 +1,4 @@
-"""How much KV cache a machine has, what a job's cache takes of it, and how many jobs fit; no simulation."""
+"""How much KV cache a machine has, how much of it a job takes, and how many jobs fit; no simulation."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ class Context:
 
     num_tokens: int
     blocks_running: int
-    """While a turn runs."""
+    """Blocks while a turn runs."""
     blocks_leased: int
-    """That a lease holds during a tool call: full blocks; of a sliding window, those that it still sees. By
-    default vLLM caches windows at the end of the prompt, so then the last answer's blocks are not held."""
+    """Blocks that a lease holds during a tool call: full blocks, and of a sliding window those that it still
+    covers. By default vLLM caches windows at the end of the prompt. Then the last answer's blocks are not
+    held."""
     leased_bytes: int
-    """On one GPU."""
+    """Bytes of these blocks on one GPU."""
     leased_share: float
-    """Of the KV cache."""
+    """Their share of the KV cache."""
     jobs_leased: int
     """How many such leases the KV cache holds, with nothing running."""
     jobs_running: int
     """How many such turns run at a time: bound by the KV cache or by `max_num_seqs`."""
     compute_s: float
-    """To compute the context again, with nothing else running."""
+    """Seconds to compute the context again, with nothing else running."""
     load_s: float | None
-    """To load it from host memory, over an idle link; None where layers differ."""
+    """Seconds to load it from host memory over an idle link; None for hybrid models."""
     jobs_in_host: int | None
     """How many such contexts the host memory holds; None without host memory."""
 
@@ -75,7 +76,7 @@ class Memory:
     """Host memory for KV, of all GPUs together; 0 if none is known."""
     step_cost: str
     budget: KvBudget | None
-    """The parts as computed; None where the size was given. A server that reported its size had others."""
+    """The computed parts; None if the size was given. A server that reported its own size had other parts."""
     groups: tuple[Group, ...]
     contexts: tuple[Context, ...]
     notes: tuple[str, ...]
@@ -150,7 +151,7 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
     )
     leased_bytes = leased * memory.block_size * memory.groups[0].bytes_per_token
     usable = memory.num_blocks - 1  # the null block
-    # What a tier keeps of a window depends on where hits may end, so only a simulation tells it.
+    # What a tier keeps of a window depends on where hits may end. Only a simulation shows that.
     is_uniform = all(group.window is None for group in memory.groups)
     host_bytes = memory.host_bytes // memory.tp if is_uniform else 0
     link = (machine.setup.link_gb_s or 0.0) * 1e9 or machine.gpu.host_link_bytes_per_s

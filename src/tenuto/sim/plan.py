@@ -1,17 +1,17 @@
 """What `tenuto plan` does: the fewest GPUs that serve a load within its targets, found by simulation.
 
-Without a router's name, the router is taken to be perfect and to keep each job on one machine: then each of
-N machines serves its share of the jobs and does not depend on the others, and one machine is simulated at
-1/N of the rate. With a router's name, all N machines are simulated behind it. Either is simulated until it
-is steady. A machine that is overloaded has no P95: the longer it runs, the longer its jobs take.
+Without a router's name, the router is assumed to be perfect and to keep each job on one machine. Then each of
+N machines serves its share of the jobs independently, so one machine is simulated at 1/N of the rate. With a
+router's name, all N machines are simulated behind it. Both are simulated until they are steady. An overloaded
+machine has no P95: the longer it runs, the longer its jobs take.
 
 The search takes few points, because each takes seconds to simulate. Far from the answer, one short run is
-enough; the answer and the number below it are measured with every seed, as long as they leave a doubt.
+enough. The answer and the number below it are measured with every seed, unless fewer seeds make it clear.
 
     P95 / target     │ ╲
                      │   ╲
                    1 ├┄┄┄┄┄×┄┄┄┄┄        the next number is where the line through the two nearest points
-                     │       ╲           crosses 1, both axes being logarithmic
+                     │       ╲           crosses 1, on logarithmic axes
                      └────────────── machines
 """
 
@@ -56,7 +56,7 @@ from tenuto.workload.schema import Span, count_shared_tokens
 # A number of machines under a load: the results of simulating them, with one seed or with several.
 
 QUICK, PRECISE = 300, 600
-"""Fewest jobs for each seed: where that is clear; and for answers, and where it is not."""
+"""Fewest jobs for each seed: if these make the result clear; and for answers and unclear results."""
 CLEAR = 0.6
 """A target is clearly kept if the P95 is at most this share of it."""
 
@@ -70,7 +70,7 @@ class Point:
 
     num_machines: int
     jps: float
-    """Of the whole load."""
+    """Jobs per second of the whole load."""
     runs: tuple[Steady, ...]
 
     @cached_property
@@ -90,7 +90,7 @@ class Point:
 
     @property
     def finished_jps(self) -> float:
-        """Jobs that all machines finish per second, by the seeds that are not steady if there are any."""
+        """Jobs that all machines finish per second; over unsteady seeds only, if there are any."""
         rough = [run for run in self.runs if run.verdict == self.verdict]
         share = fmean(run.finished_jps / run.offered_jps if run.offered_jps else 1.0 for run in rough)
         return share * self.jps
@@ -135,7 +135,7 @@ class Point:
 def measure_jobs(
     setup: Setup, load: LoadOptions, num_machines: int, measure: Measure, effort: Effort
 ) -> Point:
-    """Simulate machines under a number of jobs: each at its share, or all of them behind a router."""
+    """Simulate `num_machines` under the whole load: one at its share, or all of them behind a router."""
     assert load.jps is not None
     if setup.fleet is not None:
         servers = setup.fleet.servers if len(setup.fleet.servers) == num_machines else ("",) * num_machines
@@ -151,9 +151,9 @@ def is_clear(point: Point, target: Target) -> bool:
 
 
 def is_missed(runs: Sequence[Steady], num_seeds: int, target: Target) -> bool:
-    """Whether steady runs tell that a target is missed, even if the seeds to come are all like the best.
+    """Whether steady runs show that a target is missed, even if all further seeds are as good as the best.
 
-    One run must miss it clearly; by how much less, the more of them say so.
+    A single run must miss it clearly. The more runs there are, the smaller the miss may be.
     """
     best = min(runs, key=target.get_use)
     whole = Point(1, 0.0, (*runs, *[best] * (num_seeds - len(runs))))
@@ -170,22 +170,22 @@ def format_s(seconds: float) -> str:
 # The search.
 
 FIRST_STRIDE = 1 / 8
-"""Where no line helps, the second number is away from the first by this share of it. Further strides
-double."""
+"""Without a line, the second number differs from the first by this share of it. Each further stride
+doubles."""
 NEAR_CAPACITY = 0.8
 """A machine is near its capacity if it gets more than this share of the jobs per second that an overloaded
 one finishes."""
 FIRST_GUESS, NEXT_GUESS = 4, 3
-"""Points that a search takes, as far as is known before the first and while no number is enough yet."""
+"""Expected points of a search: before the first point, and while no number is enough yet."""
 
 Expect = Callable[[int], None]
-"""Told how many points are still to be measured."""
+"""Called with the number of points that are still to be measured."""
 
 
 def get_most_jps(setup: Setup, load: LoadOptions) -> float:
-    """Jobs a second of one machine whose steps are full and which computes no token twice.
+    """Jobs per second of one machine whose steps are full and which computes no token twice.
 
-    A first guess, mostly a little too high: machines wait for tool calls, and lose KV.
+    A first guess, usually a little too high: real machines wait for tool calls and lose KV.
     """
     assert load.jps is not None
     machine = build(setup)
@@ -214,7 +214,7 @@ class Found:
     """What a search found."""
 
     num_machines: int | None
-    """None if even the most allowed do not keep the target."""
+    """None if even the most that are allowed do not keep the target."""
     point: Point
     """With that many machines, or with the most allowed."""
     fewer: Point | None
@@ -231,9 +231,9 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     num_jobs: int = PRECISE,
     expect: Expect = lambda num_points: None,
 ) -> Found:
-    """The number of machines that keeps the target where one less does not.
+    """The number of machines that keep the target while one machine less does not.
 
-    `num_jobs`: of each run that decides; half of them where that is clear.
+    `num_jobs`: fewest jobs of each run that decides, or half as many if the result is clear.
     """
     assert load.jps is not None
     points: dict[int, Point] = {}
@@ -274,25 +274,25 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
 
 
 def _is_far(jps: float, fewer: Point | None) -> bool:
-    """Whether a machine that gets so many jobs a second is far from its capacity.
+    """Whether a machine that gets `jps` jobs per second is far from its capacity.
 
-    Near it a machine looks steady for a while. It can do clearly more than it gets if with one machine less
-    it did with some seed, or finished this many jobs although it was overloaded.
+    Near its capacity, a machine looks steady for a while. It is far from it if, with one machine less, each
+    did clearly more: it was steady with some seed, or finished that many jobs although it was overloaded.
     """
     return fewer is not None and jps <= NEAR_CAPACITY * _get_known_jps(fewer)
 
 
 def _get_known_jps(point: Point) -> float:
-    """Jobs a second that one of these machines surely can do: those that it got, if some seed kept up."""
+    """Jobs per second that one of these machines can surely do: its share, if some seed was steady."""
     if any(run.verdict == "steady" for run in point.runs):
         return point.jps / point.num_machines
     return point.finished_jps / point.num_machines if point.verdict == "overloaded" else 0.0
 
 
 def _cross(points: Mapping[int, Point], settled: Set[int], target: Target) -> int | None:
-    """The fewest machines that keep the target, where the line meets it; None if no steady point tells.
+    """The fewest machines that keep the target, by the line through the points; None without such a line.
 
-    The slope is that of the first seed's P95s. The line goes through what is known of all seeds, if it can.
+    The slope is that of the first seed's P95s. The line goes through a point with all seeds if there is one.
     """
     first = {num: point.runs[0] for num, point in points.items() if point.runs[0].verdict == "steady"}
     heights = {num: _get_height(run, target) for num, run in first.items()}
@@ -309,7 +309,7 @@ def _cross(points: Mapping[int, Point], settled: Set[int], target: Target) -> in
     if slope >= 0:
         return None
     num, height = min((whole or heights).items(), key=lambda item: abs(item[1]))
-    # Far from the points the line is no more than a direction; where all seeds are known it is near.
+    # Far from its points the line only shows the direction. With all seeds known, the answer is near.
     reach = math.log(1 + FIRST_STRIDE if whole else 2)
     return math.ceil(num * math.exp(min(max(-height / slope, -reach), reach)) - 1e-9)
 
@@ -335,11 +335,11 @@ class Plan:
     usd_per_hour: float | None = None
     """The price of all its GPUs; None if it is not known."""
     margin: float = 0.0
-    """The share of the target that it leaves over."""
+    """The share of the target that is left as a margin."""
 
     @property
     def num_gpus(self) -> int | None:
-        """Tensor parallelism counted."""
+        """Number of GPUs, including tensor parallelism."""
         return None if self.num_machines is None else self.num_machines * self.setup.tp
 
     @property
@@ -379,7 +379,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
 ) -> Iterator[Plan]:
     """The fewest machines for each setup. `prices`: US dollars per GPU and hour. Raises ConfigError.
 
-    `expect`: told of each setup, by its place, how many points it still takes.
+    `expect`: called with a setup's index and the number of points that it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
     `get_margin`: the margin of each setup, in place of the target's.
     `num_at_once`: setups that are searched for at the same time, in threads.
@@ -399,7 +399,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
             found = find_fewest(setup, load, own, measure, max_machines, expect=partial(expect, place))
             plan = Plan(setup, found.num_machines, found.point, found.fewer)
             if found.point.verdict == "late":
-                # It is said how many jobs they finish in the end.
+                # The plan also says how many jobs they finish, so measure that.
                 effort = Effort(num_jobs=QUICK)
                 plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, effort))
         return replace(plan, usd_per_hour=_get_price(plan, prices or {}), margin=own.margin)
@@ -410,9 +410,9 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
 
 
 def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
-    """The setups whose GPUs have enough memory for their model, and a line about each kind that has not.
+    """The setups whose GPUs have enough memory for their model, and a line about each kind without enough.
 
-    Raises ConfigError if none has, and for anything else that is wrong with a setup.
+    Raises ConfigError if none has enough, and for anything else that is wrong with a setup.
     """
     fitting, lines = [], []
     for setup in setups:
@@ -430,7 +430,7 @@ def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
 def get_best(plans: Sequence[Plan]) -> Plan | None:
     """The cheapest plan that meets the target; the one with the fewest GPUs if not all prices are known.
 
-    Of several, the one with the lowest P95.
+    Of equal plans, the one with the lowest P95.
     """
     meeting = [plan for plan in plans if plan.num_gpus is not None]
     has_prices = all(plan.usd_per_hour is not None for plan in meeting)
@@ -467,13 +467,13 @@ NUM_CHANGES = 5
 
 @dataclass(frozen=True)
 class Change:
-    """Something that may come out differently from what was planned with."""
+    """A way in which the load or the machine may differ from the plan's assumptions."""
 
     name: str
     setup: Setup
     load: LoadOptions
     is_lighter: bool = False
-    """The machines have less to do than in the plan, which they are known to do."""
+    """Whether the machines have less to do than in the plan, so that they can surely do it."""
 
 
 @dataclass(frozen=True)
@@ -509,7 +509,7 @@ def try_changes(
     `num_at_once`: changes that are tried at the same time, in threads.
     """
     plain = replace(target, margin=0.0)
-    # What is too slow with the plan's slowest seed needs no other.
+    # If the plan's slowest seed is too slow, no other seed is needed.
     slowest = max(plan.point.runs, key=target.get_use)
     load = replace(load, seed=slowest.seed)
 
@@ -540,7 +540,7 @@ R = TypeVar("R")
 def each_at_once(function: Callable[[T], R], things: Sequence[T], num_at_once: int) -> Iterator[R]:
     """A function's result for each thing, in their order; `num_at_once` at a time, in threads.
 
-    After an error nothing more begins, and threads that still work are not waited for.
+    After an error no further call starts, and running threads are not waited for.
     """
     if num_at_once == 1 or len(things) < 2:
         yield from map(function, things)
@@ -555,7 +555,7 @@ def each_at_once(function: Callable[[T], R], things: Sequence[T], num_at_once: i
 # The runs of several seeds, in processes.
 
 Say = Callable[[Callable[[], str]], None]
-"""Told often how far the runs are. It calls its argument if it wants the words."""
+"""Called often during the runs. Its argument returns the progress in words."""
 WAIT_S = 0.5
 
 
@@ -571,13 +571,13 @@ class SeedRunner:
         self._max_jobs = max_jobs
         self._say = say
         self._names: dict[Future[Steady], str] = {}
-        """Of the runs that were begun in other processes."""
+        """Names of the runs that were started in other processes."""
         self._known: dict[tuple[str, str], tuple[Steady, Target | None]] = {}
         """The longest run of each setup and load, and what could end it."""
         self._started_s = time.monotonic()
         self._num_begun, self._num_measured = 0, 0
         self._num_left: dict[int, int] = {}
-        """Points that are still to be measured, by who said so."""
+        """Points that are still to be measured, by the `who` of `expect`."""
         self._workers = workers
         self._stack = ExitStack()
 
@@ -597,16 +597,16 @@ class SeedRunner:
         self._num_left[who] = num_points
 
     def get_left_s(self) -> float | None:
-        """About how many seconds the points take that are expected; None before the first is measured."""
+        """Estimated seconds until all expected points are measured; None before the first is."""
         if not self._num_measured:
             return None
-        # Those that are being measured are half done in the mean.
+        # Points that are being measured are half done on average.
         spent_s = (time.monotonic() - self._started_s) / ((self._num_begun + self._num_measured) / 2)
         return spent_s * sum(self._num_left.values())
 
     def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
-        """A run for each seed, until one is not steady, or until the target is missed whatever follows."""
-        # A machine that is not steady just then may be soon after.
+        """A run for each seed, until one is not steady or the target is surely missed."""
+        # Leave room for more jobs: a machine that is not steady after this many may be soon.
         effort = replace(effort, num_jobs=min(effort.num_jobs, self._max_jobs // 2))
         seeds = sorted(self._seeds, key=lambda seed: seed != load.seed)
         loads = [replace(load, seed=seed) for seed in seeds[: effort.num_seeds]]
@@ -632,7 +632,7 @@ class SeedRunner:
         return runs
 
     def _find(self, setup: Setup, load: LoadOptions, effort: Effort) -> Steady | None:
-        """A run that is known, if it would have the same result again or is longer."""
+        """A known run that is long enough, or would have the same result again; None if there is none."""
         run, target = self._known.get((repr(setup), repr(load)), (None, None))
         if run is None or load.jps is None:
             return None
@@ -665,13 +665,13 @@ class SeedRunner:
             self._names[futures[-1]] = names[len(futures) - 1]
 
         try:
-            # In the order of the seeds, so that the answer does not depend on which is quicker.
+            # In the order of the seeds, so that the answer does not depend on which run is faster.
             for number in range(len(loads)):
                 if number == len(futures):
                     submit()
                 while (run := _try_get(futures[number])) is None:
                     self._say(self._describe)
-                    # The first seeds may be enough. The others run beside them where a process has no work.
+                    # The first seeds may be enough, so other seeds start only on idle processes.
                     if len(futures) < len(loads) and self._count_running() < self._workers:
                         submit()
                 yield run

@@ -55,7 +55,7 @@ class Extras:
     tell: Callable[[float, int, int], None] | None = None
     """Told after every step: the simulated seconds, how many turns have finished, and how many there are."""
     keeps_ledger: bool = False
-    """Whether the accounts of jobs that ended are kept."""
+    """Whether accounts of ended jobs are kept."""
 
 
 NO_EXTRAS = Extras()
@@ -71,7 +71,7 @@ class Outcome:
     workload: Workload
     machine: Machine
     ledgers: list[dict[str, Any]] = field(default_factory=list)
-    """What jobs and tenants used of each engine (`Driver.describe_ledger`), if the run keeps it."""
+    """What jobs and tenants used on each engine (`Driver.describe_ledger`), if the run keeps it."""
 
 
 def run(
@@ -141,14 +141,14 @@ Closed = dict[Account, tuple[str, str]]
 
 
 def _keep_accounts(ledger: Ledger) -> Closed:
-    """The accounts that will be closed from now on. A server forgets them, to stay small."""
+    """Collects the accounts that are closed from now on. A server forgets them to bound its memory."""
     closed: Closed = {}
     ledger.on_closed = lambda job_id, tenant, account: closed.setdefault(account, (job_id, tenant))
     return closed
 
 
 def _describe_ledger(scheduler: Scheduler, closed: Closed) -> dict[str, Any]:
-    """All accounts of an engine, as `Driver.describe_ledger`; and those of jobs that ended."""
+    """All accounts of an engine as in `Driver.describe_ledger`, including those of ended jobs."""
     now_s = scheduler.state.now_s
     told = scheduler.driver.describe_ledger(now_s, sys.maxsize)
     ended = [
@@ -165,11 +165,11 @@ class Prepared:
 
     simulation: Simulation
     workload: Workload
-    """Without the turns that are too long for the machine."""
+    """The jobs without the turns that are too long for the machine."""
     num_cut: int
-    """How many turns are too long."""
+    """Number of turns that are too long."""
     machine: Machine
-    """The first one."""
+    """The first machine."""
     fleet: FleetFront | None = None
 
 
@@ -212,7 +212,7 @@ def _prepare_fleet(
     fleet = add_fleet(
         simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
     )
-    # Notes on one engine are listed beside the numbers of all engines; a roofline is named first.
+    # The first machine stands for all: it gets the notes and step times of each. A roofline comes first.
     names = {each.step_cost_name for each in machines}
     sources = sorted(names, key=lambda name: (not name.startswith("roofline"), name))
     notes = tuple(dict.fromkeys(note for each in machines for note in each.notes))
@@ -279,7 +279,7 @@ def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: i
         num_cached = min(count_shared_tokens(context, turn.prompt), turn.num_prompt_tokens - 1)
         for step in split_prompt(turn.num_prompt_tokens, max_num_batched_tokens, num_cached):
             total_s += step_cost.seconds(step)
-        # The context grows by a token a step, and the cost with it: the middle step is taken for all.
+        # Context and cost grow with each step, so every step counts as the middle one.
         middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
         total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))
         total_s += turn.tool_s

@@ -30,8 +30,8 @@ def _read_interval(text: str) -> int | None:
 class Setup(Options):
     """One simulated machine, checked.
 
-    An option that is None gets vLLM's value on that GPU; only of `prefix_cache_retention_interval` None is
-    itself a value. Raises ConfigError.
+    An option that is None gets vLLM's value on that GPU. The exception is `prefix_cache_retention_interval`,
+    where None is itself a value. Raises ConfigError.
     """
 
     GROUP = "the machine"
@@ -165,7 +165,7 @@ class Setup(Options):
     )
 
     fleet: Fleet | None = None
-    """Several engines behind a router instead of one; each is as the other options say."""
+    """Several engines behind a router instead of one. The other options describe each of them."""
 
     def __post_init__(self) -> None:
         """Check the bounds, and that the KV cache holds at least two blocks."""
@@ -344,7 +344,7 @@ class FleetOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """The part of a setup that several engines have: see `FleetOptions`."""
+    """The options of a setup with several engines: see `FleetOptions`."""
 
     servers: tuple[str, ...]
     router: str = "tenuto"
@@ -354,7 +354,7 @@ class Fleet:
     faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
+        """Check options that depend on each other."""
         if not self.servers:
             raise ConfigError("a fleet needs an engine")
         if self.router == IDEAL and (self.faults or len(set(self.servers)) > 1 or self.router_options):

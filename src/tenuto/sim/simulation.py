@@ -44,7 +44,7 @@ class Clients:
 
 @dataclass(slots=True, eq=False)
 class LiveTurn:
-    """A turn that its client has sent and that is not answered."""
+    """A turn that its client has sent and that has no complete answer yet."""
 
     due: Due
     num_reusable_tokens: int
@@ -53,7 +53,7 @@ class LiveTurn:
     engine: SteppedEngine | None = None
     """None while no engine has it."""
     attempt: int = 0
-    """Counts its deliveries: one that was planned for an engine that died meanwhile is not made."""
+    """Number of deliveries so far. A planned delivery is dropped if the number has changed since."""
     failures: tuple[Failure, ...] = ()
     """Attempts before this one."""
     request: Request = field(init=False)
@@ -67,11 +67,11 @@ class LiveTurn:
 
     @property
     def turn_id(self) -> str:
-        """What clients and routers call it."""
+        """The id that clients and routers use."""
         return get_turn_id(self.due)
 
     def make_request(self, say_hints: SayHints, at_s: float) -> Request:
-        """The request that is sent for it; each attempt has an id of its own."""
+        """The request of this attempt. Each attempt has its own request id."""
         job, index, _ = self.due
         turn = job.turns[index]
         return Request(
@@ -131,7 +131,7 @@ class Front(Protocol):
         """A turn is done."""
 
     def settle(self) -> None:
-        """An event is over: do what it has brought about."""
+        """An event was handled: do what follows from it."""
 
     def end(self) -> None:
         """No more events will come. Raises ConfigError if it knows why turns are open."""
@@ -148,7 +148,7 @@ class Simulation:
         self.loop = EventLoop()
         self.front: Front | None = None
         self.engines: list[SteppedEngine] = []
-        """All that ever were; one that died too."""
+        """All engines of the run, including dead ones."""
         self.open: dict[str, LiveTurn] = {}
         """The turns that were sent and are not answered, by what clients call them."""
         self.records: list[TurnRecord] = []
@@ -221,12 +221,12 @@ class Simulation:
     # Engines.
 
     def add_engine(self, engine: SteppedEngine) -> None:
-        """One more is there from now on."""
+        """Add an engine from now on."""
         self.engines.append(engine)
         self.loop.plan(engine)
 
     def deliver(self, turn: LiveTurn, engine: SteppedEngine) -> None:
-        """An engine gets a turn."""
+        """Send a turn to an engine."""
         now_s = self.loop.now_s
         turn.engine, turn.sent_s = engine, now_s
         turn.request = request = turn.make_request(self.say_hints, now_s)
@@ -265,7 +265,7 @@ class Simulation:
 
     def _finish(self, turn: LiveTurn, engine: SteppedEngine) -> None:
         (job, index, _), now_s = turn.due, engine.now_s
-        turn.engine = engine  # of engines with one queue, another one may have had it first
+        turn.engine = engine  # with a shared queue, another engine may have had it first
         del self.open[turn.turn_id], self._live[turn.request.turn_id]
         self._last_finished[job.job_id] = index
         self.records.append(turn.make_record(now_s))
@@ -274,7 +274,7 @@ class Simulation:
         for following in self._turn_driver.on_finished(job.job_id, index, now_s):
             self._plan_send(following)
 
-    # What engines tell.
+    # Events of engines.
 
     def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
         """Turns start, and are preempted."""

@@ -6,13 +6,13 @@
                        │ ⟋                                  │ ╱ warm-up
                        └───────────────── time              └────────── time
 
-That is judged from when jobs arrived and when they left, by nothing else. The backlog is the number of jobs
-in the system. Its warm-up is cut by MSER (White 1997: cut where the standard error of the mean of the rest is
-smallest). The rest must have no trend.
+The verdict depends only on when jobs arrived and left. The backlog is the number of jobs in the system. Its
+warm-up is cut off by MSER (White 1997: cut where the standard error of the mean of the rest is smallest). The
+rest must have no trend.
 
-A system is watched until the second look in a row that finds it steady, or until it surely grows. The looks
-are at moments that do not depend on how long the user asked to watch. So neither does the answer. Where it is
-asked whether a target is kept, a run is as short as the answer is clear (`Effort`).
+A run ends when two looks in a row find the system steady, or when its backlog surely grows. The times of the
+looks do not depend on how long the user asked to watch, so the answer does not either. If the question is
+whether a target is kept, a run ends as soon as the answer is clear (`Effort`).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ State = Literal["steady", "growing", "unclear"]
 NUM_POINTS = 200
 """Points in time at which the backlog is looked at."""
 NUM_BATCHES = 20
-"""Means of neighbouring points, for the trend."""
+"""The trend is fitted to the means of this many batches of neighbouring points."""
 MAX_LIKENESS = 0.8
-"""Bound of the correlation of neighbouring batches."""
+"""Upper bound of the correlation of neighbouring batches."""
 MAX_DRIFT = 0.25
 """A steady backlog grows or shrinks by this share of its mean at most, from the warm-up to the end."""
 MIN_GROWTH = 0.6
 """A growing backlog grows by this share of its mean at least, over the last three quarters of the time. It
 would be 1.2 for a backlog that grows evenly from nothing."""
 MIN_ENDS = 40
-"""Jobs that must have left in a quarter of the time, for the rate at which they leave."""
+"""The rate at which jobs leave is known only if at least this many left in a quarter of the time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Trend:
-    """The line through equally spaced values. Both figures are over the whole length of the values."""
+    """The line through equally spaced values. Both figures are for the whole length of the values."""
 
     growth: float
     error: float
@@ -124,7 +124,7 @@ def fit_trend(values: Sequence[float]) -> Trend:
     residuals = [value - mean - slope * (n - middle) for n, value in enumerate(means)]
     squares = sum(each * each for each in residuals)
     error = math.sqrt(squares / (NUM_BATCHES - 2) / spread)
-    # A busy queue changes slowly: batches beside each other are alike, so there are fewer than it seems.
+    # A busy queue changes slowly. Neighbouring batches are correlated, so fewer of them are independent.
     likeness = sum(a * b for a, b in pairwise(residuals)) / squares if squares else 0.0
     likeness = min(max(likeness, 0.0), MAX_LIKENESS)
     error *= math.sqrt((1 + likeness) / (1 - likeness))
@@ -163,7 +163,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """From the worst to the best. Late: stopped because a target is surely missed."""
 
 STRETCH = 2 ** (1 / 3)
-"""Each look is this much later than the one before: the third one comes when twice as many jobs came."""
+"""Factor from the time of one look to the next. The time doubles in three looks."""
 COHORT = 0.8
 """Jobs that arrived until this share of the time count. Most of the later ones are not done yet."""
 
@@ -203,7 +203,7 @@ class Settling:
 
 
 def are_done(arrivals_s: Sequence[float], times_s: Sequence[float], now_s: float) -> bool:
-    """Whether the times of the cohort's jobs are known well enough: its P95 is shorter than it was watched.
+    """Whether the cohort's job times are known well enough: each job was watched for at least their P95.
 
     `times_s` has for each arrival the job's time, or its age if it is not done.
     """
@@ -211,11 +211,11 @@ def are_done(arrivals_s: Sequence[float], times_s: Sequence[float], now_s: float
     return bool(cohort) and get_percentile(cohort, 95) <= (1 - COHORT) * now_s
 
 
-# What a machine must keep.
+# Targets.
 
 
 class Judged(Protocol):
-    """What was measured of machines. Both times are infinite where nothing was."""
+    """Measurements of machines. Both times are infinite if nothing was measured."""
 
     @property
     def verdict(self) -> Verdict:
@@ -273,26 +273,26 @@ MISSED = 1.15
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much to simulate: runs are as short, and as few, as the answer is clear."""
+    """How much to simulate. The clearer the answer, the shorter and fewer are the runs."""
 
     num_jobs: int
-    """Of a steady run, at least."""
+    """Fewest jobs of a steady run."""
     target: Target | None = None
-    """What is asked. A run that surely misses it ends: it is "late"."""
+    """The target in question. A run that surely misses it ends, and is "late"."""
     num_clear_jobs: int | None = None
-    """Enough where a run clearly misses the target, or keeps it clearly."""
+    """Fewest jobs of a steady run that clearly misses or clearly keeps the target."""
     clear: float = 0.0
-    """It keeps it clearly with a P95 of at most this share of it."""
+    """A run clearly keeps the target if its P95 is at most this share of it."""
     num_seeds: int | None = None
-    """None for all."""
+    """Number of seeds; None for all."""
 
     @property
     def num_fewest_jobs(self) -> int:
-        """Of any steady run."""
+        """Fewest jobs of any steady run."""
         return self.num_jobs if self.num_clear_jobs is None else min(self.num_clear_jobs, self.num_jobs)
 
     def is_enough(self, run: Judged, num_jobs: float) -> bool:
-        """Whether a steady run that was watched while this many jobs were due needs no more."""
+        """Whether a steady run in which this many jobs were due is long enough."""
         if num_jobs >= self.num_jobs or self.target is None:
             return num_jobs >= self.num_jobs
         use = self.target.get_use(run)
@@ -317,12 +317,12 @@ HOPELESS = 1.3
 """A target is surely missed if the P95 of the jobs that came is this many times as long; those that are not
 done count with their age."""
 MIN_COHORT = 60
-"""Jobs or turns that this takes at least."""
+"""Fewest jobs or turns for that verdict."""
 GLANCE = 1.15
-"""Each check of that is this much later than the one before."""
+"""Factor from the time of one such check to the next."""
 
 Tell = Callable[[float, int, int], None]
-"""Told the simulated seconds, the jobs that arrived and the jobs in the system."""
+"""Called with the simulated seconds, the number of jobs that arrived, and the number in the system."""
 
 
 @dataclass(frozen=True)
@@ -333,16 +333,16 @@ class Steady:
     offered_jps: float
     finished_jps: float
     job_times_s: tuple[float, ...]
-    """Of the jobs that arrived after the warm-up and long enough before the end. One that is not done counts
-    with its age."""
+    """Job times of the jobs that arrived after the warm-up and long enough before the end. A job that is not
+    done counts with its age."""
     ttfts_s: tuple[float, ...]
-    """Of the turns that were due in that time."""
+    """Times to first token of the turns that were due in that time."""
     simulated_s: float
     warm_up_s: float
     num_jobs: int
     """Total number of jobs that arrived."""
     num_cut: int
-    """Turns that are too long for the machine, of all turns that were made."""
+    """Number of generated turns that are too long for the machine."""
     step_cost: str
     seed: int = 0
 
@@ -370,7 +370,7 @@ def simulate_until_steady(
     Gives up after `max_jobs`. Raises as `tenuto.sim.run.run`.
     """
     alone_s = _get_time_alone_s(setup, load)
-    # Most machines settle early, and making jobs takes time: the run with all jobs is for those that do not.
+    # Most machines settle early, and generating jobs takes time. So try with few jobs first.
     few = FEW * effort.num_jobs
     for most in dict.fromkeys((few if few * STRETCH < max_jobs else max_jobs, max_jobs)):
         steady = _simulate(setup, load, alone_s, effort, most, tell)
@@ -402,7 +402,7 @@ def _simulate(
 
 
 def _get_first_look_s(soonest_s: float, least_s: float) -> float:
-    """When to look first, so that one of the looks is just when a run may end."""
+    """The time of the first look, such that a later look comes exactly when a run may end."""
     if least_s <= soonest_s:
         return soonest_s
     return least_s / STRETCH ** math.floor(math.log(least_s / soonest_s, STRETCH))
@@ -450,7 +450,7 @@ class _Observer:
         self._num_read = 0
 
     def follow(self, prepared: Prepared) -> None:
-        """Say which simulation this is. Call it before the simulation runs."""
+        """Set the simulation to watch. Call it before the simulation runs."""
         self._prepared = prepared
         self._simulation: Simulation = prepared.simulation
         jobs = sorted(
@@ -463,7 +463,7 @@ class _Observer:
         self._ends_s: list[float] = []
 
     def __call__(self, now_s: float, scheduler: Scheduler) -> None:
-        """Look at the machine, if it is time to."""
+        """Look at the machine if a look is due."""
         if self._tell is not None:
             self._read()
             num_jobs = bisect_right(self._arrivals_s, now_s)
@@ -527,7 +527,7 @@ class _Observer:
         ]
 
     def make_result(self) -> Steady:
-        """What was seen until the last look."""
+        """The result, as of the last look."""
         seen = self._seen
         assert seen is not None, "a simulation is looked at before it ends"
         start_s, end_s = seen.warm_up_s, COHORT * self._now_s

@@ -16,7 +16,7 @@ class StepTracer:
         self._trace = trace
         self._scheduler = scheduler
         self._count_in_flight = count_in_flight
-        """Steps that were scheduled and have not ended, the one to record included."""
+        """Counts the steps that were scheduled and have not ended, including the one to record."""
 
     def record(self, step: Step, now_s: float) -> None:
         """Record a step that was just scheduled, then advance the trace's step number."""

@@ -1,12 +1,14 @@
 """What clients say about their jobs: the same for the simulated clients and for the bench.
 
-Of the hints, each choice says all that the one before it says, and one thing more:
+Each choice of hints says all that the one before it says, and one thing more:
 
     none → job (its id, its tenant) → last (is this turn its last?) → tool (the tool's name) → tool-time
 
-`wrong` is `tool-time` with wrong times; `wish` is `tool`, and a wish that the KV be kept for an hour.
-In the simulator `tool` decides what `last` decides, for its engine always reads the tool from the output.
-Behind the bench a server knows the tool from the hint alone: answers of a fixed length hold no tool call.
+`wrong` is `tool-time` with wrong times. `wish` is `tool` with a wish to keep the KV for an hour.
+
+In the simulator, `tool` leads to the same decisions as `last`, because the engine always reads the tool from
+the output. With the bench, a server knows the tool only from the hint: answers of a fixed length contain no
+tool call.
 """
 
 from __future__ import annotations
@@ -51,18 +53,18 @@ def say_tool(job: Job, index: int) -> Hints:
 
 
 def say_tool_time(job: Job, index: int) -> Hints:
-    """All of that, and how long the tool will really take."""
+    """The same as `say_tool`, and how long the tool will really take."""
     return replace(say_tool(job, index), expected_tool_s=job.turns[index].tool_s)
 
 
 def say_wrong_tool_time(job: Job, index: int) -> Hints:
-    """The same with a time that is ten times too long or too short."""
+    """The same as `say_tool_time`, with a time that is ten times too long or too short."""
     factor = WRONG_BY if index % 2 == 0 else 1 / WRONG_BY
     return replace(say_tool(job, index), expected_tool_s=factor * job.turns[index].tool_s)
 
 
 def say_wish(job: Job, index: int) -> Hints:
-    """The job, its last turn, the tool, and a wish that all of it be kept for an hour."""
+    """The same as `say_tool`, and a wish to keep the job's KV for an hour."""
     return replace(say_tool(job, index), wish=_WISH)
 
 
@@ -80,14 +82,14 @@ HINTS: Mapping[str, SayHints] = MappingProxyType(
 
 
 def get_turn_id(due: Due) -> str:
-    """What the router calls a turn."""
+    """The router's id of a turn."""
     return f"{due.job.job_id}/{due.turn}"
 
 
 def make_arrival(
     due: Due, hints: Hints, *, needs_prompt: bool, cached_tokens: Mapping[str, int] = NO_TOKENS
 ) -> Arrival:
-    """A turn as its client sends it. Without an id it can be known by its prompt only."""
+    """A turn as its client sends it. Without a job id, only its prompt identifies the job."""
     job, index, _ = due
     turn = job.turns[index]
     return Arrival(

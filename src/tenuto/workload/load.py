@@ -42,7 +42,7 @@ from tenuto.workload.transform import (
 )
 
 MAX_JOBS = 10**6
-"""Most jobs to generate; more are a typing error that would fill the memory."""
+"""Most jobs to generate. More are a typing error, and would fill the memory."""
 
 GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "ab8": lambda arrivals, seed: ab8_jobs(arrivals),
@@ -271,10 +271,10 @@ def load_workload(
     """Generate a workload by name, or read a trace: a file, or a directory of Weka sessions or trajectories.
 
     With `jps` (jobs per second) jobs arrive by the process `arrival` ("poisson", "gamma:CV" or "fixed") for
-    `window_s` seconds; generators need it, and take 45 s unless told. A trace without `jps` keeps its
-    recorded arrivals; with `jps` its jobs arrive in their order, each once, all of them unless `window_s`
-    ends sooner. `RandomLengths` stand for the generator `random` with these lengths. Raises ConfigError for
-    settings, DataError for files.
+    `window_s` seconds. Generators need `jps`, and their default window is 45 s. A trace without `jps` keeps
+    its recorded arrivals. With `jps`, its jobs arrive in their order, each once, all of them unless
+    `window_s` ends sooner. `RandomLengths` select the generator `random` with these lengths. Raises
+    ConfigError for settings, DataError for files.
     """
     if isinstance(source, RandomLengths) or (isinstance(source, str) and source in GENERATORS):
         name = "random" if isinstance(source, RandomLengths) else source

@@ -186,7 +186,7 @@ def count_reusable(
     """Reusable tokens as `tenuto.core.reuse` defines them.
 
     `before`: the job's turn that had finished last when this one was sent; None if none had. Without
-    `quotes_answers` the prompt does not hold what the engine answered there.
+    `quotes_answers`, the prompt does not repeat the engine's answer to that turn.
     """
     if before is None:
         return 0

@@ -150,10 +150,10 @@ def _copy(job: Job, suffix: str, shared: frozenset[str]) -> Job:
 
 
 def scale_lengths(workload: Workload, factor: float) -> Workload:
-    """Multiply the length of every text; what prompts share, they go on sharing.
+    """Multiply the length of every text. Prompts still share the same texts.
 
-    Each span is rounded by itself, to at least one token, so a prompt is off by half a token per span at
-    most. Continuum evaluates BFCL with a factor of 0.4. Raises ConfigError if the factor is not positive.
+    Each span is rounded separately, to at least one token, so a prompt is off by at most half a token per
+    span. Continuum evaluates BFCL with a factor of 0.4. Raises ConfigError if the factor is not positive.
     """
     _check_factor(factor)
 
@@ -170,9 +170,9 @@ def scale_lengths(workload: Workload, factor: float) -> Workload:
 def scale_turns(workload: Workload, factor: float) -> Workload:
     """Give every job `factor` times as many turns, rounded, and at least one.
 
-    Further turns are like the job's own after its first: the same lengths, tools and tool times, from its
-    second turn on and again from there. Each continues the conversation with new text. Raises
-    ConfigError if the factor is not positive, or if turns wait for other jobs.
+    Added turns repeat the job's own turns from its second on, as often as needed: the same lengths, tools and
+    tool times. Each continues the conversation with new text. Raises ConfigError if the factor is not
+    positive, or if turns wait for other jobs.
     """
     _check_factor(factor)
     if any(turn.after for job in workload.jobs for turn in job.turns):
@@ -204,7 +204,7 @@ def _extend(job: Job, num_turns: int) -> Job:
     for index in range(len(own), num_turns):
         number = models[(index - len(own)) % len(models)]
         model, before = own[number], own[max(0, number - 1)]
-        # The turn before is no longer the last: its tool is that of the turn before the model.
+        # The latest turn is no longer the last, so it gets the tool of the turn before the model turn.
         called = before if number else None
         turns[-1] = replace(
             turns[-1],
@@ -223,7 +223,7 @@ def _extend(job: Job, num_turns: int) -> Job:
 def scale_rate(workload: Workload, factor: float) -> Workload:
     """Let jobs arrive `factor` times as fast, and in an open loop every turn too.
 
-    Tool times are the tools' own and stay. Raises ConfigError if the factor is not positive.
+    Tool times do not change. Raises ConfigError if the factor is not positive.
     """
     _check_factor(factor)
 
@@ -237,9 +237,9 @@ def scale_rate(workload: Workload, factor: float) -> Workload:
 
 
 def scale_tools(workload: Workload, factor: float) -> Workload:
-    """Multiply the time between each turn's answer and the job's next turn: tool calls, and people's waits.
+    """Multiply the time between each turn's answer and the job's next turn: tool calls, and people's pauses.
 
-    It matters in a closed loop only. Raises ConfigError if the factor is not positive.
+    This has an effect only in a closed loop. Raises ConfigError if the factor is not positive.
     """
     _check_factor(factor)
 

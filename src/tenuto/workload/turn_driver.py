@@ -22,7 +22,8 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
 
 USER_GAP_S = 0.01
-"""Seconds between the first jobs of two users. If all began at once, the client would measure its burst."""
+"""Seconds between the first jobs of two users. If all began at once, the client would measure its own
+burst."""
 
 
 class Due(NamedTuple):
@@ -41,7 +42,7 @@ class _Turn(NamedTuple):
 
 
 _Event = Event | Literal["returned"]
-"""`returned`: the turn's command ended. Only where commands are run, and not slept for."""
+"""`returned`: the turn's command ended. Only where commands really run, and are not replaced by a sleep."""
 
 
 class TurnDriver:
@@ -53,7 +54,7 @@ class TurnDriver:
     - `users`: this many users have one job each. When a user's job and all jobs that it started have ended,
       the user begins the next job of the workload at that moment. `keeps_arrivals`: not before it arrives, so
       that jobs arrive at their rate, and at most `users` of them are under way.
-    - `runs_commands`: a turn with a command is followed when `on_returned` says that the command ended.
+    - `runs_commands`: after a turn with a command, the next turn waits until `on_returned` is called for it.
 
     Raises ConfigError if jobs of different users would wait for each other.
     """
@@ -164,13 +165,13 @@ class TurnDriver:
         self._num_awaited[one] = self._num_awaited.get(one, 0) + 1
 
     def _begin_next(self, now_s: float) -> list[Due]:
-        """The first turns of the next job, which begins now or when it arrives, and of all that it brings."""
+        """The first turns of the next job, which begins now or when it arrives, and of the jobs it starts."""
         root = next(self._next_roots, None)
         if root is None:
             return []
         start_s = self._jobs[root].arrival_s
         begin_s = max(now_s, start_s) if self._keeps_arrivals else now_s
-        # The difference first: the job itself then begins at exactly `begin_s`.
+        # Subtract first, so that the job itself begins at exactly `begin_s`.
         return [
             Due(job, 0, begin_s + (job.arrival_s - start_s))
             for job in self._families[root]
