@@ -53,7 +53,10 @@ def confirm_kept(book: Book, per_policy: int, workers: int | None) -> int:
     if differ:
         print("These runs differ with the present code:", *differ, sep="\n")
         return 1
-    how = f"{per_policy} runs of each policy and one of each place, drawn from {book.path.name}, are equal"
+    how = (
+        f"{per_policy} runs and the latest first tokens of each policy, and one run of each place, "
+        f"of {book.path.name}, are equal"
+    )
     if pairs:
         write_same(pairs, how)
     print(f"{how}: {len(pairs)} digests changed." if pairs else "No run is of older code.")

@@ -297,8 +297,9 @@ def confirm(
     per_policy: int,
     workers: int | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Run kept runs of older code anew, drawn at random: some of each policy, and one of each place.
+    """Run kept runs of older code anew: some of each policy and one of each place, drawn at random.
 
+    Of each policy also the run whose first tokens were latest: where turns wait, changed decisions show.
     Returns the runs that differ, as lines to print, and the digests of before and after.
     """
     pairs: dict[str, str] = {}
@@ -312,11 +313,18 @@ def confirm(
             older.setdefault(f"place {before.place}", []).append(record)
     rng = random.SystemRandom()
     drawn = [
-        (record, Place(*_key(record), flows[record["seed"], record["number"]]))
+        record
         for what, kept in older.items()
-        for record in rng.sample(kept, min(1 if what.startswith("place ") else per_policy, len(kept)))
+        for record in (
+            [rng.choice(kept)]
+            if what.startswith("place ")
+            else [*rng.sample(kept, min(per_policy, len(kept))), max(kept, key=_get_late_s)]
+        )
     ]
-    was = {place: _get_figures(record) for record, place in drawn}
+    was = {
+        Place(*_key(record), flows[record["seed"], record["number"]]): _get_figures(record)
+        for record in drawn
+    }
     differ = []
     begun_s = time.monotonic()
     for done, (place, record) in enumerate(run_each(run_place, list(was), workers, None), start=1):
@@ -325,6 +333,10 @@ def confirm(
         if _get_figures(record) != was[place]:
             differ.append(label)
     return differ, pairs
+
+
+def _get_late_s(record: Mapping[str, Any]) -> float:
+    return float(record["ttft_s"]["p95"])
 
 
 def _get_figures(record: Mapping[str, Any]) -> dict[str, Any]:
