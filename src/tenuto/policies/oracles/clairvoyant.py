@@ -1,4 +1,4 @@
-"""clairvoyant: an oracle that knows all future jobs. Its KV cache is as large as everyone's."""
+"""clairvoyant: an oracle that knows all future jobs, with a KV cache of the same size as other policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenuto.estimators.step_times import StepTimes
 from tenuto.workload.schema import count_shared_tokens
 
 FIRST = -1e15
-"""The value of a lease that is far from its return: below minus any work."""
+"""The value of a lease whose job returns late: lower than minus any work."""
 MIN_LOOK_S = 0.1
 """A lease is reconsidered no earlier than after this time."""
 LATE_S = 60.0
@@ -21,7 +21,7 @@ LATE_S = 60.0
 
 @dataclass(frozen=True)
 class _Future:
-    """What a job will do; both in the order of its turns."""
+    """The future of a job. Both lists are in the order of its turns."""
 
     work_left: tuple[float, ...]
     """Work of each turn and of all after it, in prefill tokens."""
@@ -36,12 +36,12 @@ class Clairvoyant(Policy, Oracle):
     It needs the simulator, which tells it all jobs before the start (`set_oracle`). Elsewhere it knows no
     job: then jobs go first come, first served, and nothing is retained. It cannot be deployed.
 
-    - *Order*: by the work that the job still has: prefill tokens it did not share with its turn before, and
-      `tokens_per_output` for each token to generate; the shorter first, as Smith's rule (1956) says.
-    - *KV*: held until the true return. A turn takes it from jobs behind it in the order, the last first. Any
-      turn takes it from jobs that stay away for longer than prefill needs to fill the whole cache.
-      Beyond that, holding memory idle costs more of it than computing the KV again (arXiv 2402.01869's
-      waste, with the tool's true time).
+    - *Order*: least remaining work first, as in Smith's rule (1956). Work is the prefill tokens that a turn
+      does not share with the turn before, and `tokens_per_output` for each output token.
+    - *KV*: held until the true return. A turn reclaims it from jobs later in the order, the last first. Any
+      turn reclaims it from jobs that stay away for longer than prefill needs to fill the whole cache. For
+      them, idle memory costs more than computing the KV again (the waste of arXiv 2402.01869, with the true
+      tool time).
 
     Known weakness: it is greedy. Long jobs starve under lasting overload. It keeps KV by the order of jobs
     even if yielding would fill steps better. So its times are not a lower bound. It computes work as if all
@@ -76,15 +76,15 @@ class Clairvoyant(Policy, Oracle):
         return self._keep(turn, view.now_s, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """Keep it still: the return is near, or the turn is back and waits."""
+        """Keep it longer: the return is near, or the turn is back and waits."""
         return self._keep(lease.turn, lease.granted_s, view)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """Those far from their return, then the last in the order."""
+        """First KV of jobs that return late, then that of the last job in the order."""
         return (lease.value,)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """To turns before it in the order; to any turn while its return is far."""
+        """Turns before the job in the order may; any turn may while the job's return is far."""
         return -lease.value > self._get_work(turn)
 
     def on_step(self, step: StepView) -> None:

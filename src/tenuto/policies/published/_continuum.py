@@ -33,7 +33,7 @@ def get_ttl_s(
     reload_s: float,
     min_samples: int = MIN_SAMPLES,
 ) -> float:
-    """τ* for a tool, by its own times, by those of all tools, or by the default: see `ToolSamples`."""
+    """τ* for a tool: from its own times, from those of all tools, or the default. See `ToolSamples`."""
     times = samples.try_get_trusted(tool, min_samples)
     if times is None:
         return get_default_ttl_s(queue_delay_s + reload_s)
@@ -41,23 +41,23 @@ def get_ttl_s(
 
 
 def get_default_ttl_s(benefit_s: float) -> float:
-    """τ* for an unknown tool: as if its times were exponential with mean 1 s.
+    """τ* for an unknown tool, as if its times were exponential with mean 1 s.
 
-    (1 − e^−τ)·B − τ is largest where B·e^−τ = 1, so at ln B; at 0 where B ≤ 1 s.
+    (1 − e^−τ)·B − τ has its maximum where B·e^−τ = 1, at τ = ln B. If B ≤ 1 s, the maximum is at 0.
     """
     return math.log(benefit_s) if benefit_s > 1 else 0.0
 
 
 def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
-    """τ* over samples in ascending order; the shortest of equally good ones, 0 if none is worth its cost.
+    """τ* over samples in ascending order: the shortest of equally good ones, 0 if none is worth its cost.
 
-    Exact, and below O(n): the last samples of all chunks give a gain to beat, and a chunk is looked into
-    only if its last sample's share at its first sample's cost would beat that.
+    The result is exact, and usually takes less than O(n). The last samples of all chunks give a gain to beat.
+    A chunk is searched only if its last sample's share at its first sample's cost would beat that gain.
     """
     if not sorted_s:
         return 0.0
     gain_per_sample = benefit_s / len(sorted_s)
-    # What takes as long as it could gain is worth nothing.
+    # A τ that costs as much as the largest possible gain is worth nothing.
     num = bisect_left(sorted_s, benefit_s)
     if num == 0:
         return 0.0
@@ -76,22 +76,22 @@ def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
 
 
 MAX_JOBS = 1000
-"""Finished jobs remembered."""
+"""Number of finished jobs that are kept."""
 MAX_TURNS = 100_000
-"""A job counted as longer than this is counted as this long."""
+"""Longer jobs count as this many turns."""
 
 
 class JobLengths:
     """Numbers of turns of the last finished jobs.
 
-    η = −Corr(k, N − k) over all turns k = 1 … N of these jobs: 1 where all jobs are equally long (each turn
-    served brings the end nearer), 0 where jobs are memoryless (turns served say nothing about the rest).
+    η = −Corr(k, N − k) over all turns k = 1 … N of these jobs. It is 1 if all jobs are equally long (each
+    turn brings the end nearer), and 0 if jobs are memoryless (past turns say nothing about the rest).
     """
 
     def __init__(self, num_turns: Iterable[int] = (), max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs
         self._lengths: deque[int] = deque()
-        # Sums over the turns of all jobs: 1, k, N − k, k², (N − k)², k·(N − k); exact, being integers.
+        # Sums over the turns of all jobs: 1, k, N − k, k², (N − k)², k·(N − k). They are exact integers.
         self._sums = [0] * 6
         for length in num_turns:
             self.observe(length)
@@ -110,10 +110,10 @@ class JobLengths:
         self._add(num_turns, +1)
 
     def get_eta(self, default: float = 1.0) -> float:
-        """η, at least 0; `default` while it is undefined, as no finished job had two turns.
+        """η, at least 0; `default` while it is undefined because no finished job had two turns.
 
-        Where long jobs tend to get longer the correlation is positive: turns served then promise no end,
-        and 0 stands for that too.
+        If long jobs tend to get longer, the correlation is positive. That counts as 0 too: past turns then
+        say nothing about the end.
         """
         num, sum_k, sum_r, sum_kk, sum_rr, sum_kr = self._sums
         variances = (num * sum_kk - sum_k * sum_k) * (num * sum_rr - sum_r * sum_r)
@@ -122,7 +122,7 @@ class JobLengths:
         return max(0.0, (sum_k * sum_r - num * sum_kr) / math.sqrt(variances))
 
     def get_state(self) -> list[int]:
-        """The lengths, oldest first, as JSON can hold them; the constructor takes them back."""
+        """The lengths as JSON values, oldest first. The constructor accepts them."""
         return list(self._lengths)
 
     def _add(self, n: int, sign: int) -> None:
@@ -142,7 +142,7 @@ MAX_DELAYS = 100
 class QueueDelay:
     """Sliding mean of the queueing delays of turns that came back and found nothing pinned.
 
-    Pinned jobs go first, so all of such a turn's wait counts as extra.
+    Pinned jobs go first, so the whole wait of such a turn counts as extra.
     """
 
     def __init__(self, delays_s: Iterable[float] = (), max_delays: int = MAX_DELAYS) -> None:
@@ -157,11 +157,11 @@ class QueueDelay:
         self._delays.append(delay_s)
 
     def get_mean_s(self) -> float:
-        """T in seconds; 0 while no such turn was seen."""
+        """T in seconds; 0 before any such turn was seen."""
         return math.fsum(self._delays) / len(self._delays) if self._delays else 0.0
 
     def get_state(self) -> list[float]:
-        """The delays, oldest first, as JSON can hold them; the constructor takes them back."""
+        """The delays as JSON values, oldest first. The constructor accepts them."""
         return list(self._delays)
 
     def __repr__(self) -> str:
@@ -169,10 +169,10 @@ class QueueDelay:
 
 
 class TtlEstimate:
-    """τ* per tool. A policy calls the methods from its told hooks of the same names."""
+    """τ* per tool. A policy calls these methods from its hooks of the same names."""
 
     def __init__(self, profile: PrefillProfile | None = None, min_samples: int = MIN_SAMPLES) -> None:
-        """`profile`: measured prefill times; without, they are learned from the steps."""
+        """`profile`: measured prefill times; None to learn them from the steps."""
         self._min_samples = min_samples
         self._tool_times = ToolSamples()
         self._job_lengths = JobLengths()
@@ -222,7 +222,7 @@ class TtlEstimate:
         self._prefill.observe(step)
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it."""
+        """What was learned, as JSON values."""
         return {
             "tool_times": self._tool_times.get_state(),
             "job_lengths": self._job_lengths.get_state(),
@@ -231,7 +231,7 @@ class TtlEstimate:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier run learned; raises if it is not a state, and then changes nothing."""
+        """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         job_lengths, queue_delay = JobLengths(state["job_lengths"]), QueueDelay(state["queue_delay"])
         tool_times, prefill = ToolSamples(), PrefillCost()
         tool_times.set_state(state["tool_times"])
@@ -246,15 +246,15 @@ class TtlEstimate:
         )
 
 
-# The base of `continuum` and `contextserve`: the order of jobs, and what the TTL of a pin is learned from.
+# The base of `continuum` and `contextserve`: the order of jobs, and the learned parts of a pin's TTL.
 
 RENEW_S = 600.0
-"""How far an expired pin's deadline moves while a turn of its job waits; that turn's start ends it."""
+"""How far an expired pin's deadline moves while a turn of its job waits. That turn's start ends the pin."""
 
 
 @dataclass
 class LearnsTtl(Policy, Learns):
-    """Continuum's order of turns and leases, and what its TTL learns, except the tools' times."""
+    """Continuum's order of turns and leases, and all that its TTL learns except tool times."""
 
     _ttl: TtlEstimate = field(init=False, default_factory=TtlEstimate)
 
@@ -272,11 +272,11 @@ class LearnsTtl(Policy, Learns):
         return (-turn.job.arrival_s, -turn.arrival_s)
 
     def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
-        """See whether its job came back to a pin."""
+        """Note whether its job came back to a pin."""
         self._ttl.on_turn_arrived(turn)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn what turns without a pin wait."""
+        """Learn how long turns without a pin wait."""
         self._ttl.on_turn_started(turn, now_s)
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:

@@ -24,9 +24,9 @@ DECAY = 0.995
 MIN_STEPS = 8
 """With fewer observed steps, the assumed profile stays in force."""
 MIN_PREFILL_TOKENS = 256
-"""Steps with fewer prefill tokens take as long as one pass over the weights, so they tell nothing."""
+"""Steps with fewer prefill tokens take as long as one pass over the weights, so they show nothing."""
 PRIOR_WEIGHT = 0.5
-"""Weight of the assumed profile, in steps. It decides if the steps cannot, e.g. if all prompts are alike."""
+"""Weight of the assumed profile, in steps. It decides if the steps cannot, e.g. if all prompts are equal."""
 
 _UNITS = (1.0, 1e3, 1e7, 1e1)
 """Units of the features step, tokens, pairs, requests; they bring all features to a similar size."""
@@ -46,7 +46,7 @@ class PrefillProfile:
     token_pair_s: float = 5.3e-10
 
     def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
-        """Seconds to compute tokens that stand behind `num_context_tokens` with KV."""
+        """Seconds to compute tokens that follow `num_context_tokens` with KV."""
         end = num_context_tokens + num_tokens
         pairs = end * end - num_context_tokens * num_context_tokens
         return self.fixed_s + self.token_s * num_tokens + self.token_pair_s * pairs
@@ -67,10 +67,10 @@ def read_prefill_profile(path: Path) -> PrefillProfile:
 
 
 class PrefillCost:
-    """A profile, given or learned; O(1) a step. Tell it of turns that start and stop, and of steps."""
+    """A profile, given or learned. Call it when turns start and stop, and with each step. O(1) per step."""
 
     def __init__(self, profile: PrefillProfile | None = None) -> None:
-        """With a profile nothing is learned. Without one, the default profile holds until steps were seen."""
+        """With a profile nothing is learned. Without one, the default holds until enough steps were seen."""
         self.profile = profile or PrefillProfile()
         self._learns = profile is None
         self._pending: dict[str, tuple[int, int]] = {}
@@ -107,7 +107,7 @@ class PrefillCost:
             self.profile = _fit(self._moments, self._weight)
 
     def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
-        """Seconds to compute tokens that stand behind `num_context_tokens` with KV."""
+        """Seconds to compute tokens that follow `num_context_tokens` with KV."""
         return self.profile.get_s(num_tokens, num_context_tokens)
 
     def get_state(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class PrefillCost:
         return f"PrefillCost({self.profile}, {self._pending}, {self._weight}, {self._moments})"
 
     def _take(self, num_left: int) -> tuple[int, float, int]:
-        """Tokens and pairs of a step's prefill, and how many of its tokens belong to no known turn.
+        """Tokens and pairs of a step's prefill, and the number of its tokens that belong to no known turn.
 
         `num_left` has one token less for each request, as if all of them decoded.
         """
@@ -185,7 +185,7 @@ def _fit(moments: Sequence[Sequence[float]], weight: float) -> PrefillProfile:
         del kept[found.index(min(found))]
     by_feature = dict(zip(kept, found, strict=True))
     fixed, token, pair, request = (by_feature.get(n, 0.0) / unit for n, unit in enumerate(_UNITS))
-    # Alone, a turn is the step's one request.
+    # A turn alone is the only request of its step.
     return PrefillProfile(fixed + request, token, pair)
 
 
@@ -230,9 +230,9 @@ class TakesPrefillProfile(Policy):
     )
 
     def _try_get_profile(self) -> PrefillProfile | None:
-        """The measured profile, None if there is none.
+        """The measured profile; None if there is none.
 
-        Raises ConfigError for one without its main part or named twice, DataError for another file.
+        Raises ConfigError if its main part is missing or if it is given twice, DataError for another file.
         """
         if self.prefill_profile:
             if self.prefill_token_s or self.prefill_fixed_s or self.prefill_token_pair_s:
@@ -250,7 +250,7 @@ class TakesPrefillProfile(Policy):
 
 @dataclass
 class LearnsPrefill(TakesPrefillProfile, Learns):
-    """Base of policies that know the cost of prefill, from their settings or learned from the steps."""
+    """Base of policies that know the cost of prefill, from their settings or from the steps."""
 
     _prefill: PrefillCost = field(init=False)
 

@@ -9,7 +9,7 @@ from tenuto.core.policy import Key, Needs, Policy, setting
 from tenuto.core.types import EngineView, Job, Turn
 
 LOOK_S = 0.25
-"""How often turns are demoted and promoted; the paper's every N steps are 5 to 20 of them."""
+"""Seconds between two rounds of demotions and promotions: 5 to 20 steps. The paper has one every N steps."""
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Autellix(Policy):
     """Turns in the order of their job's attained service, in queues; starving turns are promoted.
 
     A turn's engine time is the wall time from its start to its end, without its waits after preemptions. All
-    requests of a step share the step, so each is served for as long as the step takes. A turn may preempt a
-    turn in a worse queue.
+    requests of a step share it, so each is served for the whole step. A turn may preempt a turn in a worse
+    queue.
 
     Source: arXiv 2502.13965 (PLAS, ATLAS, Algorithm 1). A test reproduces its example in figure 2. The paper
     does not give K, the quanta and beta. On a loaded engine a turn takes 0.3 to 10 s, and a job has tens of
@@ -52,12 +52,12 @@ class Autellix(Policy):
         return self._queues.get_rank(turn.turn_id)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The turn in the worst queue, and there the one that joined it last."""
+        """The turn in the worst queue; of several, the one that joined it last."""
         level, queued_s = self._queues.get_rank(turn.turn_id)
         return (-level, -queued_s)
 
     def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
-        """A turn takes the place of one in a worse queue, never of its equal."""
+        """A turn may take the place of one in a worse queue, never of one in the same queue."""
         return self._queues.get_rank(turn.turn_id)[0] < self._queues.get_rank(running.turn_id)[0]
 
     def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
@@ -89,7 +89,7 @@ class Autellix(Policy):
 #
 #     arrive → the queue of its job's service → quantum spent: one down → waited too long: back to the first
 #
-# The process table, PLAS for jobs of one turn at a time, ATLAS for those with several.
+# The process table: PLAS for jobs with one turn at a time, ATLAS for jobs with several.
 
 
 @dataclass(slots=True)
@@ -113,18 +113,18 @@ class _Call:
     """When it joined its queue."""
     quantum_left_s: float
     counted_s: float
-    """Until when its time is counted below."""
+    """The time up to which the fields below count."""
     is_running: bool = False
     served_s: float = 0.0
     waited_s: float = 0.0
 
 
 class ServiceQueues:
-    """The process table and the queues of Algorithm 1; O(live turns) per `update`, else O(levels).
+    """The process table and the queues of Algorithm 1. O(live turns) per `update`, else O(levels).
 
-    Queue 0 goes first. A job's service decides the queue of its next turn: queue i is for services of one
-    quantum's width, first_quantum_s · growth^i seconds, above those of the queues before it; the last has no
-    end.
+    Queue 0 goes first. A job's service decides the queue of its next turn. Queue i has a range of one
+    quantum, first_quantum_s · growth^i seconds, above the ranges of the queues before it. The last queue has
+    no limit.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ServiceQueues:
         return f"ServiceQueues({self._jobs}, {self._calls})"
 
     def arrive(self, turn_id: str, job_id: str, now_s: float) -> None:
-        """A turn came in: it joins the queue of its job's service, with that queue's quantum."""
+        """A turn arrived. It joins the queue of its job's service, with that queue's quantum."""
         job = self._jobs.setdefault(job_id, _Served())
         level, above_s = 0, job.served_s
         while above_s >= self._quanta_s[level]:
@@ -149,7 +149,7 @@ class ServiceQueues:
         self._calls[turn_id] = _Call(job, job.served_s, level, now_s, quantum_s, counted_s=now_s)
 
     def run(self, turn_id: str, now_s: float, *, is_running: bool) -> None:
-        """From now on, a turn's time counts as service, or as waiting."""
+        """From now on, a turn's time counts as service or as waiting."""
         call = self._calls.get(turn_id)
         if call is not None:
             self._count(call, now_s)
@@ -172,17 +172,17 @@ class ServiceQueues:
         for call in self._calls.values():
             self._count(call, now_s)
             while call.quantum_left_s <= 0:
-                # It is examined only now and then. What it ran beyond its quantum counts in the next one.
+                # Turns are examined at intervals, so time beyond the quantum counts in the next one.
                 self._join(call, call.level + 1, now_s, beyond_s=-call.quantum_left_s)
             waited_s = call.job.waited_s + call.waited_s
             served_s = call.job.served_s + call.served_s
             if call.level > 0 and waited_s >= self._starvation_ratio * served_s:
                 self._join(call, 0, now_s)
-                # Of the turn alone: its job's other turns are as starved and follow at once.
+                # Only this turn's: the job's other turns starve as well and are promoted at once.
                 call.waited_s = call.served_s = 0.0
 
     def get_rank(self, turn_id: str) -> tuple[int, float]:
-        """(queue, when it joined); smaller goes first. A turn that never arrived is in the first queue."""
+        """(queue, when it joined); smaller goes first. Unknown turns are in the first queue."""
         call = self._calls.get(turn_id)
         return (0, 0.0) if call is None else (call.level, call.queued_s)
 

@@ -1,4 +1,4 @@
-"""break-even: hold a job's cache for as long as holding it costs less than having it back."""
+"""break-even: hold a job's cache for as long as holding it costs less than restoring it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, 
 from tenuto.policies.published._prefill import LearnsPrefill
 
 RENEW_S = 600.0
-"""How far a hold's deadline moves once its job's turn waits; that turn's start ends it."""
+"""How far a hold's deadline moves once a turn of its job waits. That turn's start ends the hold."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class BreakEven(LearnsPrefill):
         return reload_s * view.num_blocks * view.block_size / num_tokens
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """Hold until it breaks even."""
+        """Hold until the break-even time."""
         hold_s = self._get_hold_s(turn.num_prompt_tokens + turn.num_output_tokens, view)
         return _hold(view.now_s + hold_s, view)
 

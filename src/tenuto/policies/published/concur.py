@@ -11,7 +11,7 @@ from tenuto.core.types import EngineView, Job, Turn
 
 @dataclass(slots=True)
 class _Agent:
-    """What the window knows of a job."""
+    """A job's state in the window."""
 
     is_active: bool = False
     num_live_turns: int = 0
@@ -31,8 +31,8 @@ class Concur(Policy):
     A job keeps its place through its tool calls. While more jobs are active than the window allows, a job is
     paused when its turn ends. Paused and new jobs start in the order of their first arrival, so none starves.
 
-    It behaves the same inside vLLM. Known weakness: the window also grows while few jobs are there. After an
-    hour with little load it limits nothing, and each halving takes another period of thrashing.
+    It behaves the same inside vLLM. Known weakness: the window also grows while there are few jobs. After an
+    hour of low load it limits nothing, and each halving takes another period of thrashing.
     """
 
     needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=1.0)
@@ -64,7 +64,7 @@ class Concur(Policy):
         self._window = self.first_window
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Turns of active jobs by arrival, preempted ones first; then the others by their job's arrival."""
+        """Turns of active jobs by arrival, preempted ones first; then other turns by their job's arrival."""
         if self._is_active(turn):
             return (0, 0 if turn.num_preemptions else 1, turn.arrival_s)
         return (1, turn.job.arrival_s, turn.arrival_s)

@@ -1,4 +1,4 @@
-"""contextserve: three ways with a finished turn, by how long its tool is predicted to take."""
+"""contextserve: pin, store or hold a finished turn's cache, by the predicted time of its tool."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ FAST_PROGRAMS = read_names(
     git branch, git config, git diff, git log, git ls-files, git remote, git rev-parse, git show, git stash,
     git status, git tag"""
 )
-"""Rule: a command of nothing but these, with no recursion and no loop, is fast."""
+"""Rule: a command with only these programs, without recursion and loops, is fast."""
 SLOW_PROGRAMS = read_names(
     """apt install, apt-get install, apt-get update, bazel, cargo build, cargo test, cmake, conda create,
     conda install, docker build, docker pull, git clone, git fetch, go build, go test, gradle, make, mvn,
     ninja, nox, npm ci, npm install, npm test, pip download, pip install, pip wheel, poetry install, pytest,
     terraform, tox, uv sync, yarn build, yarn install"""
 )
-"""Rule: a command with one of these in it is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
+"""Rule: a command with one of these programs is slow, unless it only asks (`--version`, `--dry-run`, ...)."""
 MAX_LOG_S = 50.0
 """Bounds ln(seconds) before the exponential is taken."""
 UNKNOWN_LOG_S, UNKNOWN_SD = 0.0, math.log(10)
-"""Before anything is known of a tool: 1 s, give or take a factor of ten."""
+"""The prediction for an unknown tool: 1 s, within a factor of ten."""
 PRIOR_CALLS = 2.0
 """Weight of the prediction from a command's text, in observed calls of the program."""
 
 
 class Speed(Enum):
-    """What a tool call is predicted to be."""
+    """The predicted class of a tool call."""
 
     FAST = "fast"
     SLOW = "slow"
@@ -64,13 +64,13 @@ class Speed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a tool call will take."""
+    """The predicted time of a tool call."""
 
     speed: Speed
     expected_s: float | None
-    """The median; None while nothing at all is known."""
+    """The median; None while nothing is known."""
     pin_s: float
-    """How long to pin for it if it is fast."""
+    """Duration of the pin if the call is fast."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ContextServe(LearnsTtl):
     Continuum's TTL (arXiv 2511.02230). Rules classify well-known programs until `trusted_calls` calls of a
     program were seen. For all other programs, a Normal-Inverse-Gamma posterior of ln(seconds) decides. The
     trees' prediction from the command's text is its prior mean (see docs/tool_times.md). The trees are in the
-    extra `predict`; without it, the prior is that of a tool of which nothing is known.
+    extra `predict`; without it, the prior is that of an unknown tool.
 
     Known weaknesses: a rule that is wrong for a program loses the cache for `trusted_calls` calls. Thompson
     sampling gains nothing, because a tool's time is observed whatever is decided. Pins yield only on a stall,
@@ -122,10 +122,10 @@ class ContextServe(LearnsTtl):
         self._read = _load_reader(self.model)
         self._log_pin_s, self._log_slow_s = math.log(self.pin_s), math.log(self.slow_s)
 
-    # Asked.
+    # Decisions.
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """Pin what is fast, store and free what is slow, and what is uncertain hold for Continuum's TTL."""
+        """Pin for fast tools, store and free for slow ones, hold for Continuum's TTL for uncertain ones."""
         if turn.tool is None:
             return Release()
         prediction = self._predict(turn.tool, turn.turn_id)
@@ -156,7 +156,7 @@ class ContextServe(LearnsTtl):
             return Prediction(by_rule, expected_s, self.pin_s)
         return self._judge(belief or _get_prior(sd), prior_log_s, expected_s, turn_id)
 
-    # Told.
+    # Events.
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long the tool took, compared with the prediction from its command's text."""
@@ -178,7 +178,7 @@ class ContextServe(LearnsTtl):
         return {"beliefs": beliefs, "ttl": self._ttl.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take both up."""
+        """Restore both."""
         beliefs = [
             (str(program), NormalInverseGamma(*map(float, b))) for program, b in state["beliefs"].items()
         ]
@@ -209,7 +209,7 @@ class ContextServe(LearnsTtl):
 
 
 def _load_reader(model: str | None) -> Callable[[str], CommandText]:
-    """What reads commands: the trees of a model, or no more than the text if the extra is not installed."""
+    """The reader of commands: a model's trees, or only the text's shape if the extra is not installed."""
     try:
         import tenuto_predict
     except ImportError:
@@ -229,7 +229,7 @@ def _get_prior(sd: float) -> NormalInverseGamma:
 
 
 def _get_text(tool: ToolCall) -> str:
-    """The shell command; a tool that is none (its `command` is arguments) is known by its name alone."""
+    """The shell command. Any other tool (its `command` is arguments) is known by its name only."""
     is_shell = tool.command is not None and tool.command.startswith(tool.name)
     return tool.command if is_shell and tool.command is not None else tool.name
 
@@ -252,12 +252,12 @@ MAX_KAPPA = 200.0
 
 _MAX_WEIGHT = 1e6
 _MAX_SIZE = 1e18
-"""No samples of seconds lead here; beyond it, drawing a number overflows or never ends."""
+"""Samples in seconds never lead here. Beyond it, drawing a number overflows or never ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormalInverseGamma:
-    """The belief; `kappa` and 2·`alpha` count how many samples it is worth."""
+    """The belief. `kappa` and 2·`alpha` are the number of samples that it is worth."""
 
     mean: float
     kappa: float
@@ -265,7 +265,7 @@ class NormalInverseGamma:
     beta: float
 
     def __post_init__(self) -> None:
-        """Refuse parameters that are not a distribution (from a damaged file or a bad setting)."""
+        """Refuse parameters that are no distribution, from a damaged file or a bad setting."""
         are_weights = all(0 < weight <= _MAX_WEIGHT for weight in (self.kappa, self.alpha))
         if not (are_weights and 0 < self.beta <= _MAX_SIZE and abs(self.mean) <= _MAX_SIZE):
             raise ValueError(f"not a Normal-Inverse-Gamma distribution: {self}")
@@ -291,12 +291,12 @@ class NormalInverseGamma:
 
 @lru_cache(64)
 def get_z(share: float) -> float:
-    """Quantile of the standard normal distribution; remembers those asked for."""
+    """Quantile of the standard normal distribution. Recent results are cached."""
     return NormalDist().inv_cdf(share)
 
 
 def get_t_quantile(share: float, degrees: float) -> float:
-    """Quantile of Student's t by its expansion around the normal's (Abramowitz and Stegun 26.7.5).
+    """Quantile of Student's t, by its expansion around the normal quantile (Abramowitz and Stegun 26.7.5).
 
     Within 1 % for at least 4 degrees of freedom and shares from 0.05 to 0.95.
     """

@@ -69,7 +69,7 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
             self._ttl.on_tool_returned(tool.name, tool_s)
 
     def get_state(self) -> dict[str, Any]:
-        """All that it learned."""
+        """What it learned, as JSON values."""
         return self._ttl.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:

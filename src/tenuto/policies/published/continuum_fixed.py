@@ -18,7 +18,7 @@ from tenuto.core.types import (
 from tenuto.estimators.tool_times import MeanTimes
 
 RENEW_S = 3600.0
-"""How far variant A pushes a deadline out once the job waits; its start ends the lease."""
+"""How far variant A moves a pin's deadline once a turn of its job waits. That turn's start ends the pin."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ContinuumFixed(Policy):
         return (0 if turn.has_lease else 1, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
-        """Pin when a tool was found and it has been quick so far."""
+        """Pin if the turn calls a tool that has been quick so far."""
         tool = turn.tool
         if tool is None or (self.tools == "shown" and tool.command is None):
             return Release()

@@ -1,4 +1,4 @@
-"""infercept: for each job in a tool call, choose what wastes the least memory: keep, swap or recompute."""
+"""infercept: for each job in a tool call, keep, swap or recompute: whatever wastes the least memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tenuto.core.types import (
 from tenuto.policies.published._prefill import LearnsPrefill
 
 INTERVAL_S = 0.25
-"""How often all paused jobs are decided on; the paper does it in every iteration."""
+"""Seconds between two decisions on all paused jobs. The paper decides in every iteration."""
 RENEW_S = 600.0
-"""How far a lease's deadline moves once its job's turn waits; that turn's start ends it."""
+"""How far a lease's deadline moves once a turn of its job waits. That turn's start ends the lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Paused:
-    """A job in a tool call that has its cache on the GPU."""
+    """A job in a tool call whose cache is on the GPU."""
 
     since_s: float
     num_tokens: int
@@ -66,7 +66,7 @@ class InferCept(LearnsPrefill):
         return Keep(view.now_s + INTERVAL_S)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """Do what the plan says for this job."""
+        """Carry out the plan for this job."""
         if lease.next_turn_waiting:
             return Keep(view.now_s + RENEW_S)
         return self._plan.get(lease.turn.job.job_id) or Keep(view.now_s + INTERVAL_S)
@@ -86,7 +86,7 @@ class InferCept(LearnsPrefill):
     def _get_discard_waste(self, num_tokens: int, view: EngineView) -> float:
         """Token-seconds that computing it again wastes: T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other.
 
-        A chunk is the part of a step's budget that running requests leave; their memory waits meanwhile.
+        A chunk is the part of a step's budget that running requests leave. Their memory waits for the chunks.
         """
         chunk_tokens = max(1, view.max_num_batched_tokens - view.num_running)
         num_chunks = math.ceil(num_tokens / chunk_tokens)
@@ -106,7 +106,7 @@ class InferCept(LearnsPrefill):
             wastes.append((-min(preserve, discard), job_id, discard < preserve))
         for _, job_id, discards in sorted(wastes):
             if budget > 0:
-                # The last one may take more than is left: then the link's queue is taken off the next budget.
+                # The last job may exceed the budget. The link's queue then reduces the next budget.
                 budget -= self._paused[job_id].num_tokens
                 self._plan[job_id] = Offload(LeaseRefusal.PRICE)
             elif discards:
@@ -115,12 +115,12 @@ class InferCept(LearnsPrefill):
             del self._paused[job_id]
 
     def on_step(self, step: StepView) -> None:
-        """Swaps hide under it."""
+        """Count the step's time, in which swaps are hidden."""
         super().on_step(step)
         self._computed_s += step.duration_s
 
     def _get_swap_budget(self, view: EngineView) -> float:
-        """Tokens that the link copies in the time that was computed since the last plan: the sum of N_i."""
+        """Tokens that the link can copy during the steps since the last plan: the sum of N_i."""
         computed_s, self._computed_s = self._computed_s, 0.0
         if not view.tiers:
             return 0.0

@@ -19,7 +19,7 @@ class SglangLpm(Policy):
     weakness: the time waited does not count, so a new job may starve while other jobs return.
     """
 
-    # A look-up of 128 prompts takes milliseconds in vLLM, so not in every step.
+    # Looking up 128 prompts takes milliseconds in vLLM, too long for every step.
     needs: ClassVar[Needs] = Needs(max_waiting_with_hits=128, rekey_s=0.1)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:

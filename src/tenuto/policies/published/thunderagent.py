@@ -11,16 +11,16 @@ from tenuto.core.types import EngineView, Job, Turn
 
 @dataclass(slots=True)
 class _Program:
-    """What pausing needs to know of a job."""
+    """A job's state, as far as pausing needs it."""
 
     num_tokens: int = 0
-    """Of its context: the longest prompt that came since, or the last turn's prompt and output."""
+    """Length of its context: the last turn's prompt and output, or a longer prompt that came since."""
     is_active: bool = False
-    """Its context is counted, and its turns start."""
+    """Whether its context is counted and its turns may start."""
     is_new: bool = True
-    """It was never active."""
+    """Whether it was never active."""
     is_marked: bool = False
-    """It is paused when its turn ends."""
+    """Whether it is paused when its turn ends."""
     num_live_turns: int = 0
     idle_since_s: float = 0.0
 
@@ -53,7 +53,7 @@ class Thunderagent(Policy):
     forget_s: float = setting(60.0, "seconds in a tool call after which a job's place is free", minimum=0)
     _programs: dict[str, _Program] = field(init=False, default_factory=dict)
     _num_tokens: int = field(init=False, default=0)
-    """Of all active jobs; those that are about to be paused have their blocks until they are."""
+    """Contexts of all active jobs, including jobs that are about to be paused."""
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Turns of active jobs by arrival; then those of paused jobs, then new jobs, the smallest first."""
@@ -83,15 +83,15 @@ class Thunderagent(Policy):
         program.is_new = False
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """Its job is in a tool call, or paused if it was to be."""
+        """Its job is in a tool call, or paused if it was marked."""
         self._leave(turn, now_s)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Its context counts no more."""
+        """Its context no longer counts."""
         self._change(self._programs.pop(job.job_id, _Program()), is_active=False)
 
     def on_tick(self, view: EngineView) -> None:
-        """While the contexts are more than the cache: pause jobs in tool calls, then mark running ones."""
+        """While the contexts exceed the cache, pause jobs in tool calls, then mark running ones."""
         for program in self._programs.values():
             if program.num_live_turns == 0 and view.now_s - program.idle_since_s >= self.forget_s:
                 self._change(program, is_active=False)
