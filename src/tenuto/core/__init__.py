@@ -1,6 +1,6 @@
-"""The idea itself: the policy interface, the driver, leases, fairness. Standard library only.
+"""The core: the policy interface, the driver, leases, fairness. It imports only the standard library.
 
-The version is here, and nowhere else.
+The version number is defined here.
 """
 
 __version__ = "0.2.0"

@@ -1,7 +1,7 @@
-"""Whether a policy or a router keeps the contract of its interface.
+"""Checks that a policy or a router keeps the contract of its interface.
 
-A policy is asked and told on a grid of views. A router goes through a small fleet with everything that can
-happen there. Both checks raise PolicyError that says what is wrong and where.
+All hooks of a policy are called on a grid of views. A router runs on a small fleet in which everything
+happens that can happen. Both checks raise PolicyError, which says what is wrong and where.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from tenuto.core.types import (
 def check_contract(policy: Policy) -> None:
     """Check that a policy keeps its contract on a grid of views.
 
-    Asked hooks are pure (as far as `repr` shows the policy's state) and deterministic, no hook raises,
-    answers have the right type, a hook's keys are of one shape, parameters and answers are JSON. Raises
-    PolicyError naming the hook and its inputs.
+    Asked hooks must be pure (as far as `repr` shows the policy's state) and deterministic. No hook may raise.
+    Answers must have the right type, and all keys of a hook the same shape. Parameters and answers must be
+    JSON. Raises PolicyError naming the hook and its inputs.
     """
     shapes: dict[str, tuple[bool, ...]] = {}
     for turn, view in itertools.product(_get_turns(), _get_views()):
@@ -78,7 +78,7 @@ def check_contract(policy: Policy) -> None:
 
 
 def _tell_all(policy: Policy, turn: Turn, view: EngineView) -> None:
-    """Every told hook, in an order in which they happen."""
+    """Call every told hook, in a realistic order."""
     if turn.job.num_turns > 1:
         _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
     for hook in ("arrived", "admitted", "started", "preempted", "started"):
@@ -165,9 +165,9 @@ SYSTEM = Part("system", 400)
 def check_router(router: Router) -> None:
     """Run a router through jobs, sub-agents, engines that join, drain and die, and clients that leave.
 
-    Asked hooks must be pure (as far as `repr` shows the router's state) and deterministic, no hook may raise,
-    answers must have the right type and be JSON, and the same run must come out the same twice. Raises
-    PolicyError naming the hook and what is wrong.
+    Asked hooks must be pure (as far as `repr` shows the router's state) and deterministic. No hook may raise.
+    Answers must have the right type and be JSON. Two equal runs must give equal results. Raises PolicyError
+    naming the hook and what is wrong.
     """
     _check_parameters(router)
     first, second = (_Run(copy.deepcopy(router)).play() for _ in range(2))
@@ -179,7 +179,7 @@ def check_router(router: Router) -> None:
 
 
 class _Watched(Router):
-    """Passes every call on, and checks the asked ones."""
+    """Passes every call on to a router, and checks the asked hooks."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -210,7 +210,7 @@ class _Watched(Router):
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
-        """All hooks are told hooks: none is asked."""
+        """Every hook, so that all of them are called."""
         return True
 
 
@@ -222,7 +222,7 @@ class _Run:
         self._now_s = 0.0
 
     def play(self) -> list[Sending]:
-        """Everything that can happen to a router, in a fixed order."""
+        """Do everything that can happen to a router, in a fixed order."""
         dispatcher = self._dispatcher
         self._note(dispatcher.arrive(Arrival("early/0", None, 500, (SYSTEM,)), 0.0))
         self._note(dispatcher.join(EngineInfo("a", 1.0, 20_000), 0.0))

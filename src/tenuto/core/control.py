@@ -1,11 +1,11 @@
-"""The operator's control of a running engine: what runs now, and changes of it without a restart.
+"""The operator's control of a running engine: show its settings, and change them without a restart.
 
-Each engine process (data-parallel rank) has one `Control`, which the engine calls between two steps. So a
-change never meets a half-done step, and no request waits for it. A change is checked completely before
-anything is touched. A bad one is refused, and the old settings stay.
+Each engine process (data-parallel rank) has one `Control`, which the engine calls between two steps. So no
+change happens inside a step, and no request waits for it. A change is checked completely before it is
+applied. A bad change is refused, and the old settings stay.
 
-Requests and answers are JSON texts. `tenuto.vllm.control_http` and `tenuto.sim.server.control` have the
-authentication and the addresses.
+Requests and answers are JSON texts. Authentication and URLs are in `tenuto.vllm.control_http` and
+`tenuto.sim.server.control`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tenuto.core.settings import check_settings
 ADMIN_VARIABLE = "TENUTO_ADMIN_KEY"
 """Environment variable with the operator's key. Without it, nothing can be changed over HTTP."""
 OPERATOR_HEADER = "x-tenuto-operator"
-"""A header with the operator's name, for the log. It is not checked: the key is."""
+"""A header with the operator's name, for the log. Only the key is checked, not the name."""
 UNKNOWN_JOB = (
     "no job of this name is known here: it sent nothing yet, or its last answer ended it, because it called "
     "no tool or the client said so (tenuto:lease_refusals_total counts both)"
 )
-"""The note of an answer without a job: jobs that end are forgotten."""
+"""The note in an answer about an unknown job. Jobs that end are forgotten."""
 MAX_LISTED_JOBS = 1000
-"""The ledger's answer has the jobs that came last, so that it delays no step for long."""
+"""Most jobs in an answer about the ledger, the latest ones. More would delay the next step."""
 MODES = ("on", "off", "shadow")
 CHANGEABLE = ("mode", "policy", "options", "limits", "canary")
 """The settings that an operator may change while the server runs."""
@@ -70,20 +70,20 @@ class Controlled(Protocol):
 
     @property
     def settings(self) -> Any:
-        """What runs now: a dataclass that has at least the fields of `CHANGEABLE` and `own_policies`."""
+        """The settings in force: a dataclass with at least the fields of `CHANGEABLE` and `own_policies`."""
 
     @property
     def configured_policy(self) -> Policy:
-        """The policy of the settings, also while leases are off."""
+        """The configured policy, even while the mode is off."""
 
     def prepare(self, settings: Any, policy: Policy) -> Any:
-        """Make what these settings need. Nothing changes yet. Any error in the settings raises here."""
+        """Make what these settings need, without changing anything. Any error in the settings raises here."""
 
     def switch(self, prepared: Any) -> None:
-        """Run what was prepared from now on."""
+        """Use from now on what `prepare` returned."""
 
     def count_changes(self, changed: Iterable[str]) -> None:
-        """Show that an operator changed these settings."""
+        """Count that an operator changed these settings."""
 
     def release(self, job_id: str) -> bool:
         """End a job that its client says is complete; return whether it was known."""
@@ -106,7 +106,7 @@ class Control:
     ) -> None:
         """`by_priority`: the engine serves requests by their own priority.
 
-        `read_fields`: which of the fields that a client's release has can be believed.
+        `read_fields` takes the fields of a client's release and returns those that can be trusted.
         """
         self._scheduler = scheduler
         self._rank = rank
@@ -115,7 +115,7 @@ class Control:
         self._logger = logger
         self._initial = scheduler.settings
         self._learned: dict[str, Any] = {}
-        """What each policy had learned when another took its place."""
+        """What each policy had learned when another one replaced it."""
         self._last: dict[str, Any] = {"changes": 0, "changed_by": None, "changed_unix_s": None}
 
     def answer(self, text: str) -> str:
@@ -127,7 +127,7 @@ class Control:
             result = {"ok": False, "error": str(error), "conflict": True}
         except TenutoError as error:
             result = {"ok": False, "error": str(error)}
-        except Exception as error:  # an error here must not stop the engine
+        except Exception as error:  # an error must not stop the engine
             self._logger.exception("control: a request failed")
             result = {"ok": False, "error": f"failed, see the server's log: {error!r}"}
         return json.dumps({"rank": self._rank, **result})
@@ -153,7 +153,7 @@ class Control:
         return self.get_status()
 
     def get_status(self) -> dict[str, Any]:
-        """What runs now."""
+        """The mode, the settings and the policy in force, in JSON types."""
         settings, driver = self._scheduler.settings, self._scheduler.driver
         return {
             "mode": settings.mode,
@@ -193,9 +193,9 @@ class Control:
         raise ConfigError(f"there is no request {request['do']!r}")
 
     def _check_unchanged(self, after: Mapping[str, int]) -> None:
-        """Refuse a change that was checked against settings which another operator has changed since.
+        """Refuse a change if another operator has changed the settings since it was checked.
 
-        `after`: by rank, how many changes there were when the change was checked.
+        `after`: by rank, the number of changes so far when the change was checked.
         """
         num_changes = self._last["changes"]
         if after.get(str(self._rank), num_changes) != num_changes:
@@ -223,7 +223,7 @@ class Control:
         )
 
     def _make_policy(self, settings: Any) -> Policy:
-        """A new policy object, with what such a policy has learned on this engine."""
+        """A new policy object, with what the policy of that name learned on this engine before."""
         name = settings.policy
         self._check_name(name)
         policy = load_policy(name, settings.options)
@@ -242,7 +242,7 @@ class Control:
         if isinstance(policy, Learns):
             try:
                 self._learned[name] = policy.get_state()
-            except Exception as error:  # a policy is code from outside
+            except Exception as error:  # a policy may be user code
                 self._logger.error("control: what policy %s learned is lost: %r", name, error)
 
     def _check_name(self, name: str) -> None:
@@ -257,7 +257,7 @@ class Control:
         if name in PRESETS:
             raise ConfigError(f"{name} is a preset of engine settings, which are fixed at start")
         if name not in get_policy_names():
-            load_policy(name)  # raises with the names that there are
+            load_policy(name)  # raises an error that lists the known names
 
     def _read_job(self, fields: Any) -> str:
         """The id of a client's job. `fields`: those of a request's `vllm_xargs`, with the signed tenant."""
@@ -268,7 +268,7 @@ class Control:
 
 
 def _tell(name: str, before: Any, after: Any) -> str:
-    """What changed, for the log; of limits and a canary, only the fields that differ."""
+    """A change as text, for the log. For limits and canary, it has only the fields that differ."""
     if isinstance(before, Limits | Canary):
         old, new = dataclasses.asdict(before), dataclasses.asdict(after)
         before, after = ({key: each[key] for key in old if old[key] != new[key]} for each in (old, new))

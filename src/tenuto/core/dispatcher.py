@@ -1,12 +1,11 @@
-"""Keeps a router's accounts and asks it where turns go, for simulated and for real fleets alike.
+"""Asks a router where turns go, and keeps its records. Used for simulated and for real fleets.
 
     arrive ──► route? ──► send ──► first_token ──► finish ──► (the job's next turn) arrive
                  │          │
                 hold      fail, or the engine dies: the turn is routed again
 
-The program that carries the turns reports what happened, and gets back which turns to send where. A turn is
-sent to one engine at a time and ends once. `RouterCaller` has an answer even if the router fails. There is no
-clock here.
+The caller reports what happened, and gets back which turns to send where. A turn is sent to one engine at a
+time and ends once. `RouterCaller` returns an answer even if the router fails. This module reads no clock.
 """
 
 from __future__ import annotations
@@ -66,36 +65,37 @@ class DispatchStats:
     num_held: int = 0
     """Turns that waited for an engine before they were sent."""
     num_moves: int = 0
-    """Turns that went to another engine than the job's last turn, although that engine takes turns."""
+    """Turns that went to another engine than the job's last turn, although the old engine still takes
+    turns."""
     num_moved_tokens: int = 0
-    """The contexts of those jobs."""
+    """Context tokens of the jobs that moved."""
     num_copied_tokens: int = 0
-    """The part of them that was copied."""
+    """Those of the moved tokens that were copied."""
     num_resent: int = 0
     """Turns that were sent again because their engine failed."""
 
 
 class Engines:
-    """The known engines. The view of one is replaced when something changes there: O(1)."""
+    """The known engines. A change replaces the view of one engine in O(1) time."""
 
     def __init__(self) -> None:
         self._all: dict[str, EngineSeen] = {}
         self._ready: dict[str, EngineSeen] = {}
         self.ready: Mapping[str, EngineSeen] = MappingProxyType(self._ready)
-        """Those that take turns."""
+        """Engines that take turns."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._all
 
     def join(self, info: EngineInfo) -> EngineSeen:
-        """An engine takes turns from now on. One that drained comes back with its open turns."""
+        """An engine takes turns from now on. An engine that was draining keeps its open turns."""
         before = self._all.get(info.name)
         seen = EngineSeen(info) if before is None else dataclasses.replace(before, info=info)
         self._all[info.name] = self._ready[info.name] = seen
         return seen
 
     def drain(self, name: str) -> None:
-        """An engine takes no more turns; those that are open there go on."""
+        """An engine takes no new turns; its open turns continue."""
         self._ready.pop(name, None)
 
     def remove(self, name: str) -> None:
@@ -104,12 +104,12 @@ class Engines:
         self._ready.pop(name, None)
 
     def report(self, name: str, metrics: EngineMetrics) -> None:
-        """Its metrics were read."""
+        """An engine's metrics were read."""
         if name in self._all:
             self._set(dataclasses.replace(self._all[name], metrics=metrics))
 
     def add(self, name: str, num_turns: int, num_unstarted: int, num_unstarted_tokens: int) -> None:
-        """Change the counts of an engine's open turns, if it is still there."""
+        """Change the counts of an engine's open turns, if the engine is still known."""
         old = self._all.get(name)
         if old is None:
             return
@@ -131,7 +131,7 @@ class Engines:
 
 @dataclass(slots=True)
 class JobBook:
-    """What is remembered of a job."""
+    """What the dispatcher remembers of a job."""
 
     tenant: str | None
     engine: str | None = None
@@ -139,11 +139,11 @@ class JobBook:
     num_context_tokens: int = 0
     num_open: int = 0
     content: int | None = None
-    """The mark of its last prompt in `Contents`."""
+    """The key of its last prompt in `Contents`."""
 
 
 class Jobs:
-    """The jobs that are remembered. Of too many idle ones, the one that is idle longest is forgotten."""
+    """The remembered jobs. If too many are idle, the one that has been idle longest is forgotten."""
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
@@ -158,7 +158,7 @@ class Jobs:
         return self._jobs.get(job_id)
 
     def open_turn(self, job_id: str, tenant: str | None) -> JobBook:
-        """A turn of a job came."""
+        """A turn of a job arrived."""
         job = self._jobs.get(job_id)
         if job is None:
             job = self._jobs[job_id] = JobBook(tenant)
@@ -168,7 +168,7 @@ class Jobs:
         return job
 
     def close_turn(self, job_id: str) -> str | None:
-        """A turn of a job ended. Returns the id of a job to forget, if there are too many."""
+        """A turn of a job ended. Returns the id of a job to forget if there are too many."""
         job = self._jobs.get(job_id)
         if job is None:
             return None
@@ -178,13 +178,13 @@ class Jobs:
         return self._idle.get_first_to_forget() if len(self._idle) > self._max_idle else None
 
     def leave(self, engine: str) -> None:
-        """An engine died, and its cache with it. If it comes back under its name, no job is there. O(n)."""
+        """An engine died and lost its cache. If an engine of this name comes back, it has no jobs. O(n)."""
         for job in self._jobs.values():
             if job.engine == engine:
                 job.engine = None
 
     def forget(self, job_id: str) -> JobBook | None:
-        """Forget a job. Returns what was known of it."""
+        """Forget a job and return what was known of it."""
         self._idle.discard(job_id)
         return self._jobs.pop(job_id, None)
 
@@ -196,7 +196,7 @@ class Contents:
         self._jobs: dict[int, OrderedDict[str, None]] = {}
 
     def find(self, parts: Sequence[Part], tenant: str | None) -> str | None:
-        """The job that a prompt continues; of several, the latest. None if it continues none."""
+        """The job that a prompt continues, the latest one if there are several; None if there is none."""
         mark, found = hash(tenant), None
         for part in parts:
             if mark in self._jobs:
@@ -205,7 +205,7 @@ class Contents:
         return None if found is None else next(reversed(self._jobs[found]))
 
     def remember(self, job_id: str, job: JobBook, parts: Sequence[Part]) -> None:
-        """A job's latest prompt."""
+        """Remember a job's latest prompt."""
         self.forget(job_id, job)
         mark = hash(job.tenant)
         for part in parts:
@@ -225,9 +225,9 @@ class Contents:
 
 
 class HeldTurns:
-    """Turns that wait for an engine, in order: the tenant with the fewest open turns is first, then the key.
+    """Turns that wait for an engine, ordered by the number of their tenant's open turns, then by key.
 
-    So a tenant that sends many jobs waits behind its own. Every change takes O(log n) time.
+    So the jobs of a tenant that sends many wait for each other. Every change takes O(log n) time.
     """
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class HeldTurns:
         return turn_id in self._turns
 
     def count_open(self, tenant: str | None, change: int) -> None:
-        """Turns of a tenant were sent to an engine, or ended there."""
+        """The number of a tenant's open turns changed."""
         name = tenant or ""
         num_open = self._num_open.get(name, 0) + change
         self._num_open[name] = num_open
@@ -260,17 +260,17 @@ class HeldTurns:
         self._tenants.push(name, (self._num_open.get(name, 0),))
 
     def get_first(self) -> RoutedTurn | None:
-        """The turn that is asked about first; None if none is held."""
+        """The turn about which the router is asked first; None if none is held."""
         name = self._tenants.get_first()
         first = None if name is None else self._by_tenant[name].get_first()
         return None if first is None else self._turns[first]
 
     def get_oldest(self) -> RoutedTurn | None:
-        """The turn that was held first of all; None if none is held."""
+        """The turn that has been held longest; None if none is held."""
         return next(iter(self._turns.values()), None)
 
     def remove(self, turn_id: str) -> RoutedTurn | None:
-        """Stop holding a turn. None if it was not held."""
+        """Stop holding a turn, and return it; None if it was not held."""
         turn = self._turns.pop(turn_id, None)
         if turn is not None:
             name = turn.tenant or ""
@@ -297,7 +297,7 @@ class RouterCaller:
         self._stock = Router()
 
     def ask_route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Where a turn goes. At least one engine takes turns."""
+        """The router's answer where a turn goes. At least one engine must take turns."""
         try:
             answer = self.router.route(turn, fleet)
             check_route(answer, turn, fleet)
@@ -341,7 +341,7 @@ class RouterCaller:
 
 
 def check_route(answer: object, turn: RoutedTurn, fleet: FleetView) -> None:
-    """Raise TypeError or ValueError if a router may not answer this."""
+    """Raise TypeError or ValueError if this is not a valid answer of `route`."""
     if isinstance(answer, Hold):
         if turn.must_go:
             raise ValueError("answered Hold for a turn that must go")
@@ -353,20 +353,20 @@ def check_route(answer: object, turn: RoutedTurn, fleet: FleetView) -> None:
 
 
 TICK_S = 1.0
-"""How often held turns are asked about if nothing else happens, in seconds."""
+"""Seconds after which the router is asked again about held turns, if nothing else happens."""
 
 
 @dataclass(slots=True)
 class _Open:
     turn: RoutedTurn
     engine: str | None = None
-    """None while it is held."""
+    """The engine that has the turn; None while it is held."""
     sent_s: float = 0.0
     first_token_s: float | None = None
 
 
 class Dispatcher:
-    """One router and its accounts."""
+    """One router and its records of jobs, turns and engines."""
 
     def __init__(
         self,
@@ -395,11 +395,11 @@ class Dispatcher:
 
     @property
     def num_held(self) -> int:
-        """Turns that are held back now."""
+        """Number of turns that are held now."""
         return len(self._held)
 
     def is_open(self, turn_id: str) -> bool:
-        """Whether a turn came and has not ended."""
+        """Whether a turn arrived and has not ended."""
         return turn_id in self._turns
 
     # Engines.
@@ -411,12 +411,12 @@ class Dispatcher:
         return self._send_held(now_s)
 
     def drain(self, name: str, now_s: float) -> None:
-        """An engine takes no more turns; those that are open there go on."""
+        """An engine takes no new turns; its open turns continue."""
         self.engines.drain(name)
         self._caller.tell("on_engine_left", name, now_s)
 
     def die(self, name: str, now_s: float) -> list[Sending]:
-        """An engine is gone: the turns that were open there are sent elsewhere, each once."""
+        """An engine is gone. Its open turns are sent elsewhere, each once."""
         if name not in self.engines:
             return []
         was_ready = name in self.engines.ready
@@ -434,7 +434,7 @@ class Dispatcher:
     # Turns.
 
     def arrive(self, arrival: Arrival, now_s: float) -> list[Sending]:
-        """A turn came in. Returns it if it goes to an engine now."""
+        """A turn arrived. Returns where it is sent; empty if it is held."""
         if arrival.turn_id in self._turns:
             raise ValueError(f"turn {arrival.turn_id!r} is open already")
         job_id = arrival.job_id or self._contents.find(arrival.parts, arrival.tenant) or self._name_job()
@@ -460,7 +460,7 @@ class Dispatcher:
         return [] if sending is None else [sending]
 
     def first_token(self, turn_id: str, now_s: float) -> None:
-        """The first token of a turn's answer came."""
+        """The first token of a turn's answer arrived."""
         one = self._turns.get(turn_id)
         if one is None or one.engine is None or one.first_token_s is not None:
             return
@@ -477,7 +477,7 @@ class Dispatcher:
         num_hit_tokens: int | None = None,
         is_last: bool | None = None,
     ) -> list[Sending]:
-        """A turn's answer is complete. Returns held turns that go now. A turn that is not open is ignored."""
+        """A turn's answer is complete. Returns the held turns to send now. Ignores turns not open."""
         one = self._turns.get(turn_id)
         if one is None or one.engine is None:
             return []
@@ -498,7 +498,7 @@ class Dispatcher:
         return self._send_held(now_s)
 
     def fail(self, turn_id: str, now_s: float) -> list[Sending]:
-        """An attempt got no answer: the turn is routed again."""
+        """An engine did not answer a turn. The turn is routed again."""
         one = self._turns.get(turn_id)
         if one is None or one.engine is None:
             return []
@@ -515,7 +515,7 @@ class Dispatcher:
         return [] if sending is None else [sending]
 
     def abort(self, turn_id: str, now_s: float) -> list[Sending]:
-        """The client of a turn left. Nothing happens if the turn is not open."""
+        """The client of a turn left. Ignores turns that are not open."""
         one = self._turns.pop(turn_id, None)
         if one is None:
             return []
@@ -527,13 +527,13 @@ class Dispatcher:
         return self._send_held(now_s)
 
     def tick(self, now_s: float) -> list[Sending]:
-        """Ask about held turns again. To be called at `get_next_tick_s`, or every second or so."""
+        """Ask about held turns again. Call this at `get_next_tick_s`, or about every second."""
         self._ticked_s = now_s
         self._caller.tell("on_tick", now_s)
         return self._send_held(now_s)
 
     def get_next_tick_s(self) -> float | None:
-        """When held turns are asked about again if nothing happens before; None if none is held."""
+        """When to call `tick`, if nothing happens before; None if no turn is held."""
         oldest = self._held.get_oldest()
         if oldest is None:
             return None
@@ -541,18 +541,18 @@ class Dispatcher:
         overdue_s = oldest.arrival_s + self.limits.max_held_s
         return again_s if overdue_s <= self._ticked_s else min(again_s, overdue_s)
 
-    # Inside.
+    # Internal.
 
     def _name_job(self) -> str:
         self._num_unnamed += 1
-        # Client ids are printable. An id with a tab is therefore never equal to a client's id.
+        # Client ids are printable, so an id with a tab never equals a client's id.
         return f"\tunnamed-{self._num_unnamed}"
 
     def _get_engine(self, job: JobBook | None) -> str | None:
         return job.engine if job is not None and job.engine in self.engines.ready else None
 
     def _route(self, turn: RoutedTurn, now_s: float) -> Sending | None:
-        """Ask where a turn goes, and note it. None if it is held."""
+        """Ask where a turn goes, and record it; None if the turn is held."""
         if not self.engines.ready:
             self._hold(turn, (now_s,))
             return None
@@ -561,7 +561,7 @@ class Dispatcher:
         if overdue or turn.num_turns > 1 or (len(self._held) >= self.limits.max_held and not is_held):
             turn = dataclasses.replace(turn, must_go=True)
         engine = self._get_engine(self._jobs.get(turn.job_id))
-        if engine != turn.engine:  # it changed while the turn was held
+        if engine != turn.engine:  # it may have changed while the turn was held
             turn = dataclasses.replace(turn, engine=engine)
         fleet = FleetView(now_s, self.engines.ready, self._copy_token_s)
         answer = self._caller.ask_route(turn, fleet)
@@ -596,7 +596,7 @@ class Dispatcher:
         return Sending(turn.turn_id, name, copy_from, num_copied)
 
     def _send_held(self, now_s: float) -> list[Sending]:
-        """Ask about held turns, in order, until one stays held; then about those that waited too long."""
+        """Ask about held turns in order until one stays held. Then send those that were held too long."""
         sendings = []
         while self.engines.ready and (turn := self._held.get_first()) is not None:
             sending = self._route(turn, now_s)
@@ -619,7 +619,7 @@ class Dispatcher:
         self._held.count_open(one.turn.tenant, -1)
 
     def _close(self, job_id: str, now_s: float, *, ended: bool) -> None:
-        """A turn of a job ended, and the job with it if `ended` and no other turn of it is open."""
+        """A turn of a job ended. The job ends too if `ended` is true and the job has no other open turn."""
         forgotten = self._jobs.close_turn(job_id)
         job = self._jobs.get(job_id)
         if ended and job is not None and job.num_open == 0:
@@ -634,19 +634,19 @@ class Dispatcher:
             self._caller.tell("on_job_ended", job_id, now_s)
 
 
-# A request, as a router sees it. A router does not tokenize.
+# A request as a router sees it. Routers do not tokenize.
 
 CHARS_PER_TOKEN = 4
-"""Enough to compare prompts."""
+"""An estimate that is good enough to compare prompts."""
 MAX_PARTS = 4096
-"""Of a longer conversation only the first messages are compared; its length counts in full."""
+"""In a longer conversation, only the first messages are compared. Its length counts in full."""
 _PIECE_TOKENS = 128
-"""A prompt that is one text, or token ids, is compared in pieces of this size. The rest at its end is not
-compared, because the job's next prompt continues there."""
+"""A prompt that is one text, or token ids, is compared in pieces of this size. The incomplete last piece is
+not compared, because the job's next prompt continues there."""
 
 
 def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Arrival:
-    """The turn that a request asks for. Header names are in lower case. Nothing raises."""
+    """The turn that a request asks for. Header names must be in lower case. Never raises."""
     hints = read_hints(request, headers, path)
     parts = tuple(_get_parts(request))
     return Arrival(

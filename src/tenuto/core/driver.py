@@ -1,4 +1,4 @@
-"""The driver: a turn's life from its arrival to its lease, and the only caller of policies.
+"""The driver follows each turn from its arrival to its lease, and is the only caller of policies.
 
 The engine reports what happens to its turns, and asks the driver what to do. The driver asks the policy,
 bounds the answer and carries it out. A lease is a request, not a right: when an allocation would fail,
@@ -59,7 +59,7 @@ from tenuto.core.wishes.wish import Verdict, Wish, judge
 
 
 class Driver:
-    """One policy at work on one engine."""
+    """Runs one policy on one engine."""
 
     def __init__(  # noqa: PLR0913 - what an engine chooses, once
         self,
@@ -80,8 +80,8 @@ class Driver:
         `by_priority`: the engine serves requests by their own priority, and the policy only decides the
         order among requests of equal priority.
         `stats`: the statistics to update; by default the driver makes an empty one.
-        `decided`: where to count what was decided, such as leases, if not in `stats`: a driver in shadow
-        mode decides, and the engine does not follow.
+        `decided`: where to count decisions such as leases; by default in `stats`. In shadow mode these are
+        separate, because the engine does not follow the decisions.
         `canary`: the jobs that the policy applies to; all by default.
         `strict`: if a hook of the policy fails, raise PolicyError instead of counting the fault.
         `step_chooser`: chooses the size of each step; by default, steps are as large as the engine allows.
@@ -123,12 +123,12 @@ class Driver:
         )
         self.leases, self.pins = self._retention.leases, self._retention.pins
         self._ended: deque[tuple[TurnState, float, Finish, bool]] = deque()
-        """Turns that ended, when and how, and whether their job did; see `remember`."""
+        """Turns that ended: when, how, and whether their job ended too; see `remember`."""
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
         self._rekey_s = math.inf if policy.needs.rekey_s is None else policy.needs.rekey_s
         self.next_rekey_s = math.inf if policy.needs.rekey_s is None else -math.inf
-        """When the policy is told of a tick, and asked for all keys again."""
+        """When the policy is next told of a tick and asked for all keys again."""
 
     # What happens to turns.
 
@@ -160,7 +160,7 @@ class Driver:
         self._order.enter(turn)
         self._apply(self._retention.claim(turn, now_s))
         if (lease := self.leases.get(job.job_id)) is not None and not self.is_shadow:
-            # It may be shorter now.
+            # The lease may be shorter now.
             self._jobs.ledger.hold(job.job_id, job.account, "gpu", len(lease.blocks), now_s)
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
@@ -175,8 +175,8 @@ class Driver:
     ) -> None:
         """A turn got its first step, or its first step after a preemption.
 
-        If a lease waited for the turn, the lease ends. `short_hit`: what made the hit short, if a layer group
-        did.
+        If a lease waited for the turn, the lease ends. `short_hit`: the layer group that cut the hit short,
+        if one did.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -258,14 +258,14 @@ class Driver:
         (account or self.ledger.total).copy(num_stored=num_tokens)
 
     def hold_below(self, job_id: str, place: str, num_blocks: int, now_s: float) -> None:
-        """A tier stored `num_blocks` that this job used last; if negative, it evicted them."""
+        """A tier stored `num_blocks` blocks that this job used last. A negative number: it evicted them."""
         job = self._jobs.get(job_id)
         self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
     def finish(self, turn_id: str, now_s: float, finish: Finish, *, remembers_later: bool = False) -> None:
         """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them.
 
-        `remembers_later`: the engine calls `remember`, before it tells or asks anything but further ends.
+        `remembers_later`: the engine will call `remember` before it calls any method other than `finish`.
         """
         turn = self._turns.pop(turn_id, None)
         if turn is None:
@@ -302,7 +302,7 @@ class Driver:
             return
         if retains and not finish.aborted and not job.is_released and (goes_on or wish is not None):
             self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
-        # Of too many idle jobs, the one that has been idle longest is forgotten.
+        # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         self._ended.append((turn, now_s, finish, False))
         if not remembers_later:
@@ -311,7 +311,7 @@ class Driver:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def remember(self) -> None:
-        """Take in of the turns that ended what is not read while further turns end."""
+        """Do the bookkeeping of ended turns that `finish` left for later."""
         while self._ended:
             self._remember(*self._ended.popleft())
 
@@ -338,12 +338,12 @@ class Driver:
     def release(self, job_id: str, now_s: float) -> bool:
         """The client says that a job is complete; return whether the job was known.
 
-        The job's lease ends, and its turns that still wait or run get none. The job itself ends with the last
-        of them. A turn that arrives later begins the job anew.
+        The job's lease ends, and its waiting and running turns will get none. The job ends with the last of
+        these turns. A turn that arrives later begins a new job of this id.
         """
         job = self._jobs.get(job_id)
         if job is None:
-            # It has ended, but for what its client wished.
+            # The job has ended; only its client's wish keeps blocks.
             ended = self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s)
             self._apply(ended)
             if ended is not None:
@@ -360,9 +360,9 @@ class Driver:
     def take_over(self, other: Driver, now_s: float, *, keeps_leases: bool = False) -> None:
         """Take over from another driver of the same engine; the engine asks this one from now on.
 
-        Jobs and turns stay. Leases end, unless `keeps_leases`: then leases stay if the limits and the canary
-        allow it. The policy is told of each turn that waits or runs, as if it arrived now. It is asked again
-        whether the waiting turns may start. The engine must then ask for the keys of all waiting turns.
+        Jobs and turns stay. Leases end, unless `keeps_leases` is true: then they stay if the limits and the
+        canary allow it. The policy is told of each waiting and running turn as if it arrived now. It is asked
+        again whether the waiting turns may start. The engine must then ask for the keys of all waiting turns.
         """
         if not keeps_leases:
             other.drop_all(now_s, LeaseEnd.SWITCHED)
@@ -402,9 +402,9 @@ class Driver:
         """Free at least `num_blocks` leased blocks, or as many as possible; return how many were freed.
 
         Each lease loses its last blocks first. `for_turn_id` is the turn that needs the blocks. The lease
-        that waits for this turn is left out, because the turn will hit its blocks. `stalled` means that
-        nothing can run otherwise: then that lease is reclaimed too, after all others. The engine calls
-        this during an allocation, so the waiting queue keeps its order; call `settle` afterwards.
+        that waits for this turn is skipped, because the turn will hit its blocks. `stalled`: nothing can run
+        otherwise; then that lease is reclaimed too, after all others. The engine calls this during an
+        allocation, so the waiting queue keeps its order. Call `settle` afterwards.
         """
         turn = self._turns.get(for_turn_id) if for_turn_id is not None else None
         num_free_before = self._engine.get_num_free_blocks()
@@ -413,7 +413,7 @@ class Driver:
         return self._engine.get_num_free_blocks() - num_free_before
 
     def refuses_steadily(self, turn_id: str, now_s: float) -> bool:
-        """Whether leases give a waiting turn nothing, however often it asks, while steps only decode."""
+        """Whether `reclaim` will free nothing for a waiting turn for as long as steps only decode."""
         turn = self._turns.get(turn_id)
         return turn is not None and self._retention.refuses_steadily(turn, now_s)
 
@@ -431,7 +431,7 @@ class Driver:
             self._apply(ended)
             self.settle()
 
-    # Asked before and during a step.
+    # Called before and during a step.
 
     def tick(self, now_s: float) -> bool:
         """Do the work that depends on time; call this before each step.
@@ -456,7 +456,7 @@ class Driver:
             self._caller.tell("on_step", step)
 
     def decode(self, steps: DecodeSteps) -> None:
-        """The same of several steps that only decode, one after the other."""
+        """As `step`, for several steps in a row that only decode."""
         if self._step_chooser is not None:
             self._step_chooser.observe_decodes(steps)
         if "on_step" in self._caller.heard:
@@ -471,7 +471,7 @@ class Driver:
         """Whether a waiting turn may start; when the engine is idle, every turn may start."""
         return turn_id not in self._turns or self._order.may_start(self._turns[turn_id], now_s, idle=idle)
 
-    # What the engine asks.
+    # Questions of the engine.
 
     def get_next_deadline_s(self) -> float | None:
         """The next time at which `expire` has work to do; None if there are no leases."""
@@ -511,13 +511,13 @@ class Driver:
         return self._engine.get_num_leased_blocks()
 
     def get_num_idle_leased_blocks(self) -> int:
-        """Number of leased blocks that no turn uses and that always yield: memory that is free in effect."""
+        """Number of leased blocks that no turn uses and that always yield: they are free in effect."""
         return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
 
     def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
         """What the driver knows of a job, in JSON types; None if the job is not known.
 
-        The answer shows nothing of other jobs: it counts only hits of what the job itself computed.
+        The answer reveals nothing of other jobs: it counts only hits on what the job itself computed.
         """
         job, lease = self._jobs.get(job_id), self.leases.get(job_id)
         if job is None:
@@ -541,7 +541,7 @@ class Driver:
         return None if job is None else job.account
 
     def describe_ledger(self, now_s: float, max_jobs: int) -> dict[str, Any]:
-        """All accounts in JSON types: of all together, of tenants, and of the jobs that came last."""
+        """The accounts in JSON types: the total, each tenant's, and those of the latest jobs."""
         jobs = self._jobs.jobs
         shown = itertools.islice(reversed(jobs.values()), max_jobs)
         return {
@@ -564,7 +564,7 @@ class Driver:
         return [] if lease is None else lease.blocks
 
     def get_tenant_blocks(self) -> dict[str, int]:
-        """Number of distinct leased blocks by tenant with leases; "" is no tenant."""
+        """Number of distinct leased blocks of each tenant that has leases; "" stands for no tenant."""
         if self.quota.counts_blocks:
             return self.quota.get_leased_blocks()
         return {NOBODY: self.get_num_leased_blocks()} if len(self.leases) else {}
@@ -596,7 +596,7 @@ class Driver:
         return self._turns[turn_id].job.runs_as_stock is True
 
     def get_victim(self, turn_ids: Sequence[str], now_s: float) -> str | None:
-        """The running turn to preempt, out of these; None leaves the choice to the engine."""
+        """Which of these running turns to preempt; None leaves the choice to the engine."""
         return next(iter(self.get_victims(turn_ids, now_s)), None)
 
     def get_victims(self, turn_ids: Sequence[str], now_s: float) -> list[str]:
@@ -616,7 +616,7 @@ class Driver:
         return victim_id if self._order.may_preempt(turn, victim, now_s) else None
 
     def get_load_tokens(self, turn_id: str, offer: LoadOffer, now_s: float) -> int:
-        """How many tokens of the offer, from its start, a turn that is about to start loads."""
+        """How many of the offer's first tokens a turn that is about to start loads."""
         if turn_id not in self._turns or not self.policy.overrides("load"):
             return offer.num_tokens
         turn = self._retention.get_turn_view(self._turns[turn_id])
@@ -633,26 +633,26 @@ class Driver:
         return key
 
     def get_turn(self, turn_id: str) -> Turn | None:
-        """What the policy sees of a turn that waits or runs; None if it is unknown, or runs as in stock."""
+        """The policy's view of a waiting or running turn; None if it is unknown or runs as in stock."""
         turn = self._turns.get(turn_id)
         return None if turn is None or turn.job.runs_as_stock else self._retention.get_turn_view(turn)
 
     def get_finished_turn(self, turn_id: str, finish: Finish) -> Turn | None:
-        """What the policy will see of a turn that is about to finish; as `get_turn`."""
+        """The policy's view of a turn that is about to finish; None as in `get_turn`."""
         turn = self._turns.get(turn_id)
         return None if turn is None or turn.job.runs_as_stock else turn.get_finished_view(finish)
 
     def get_wish(self, turn_id: str) -> Wish | None:
-        """What a live turn's client would like to be kept; None if nothing is kept for it."""
+        """The wish of a waiting or running turn's client; None if nothing is kept for it."""
         turn = self._turns.get(turn_id)
         if turn is None or turn.arrival.hints.wish is None or self._get_wish_refusal(turn) is not None:
             return None
         return turn.arrival.hints.wish
 
     def judge_wish(self, hints: Hints, refusal: LeaseRefusal | None = None) -> Verdict | None:
-        """What becomes of a request's wish, as far as its hints tell; None if it asks for nothing.
+        """What will become of a request's wish, judged by its hints; None if it has none.
 
-        `refusal`: why nothing is kept, if that is known.
+        `refusal`: the reason why nothing is kept, if it is known.
         """
         if hints.wish is None:
             return None
@@ -682,7 +682,7 @@ class Driver:
         return turn is not None and turn.arrival.hints.is_last is not True
 
     def is_first_turn(self, turn_id: str) -> bool:
-        """Whether a turn is its job's first, and its beginning may be pinned if other jobs share it."""
+        """Whether a turn is its job's first, so that its prefix may be pinned if other jobs share it."""
         turn = self._turns.get(turn_id)
         if turn is None or not self.pins.max_blocks:
             return False
@@ -694,7 +694,7 @@ class Driver:
         return None if turn is None else turn.arrival_s
 
     def has_started(self, turn_id: str) -> bool:
-        """Whether a turn has had its first step; a turn that the driver does not know has."""
+        """Whether a turn has had its first step; True for a turn that the driver does not know."""
         turn = self._turns.get(turn_id)
         return turn is None or turn.started
 
@@ -712,9 +712,10 @@ class Driver:
     ) -> StepSize:
         """Bounds of the next step: at least one token per running turn, at most the engine's budget.
 
-        Within these bounds, the size is the smaller of the chooser's and the policy's answers. With a canary
-        the policy is not asked, because a step serves all jobs. `only_decodes`: no turn waits, and no prompt
-        is computed in part. Then the chooser is not asked, because it leaves room for all decoding turns.
+        Within these bounds, the size is the smaller one of the chooser's and the policy's answers. With a
+        canary the policy is not asked, because a step serves all jobs. `only_decodes`: no turn waits, and no
+        prompt is partly computed. Then the chooser is not asked, because it always leaves room for decoding
+        turns.
         """
         if only_decodes and not self.policy.overrides("step_budget"):
             return StepSize(max_num_batched_tokens)
@@ -734,10 +735,10 @@ class Driver:
         num_tokens = max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
         return StepSize(num_tokens, per_prompt)
 
-    # Inside.
+    # Internal.
 
     def _apply(self, event: LeaseEvent | None) -> None:
-        """Count, log and note what happened to a lease, and which waiting turn must be reordered for it."""
+        """Count, log and record an event of a lease, and the waiting turn that must be reordered for it."""
         stats = self.decided
         news: LeaseEnd | LeaseRefusal | TakenBy | None
         match event:
@@ -772,14 +773,14 @@ class Driver:
             self._history.record_lease(event)
 
     def _get_wish_refusal(self, turn: TurnState) -> LeaseRefusal | None:
-        """Why nothing is kept for a turn, whatever its client wishes."""
+        """The reason why nothing is kept for a turn, whatever its client wishes; None if there is none."""
         if not self._retains or turn.job.runs_as_stock:
             return LeaseRefusal.POLICY
         is_over = turn.arrival.hints.is_last or turn.job.is_released or not turn.arrival.is_supported
         return turn.get_last_reason() if is_over else None
 
     def _grant_wish(self, turn: TurnState, finish: Finish, now_s: float) -> Wish | None:
-        """A finished turn's wish if it counts; if not, its result is reported at once."""
+        """A finished turn's wish if it is accepted. If not, the result is reported at once."""
         refusal = LeaseRefusal.ABORTED if finish.aborted else self._get_wish_refusal(turn)
         wish = turn.arrival.hints.wish
         if refusal is None and wish is not None and wish.spans:
@@ -801,7 +802,7 @@ class Driver:
     def _retain(
         self, turn: TurnState, view: Turn, now_s: float, wish: Wish | None, given_up: LeaseRefusal | None
     ) -> None:
-        """Grant a lease or not, and report what becomes of a wish. Tiers hold what no lease holds."""
+        """Grant a lease or not, and report what becomes of the wish. The tiers keep what no lease keeps."""
         refusal: LeaseRefusal | None = None
         for event in self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up):
             self._apply(event)
@@ -811,13 +812,13 @@ class Driver:
             self._tell_wish(turn, None if self._engine.can_store else refusal, now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
-        """`keeps_copies`: tiers below the GPU keep what only this job used."""
+        """End a job. `keeps_copies`: tiers below the GPU keep the KV that only this job used."""
         self.remember()
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if "on_job_ended" in self._caller.heard and not job.runs_as_stock:
             self._caller.tell("on_job_ended", view, now_s)
-        # As `Turn.ends_job`; and the client may say it itself, of any job.
+        # As `Turn.ends_job`. The client may also say it of any job.
         if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back) and not keeps_copies:
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
@@ -833,7 +834,7 @@ class Driver:
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
             self._tell_chooser(turn)
-            # In a log, a new driver begins, and this turn will start. A running turn is left out.
+            # The log begins anew with this driver. It has the turns that will still start, and no others.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
             if self._history is not None:
                 self._history.record(
@@ -846,7 +847,7 @@ class Driver:
             self._tell("on_turn_started", turn, now_s)
 
     def _is_retained(self, job_id: str) -> bool:
-        """Whether a lease that another driver granted to this job stays."""
+        """Whether a lease that the other driver granted to this job stays."""
         job = self._jobs.get(job_id)
         return job is not None and self._canary.selects(job_id, job.tenant, job.group)
 
@@ -858,7 +859,7 @@ class Driver:
             job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
 
     def _tell_chooser(self, turn: TurnState) -> None:
-        """Tell the chooser of step sizes that a turn waits."""
+        """Tell the chooser of step sizes that a turn arrived."""
         if self._step_chooser is not None:
             num_new_tokens = turn.arrival.num_prompt_tokens - turn.num_reusable_tokens
             self._step_chooser.observe_arrival(self._retention.get_turn_view(turn), num_new_tokens)
@@ -873,12 +874,12 @@ class History:
     """Writes what happens to turns and leases into the decision log as `job` records."""
 
     def __init__(self, log: DecisionLog, *, is_shadow: bool = False) -> None:
-        """`is_shadow`: leases are not real; their records say so."""
+        """`is_shadow`: leases are not real, and their records say so."""
         self._log = log
         self._shadow: LogRecord = {"shadow": True} if is_shadow else {}
 
     def record(self, event: str, turn: TurnState, now_s: float, **facts: object) -> None:
-        """Something happened to a turn."""
+        """Record an event of a turn."""
         record: LogRecord = {"kind": "job", "event": event, "job": turn.job.job_id, "turn": turn.turn_id}
         self._log({**record, "turn_number": turn.job.num_turns, "now_s": now_s, **facts})
 
@@ -909,7 +910,7 @@ class History:
         self.record("started", turn, now_s, **facts)
 
     def record_wish(self, turn: TurnState, now_s: float, wish: Wish, verdict: Verdict | None) -> None:
-        """What becomes of a finished turn's wish."""
+        """Record what becomes of a finished turn's wish."""
         facts: LogRecord = {"malformed": list(wish.malformed)} if wish.malformed else {}
         if verdict is not None:
             facts |= {**verdict.describe(), "num_tokens": wish.num_tokens}
@@ -918,7 +919,7 @@ class History:
         )
 
     def record_lease(self, event: LeaseEvent) -> None:
-        """A lease began, was refused, lost its last blocks, or ended."""
+        """Record that a lease began, was refused, lost its last blocks, or ended."""
         turn = event.turn if isinstance(event, LeaseRefused) else event.lease.turn
         facts: LogRecord
         match event:

@@ -1,7 +1,7 @@
-"""What the driver needs from an engine: its interface, the size of its steps, and the steps that it computed.
+"""What the driver needs from an engine: its interface, its step size, and views of its computed steps.
 
-The engine owns the step size, not the policy: it works beside any policy. A policy may say what it wants
-(`EngineSettings.step_tokens`); what the user sets comes first.
+The step size belongs to the engine, so it works with any policy. A policy may ask for one
+(`EngineSettings.step_tokens`). The user's setting overrides that.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class Engine(Protocol):
         """
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
-        """All groups' blocks, and the length, of a running turn's longest cached prefix up to `num_tokens`.
+        """A running turn's longest cached prefix, up to `max_tokens`: all groups' blocks, and its tokens.
 
         Only called if leases cannot be truncated.
         """
 
     def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
-        """How many tokens of a lease, from the first on, a prompt with these chained hashes shares.
+        """How many of a lease's first tokens a prompt with these chained hashes shares.
 
-        Full blocks only, if leases can be truncated.
+        If leases can be truncated, only full blocks count.
         """
 
     def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
         """The blocks of the longest part of a lease that can be hit, of at most `max_tokens` tokens.
 
-        Only called if leases cannot be truncated. Some of the blocks may not be the lease's, and may be free.
-        The list is empty if nothing can be hit, and it is `blocks` itself if the whole lease fits.
+        Only called if leases cannot be truncated. Some of the blocks may not belong to the lease, and may be
+        free. The list is empty if nothing can be hit, and it is `blocks` itself if the whole lease fits.
         """
 
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
@@ -101,7 +101,7 @@ class Engine(Protocol):
         """
 
     def end_job(self, job_id: str) -> None:
-        """A job is complete: tiers below the GPU need nothing that only it used."""
+        """A job is complete, so tiers below the GPU may drop what only this job used."""
 
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting turn that are in the GPU's cache now."""
@@ -113,11 +113,11 @@ class Engine(Protocol):
 # The step size.
 
 ADAPTIVE = "adaptive"
-"""Before each step, a `StepChooser` chooses the number of tokens."""
+"""The value of `step_tokens` for which a `StepChooser` chooses each step's size."""
 PROMPT_WEIGHT = 1.0
-"""How much a second that a prompt waits weighs under adaptive steps, beside one of a decoding turn."""
+"""With adaptive steps: the weight of a second that a prompt waits, relative to one of a decoding turn."""
 StepTokens = str | int
-"""The most tokens of a step: "adaptive", "adaptive:3" with another `PROMPT_WEIGHT`, or always the same."""
+"""The most tokens of a step: "adaptive", "adaptive:3" (`PROMPT_WEIGHT` is 3), or a fixed number."""
 
 
 def get_prompt_weight(step_tokens: StepTokens | None) -> float | None:
@@ -156,23 +156,23 @@ class StepChooser(Protocol):
         """The engine computed a step."""
 
     def observe_decodes(self, steps: DecodeSteps) -> None:
-        """The same of several steps that only decode, one after the other."""
+        """As `observe_step`, for several steps in a row that only decode."""
 
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
         """A turn arrived; this many tokens of its prompt are new to its job."""
 
     def observe_start(self, turn_id: str) -> None:
-        """A turn got its first step, or left without one."""
+        """A turn got its first step, or left before it."""
 
     def observe_turn(self, turn: Turn) -> None:
         """A turn finished; it was not aborted."""
 
     def choose(self, view: EngineView) -> StepSize | None:
-        """The bounds of the next step; None leaves them to the engine. Changes nothing."""
+        """The bounds of the next step; None leaves them to the engine. Does not change the chooser."""
 
 
 def read_step_tokens(text: str) -> StepTokens:
-    """What a command line says; `check_step_tokens` checks it."""
+    """The value of a command line option, not yet checked (see `check_step_tokens`)."""
     return int(text) if text.isdecimal() else text
 
 
@@ -195,7 +195,7 @@ class StepClock:
     """Makes a `StepView` of each step that ended. Steps end in the order in which they were scheduled."""
 
     def __init__(self, ended_s: float = -math.inf) -> None:
-        """`ended_s`: no step ran before this time."""
+        """`ended_s`: when the previous step ended; no step ran before this time."""
         self._ended_s = ended_s
 
     def finish(
@@ -209,8 +209,8 @@ class StepClock:
     ) -> StepView:
         """The view of a step that just ended.
 
-        `num_tokens` is without drafts: a request that decodes has one token however many are guessed behind
-        it, and the rest of a step's tokens is its prefill.
+        `num_tokens` does not include drafts. A decoding request counts one token, whatever is drafted for it.
+        The other tokens of a step are its prefill.
         """
         duration_s = now_s - max(self._ended_s, scheduled_s)
         self._ended_s = now_s
@@ -219,9 +219,9 @@ class StepClock:
     def finish_decodes(
         self, ends_s: Sequence[float], scheduled_s: float, num_requests: int, *, is_full: bool
     ) -> DecodeSteps:
-        """The same of several steps that only decode: each but the first was scheduled before the last ended.
+        """As `finish`, for several steps that only decode. Each was scheduled before the one before it ended.
 
-        `scheduled_s`: when the first was.
+        `scheduled_s`: when the first step was scheduled.
         """
         first_s = ends_s[0] - max(self._ended_s, scheduled_s)
         self._ended_s = ends_s[-1]

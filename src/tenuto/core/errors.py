@@ -1,4 +1,4 @@
-"""Every error Tenuto raises on purpose, and how texts for people are made safe to print.
+"""All errors that Tenuto raises on purpose, and functions that make untrusted texts safe to print.
 
 TenutoError
 ├── ConfigError       a setting is unknown, of the wrong type or out of range
@@ -44,11 +44,12 @@ class DataError(TenutoError):
 
 
 MAX_MESSAGE_CHARS = 2000
-"""Longest error message. A message that quotes an input may otherwise be as long as the input."""
+"""Longest error message. Without this bound, a message that quotes its input could be as long as the
+input."""
 
 _CONTROL = "\x00-\x09\x0b-\x1f\x7f-\x9f"
 _INVISIBLE = "\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\ufffe\uffff"
-"""Zero-width characters, line separators, changes of direction, and what UTF-8 cannot encode."""
+"""Zero-width characters, line separators, direction marks, and what UTF-8 cannot encode."""
 _UNPRINTABLE = re.compile(f"[\n{_CONTROL}{_INVISIBLE}]+")
 _UNPRINTABLE_IN_LINES = re.compile(f"[{_CONTROL}{_INVISIBLE}]+")
 
@@ -63,14 +64,14 @@ def bound_message(text: str) -> str:
     text = _UNPRINTABLE_IN_LINES.sub(" ", text)
     if len(text) <= MAX_MESSAGE_CHARS:
         return text
-    # The beginning says where the error is, and the end may say what to do.
+    # The beginning says where the error is. The end may say what to do.
     return f"{text[: MAX_MESSAGE_CHARS - 500]} … {text[-400:]}"
 
 
 def suggest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The end of an error message, "; did you mean X?", or nothing where no known name is near.
+    """The end of an error message: "; did you mean X?", or empty if no known name is similar.
 
-    `cutoff` says how like they must be: 0 is anything, 1 the same but for upper and lower case.
+    `cutoff`: the least similarity, from 0 (any name) to 1 (equal except for case).
     """
     by_folded = {each.lower(): each for each in known}
     near = difflib.get_close_matches(str(name).lower(), by_folded, n=1, cutoff=cutoff)

@@ -1,7 +1,7 @@
-"""The metrics of a driver on `/metrics`: of vLLM with Tenuto, and of the simulated server.
+"""The driver's metrics on `/metrics`, both of vLLM with Tenuto and of the simulated server.
 
-One row has a metric's name, kind, help and labels, and says where its value is. Each exporter makes the lines
-of its page from the rows.
+Each row has a metric's name, kind, help, labels, and a function that reads its value. Each exporter makes the
+lines of its page from the rows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NO_TENANT = "(none)"
 """The label of turns without a tenant."""
 
 NUM_TENANTS = 10
-"""Tenants with a series of their own; it bounds the number of series."""
+"""Most tenants with a time series of their own."""
 OWN_NAMES = {NOBODY, UNVERIFIED}
-"""The names of tenants that no client has."""
+"""Tenant names that Tenuto itself gives, not a client."""
 
 Value = float | Mapping[Any, float]
 """A number. A metric with labels has one for each value of its label, or for each tuple of labels."""
 
 
 class Metric(NamedTuple):
-    """One metric. `read` takes the object of its table, and returns the present value."""
+    """One metric. `read` takes its table's source object, and returns the current value."""
 
     kind: Literal["gauge", "counter"]
     name: str
@@ -46,7 +46,7 @@ class Metric(NamedTuple):
 
 
 class Leases(NamedTuple):
-    """What the rows of `LEASES` read. In shadow mode, leases that are not held."""
+    """The source object of `LEASES`. In shadow mode, these leases are not held."""
 
     stats: DriverStats
     num_jobs: int
@@ -124,12 +124,12 @@ LEASES = (
         lambda of: of.stats.num_overdue_turns,
     ),
 )
-"""What becomes of leases; `{}` in the help is a place for a note on all of them."""
+"""What becomes of leases. An exporter may put a note in place of `{}` in the help."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rows of `DRIVER` read."""
+    """The source object of `DRIVER`."""
 
     driver: Driver
     stats: DriverStats
@@ -137,27 +137,27 @@ class Facts:
     policy: str
     mode: str
     num_changes: Mapping[str, int]
-    """Live changes by an operator, by what changed."""
+    """Number of live changes by an operator, by setting."""
     tenant_blocks: Mapping[str, int]
     """Leased blocks of each tenant."""
     shown_tenants: Mapping[str, int]
-    """The same, of those that may be shown."""
+    """Leased blocks of the tenants that may be shown, and of all others together."""
     get_unix_time_s: Callable[[float], float]
-    """The time of day of a moment on the engine's clock."""
+    """Converts a time on the engine's clock to Unix time."""
     groups: tuple[str, ...] = ()
     """The kinds of layer groups that can end hits early."""
     shows_names: bool = True
-    """Whether names of tenants may be seen."""
+    """Whether tenants' names may be shown."""
 
     def get_ledger(self, kinds: Iterable[str], unit: str) -> dict[tuple[str, str], float]:
-        """Figures of the ledger by tenant and kind; their names end in `unit`."""
+        """The ledger's figures whose names end in `unit`, by tenant and kind."""
         tenants = get_shown_accounts(self.driver.ledger, self.view.now_s, shows_names=self.shows_names)
         return {
             (name, kind): figures[f"{kind}_{unit}"] for name, figures in tenants.items() for kind in kinds
         }
 
     def get_moment(self, at_s: float | None) -> float:
-        """A moment in Unix time, 0 for None. Unlike a duration it stays correct while the engine sleeps."""
+        """A time as Unix time, 0 for None. Unlike a duration, it stays correct while the engine sleeps."""
         return 0.0 if at_s is None else self.get_unix_time_s(at_s)
 
 
@@ -286,11 +286,11 @@ DRIVER = (
         ("tenant", "place"),
     ),
 )
-"""Everything else that a driver knows."""
+"""All other metrics of a driver."""
 
 
 class HistogramMetric(NamedTuple):
-    """One histogram of `DriverStats`, which has it in this field."""
+    """One histogram. `field`: its field in `DriverStats`."""
 
     field: str
     name: str
@@ -321,7 +321,7 @@ HISTOGRAMS = (
 
 
 def get_shown_accounts(ledger: Ledger, now_s: float, *, shows_names: bool) -> dict[str, dict[str, float]]:
-    """The figures of the tenants that came first, and of all others together; none ever decreases."""
+    """The figures of the tenants that arrived first, and of all others together; none ever decreases."""
     named = [name for name in ledger.tenants if shows_names or name in OWN_NAMES][:NUM_TENANTS]
     shown = {name or NO_TENANT: ledger.tenants[name].get_figures(now_s) for name in named}
     others = [each for name, each in ledger.tenants.items() if name not in named]

@@ -1,22 +1,21 @@
-"""Protects clients from each other under any policy: one account, which is told once of each event.
+"""Protects clients from each other under any policy. The driver tells it each event once.
 
     waits     how long a turn may wait, compared with stock vLLM (`StockQueue`, in a file of its own)
     order     between tenants, the one that has received the least work goes first (`Shares`, `FairOrder`)
-    memory    each tenant's part of the KV cache (`Quota`), which `tenuto.core.leases` asks who yields next
+    memory    each tenant's part of the KV cache (`Quota`), by which `tenuto.core.leases` chooses who yields
 
-*Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. A
-tenant that waited for nothing gets no credit for it: when it comes back, it starts at the virtual time of the
-tenant served last. Within a tenant, the policy's order holds. With one tenant this is exactly the policy's
-order. Source: start-time fair queueing (Goyal, Vin and Cheng, 1996) with work counted in tokens, as in the
-virtual token counter (Sheng et al., OSDI 2024).
+*Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. An idle
+tenant collects no credit: when it comes back, it starts at the virtual time of the tenant served last. Within
+a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's. Source:
+start-time fair queueing (Goyal, Vin and Cheng, 1996), with work counted in tokens as in the virtual token
+counter (Sheng et al., OSDI 2024).
 
 *Memory.* A tenant is *active* while it has a turn in the engine or a lease. Its fair share of the cache is
 its weight, divided by the weights of all active tenants. A tenant that uses more than `SLACK` times its fair
-share is *over* it: its leases yield first to tenants that use less, and its waiting turns take no blocks from
-the leases of such tenants. One active tenant may use everything.
+share is *over* its share: its leases yield first to tenants that use less, and its waiting turns take no
+blocks from the leases of those tenants. A tenant that is the only active one may use everything.
 
-Every event takes O(log n) time in the turns and tenants that wait. Facts of one turn that an account needs
-are the account's own.
+Every event takes O(log n) time in the number of waiting turns and tenants.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from tenuto.core.turn_work import MovingMean, get_work
 from tenuto.core.types import LeaseRefusal
 
 UNVERIFIED_WEIGHT = 0.1
-"""The weight of all turns without a known tenant, together, on a server that has tenants."""
+"""The weight, on a server that has tenants, of all turns without a verified tenant together."""
 SLACK = 1.25
-"""How many fair shares a tenant may use before its leases yield first. It leaves the order of leases to the
-policy while tenants use about the same."""
+"""How many fair shares a tenant may use before its leases yield first. While tenants use about the same, the
+policy decides the order of leases."""
 
 
 class Fairness:
-    """The accounts of one engine; the driver tells it each event of a turn once."""
+    """The fairness rules of one engine. The driver tells it each event of a turn once."""
 
     def __init__(self, policy: Policy, limits: Limits, num_blocks: int, block_size: int) -> None:
         """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
@@ -89,18 +88,18 @@ class Fairness:
             self._waits.leave(turn, num_output_tokens, now_s)
 
     def forget_job(self, job_id: str) -> None:
-        """A job is not remembered any more."""
+        """A job was forgotten."""
         if self._waits is not None:
             self._waits.forget_job(job_id)
 
     def take_over(self, other: Fairness, weights: Mapping[str, float] | None) -> None:
-        """Go on with the shares of an engine's earlier driver, by other weights; then `adopt` its turns."""
+        """Take over the shares of the engine's earlier driver, with new weights. Then `adopt` its turns."""
         self.shares = other.shares
         self.shares.set_weights(weights)
         self.quota.counts_blocks = other.quota.counts_blocks
 
     def adopt(self, turn: TurnState, num_leased_tokens: int, now_s: float) -> bool:
-        """Take over a turn that waits or runs; as `arrive`, and `start` if it runs."""
+        """Take over a waiting or running turn: as `arrive`, and as `start` if it runs."""
         begins = self._enter(turn, num_leased_tokens)
         if turn.started:
             self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
@@ -109,7 +108,7 @@ class Fairness:
         return begins
 
     def is_overdue(self, turn_id: str) -> bool:
-        """Whether a waiting turn has waited too long compared with stock vLLM; then it goes first."""
+        """Whether a waiting turn has waited too long compared with stock vLLM, so that it goes first."""
         return self._waits is not None and self._waits.is_overdue(turn_id)
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
@@ -117,11 +116,11 @@ class Fairness:
         return iter(()) if self._waits is None else self._waits.pop_overdue(now_s)
 
     def get_next_overdue_s(self) -> float:
-        """When the next turn is overdue if nothing starts until then; infinity if none waits."""
+        """When the next turn becomes overdue if nothing starts before; infinity if none waits."""
         return math.inf if self._waits is None else self._waits.get_next_s()
 
     def started_overdue(self, turn_id: str) -> bool:
-        """Whether a running turn started because it was overdue; then it is preempted last."""
+        """Whether a running turn started because it was overdue, so that it is preempted last."""
         return self._waits is not None and self._waits.started_overdue(turn_id)
 
     def get_number(self, turn_id: str) -> int:
@@ -154,30 +153,30 @@ class _Charge:
     """What one turn is charged."""
 
     work: float = 0.0
-    """What its tenant's virtual time counts for it, in prefill tokens."""
+    """The work that is included in its tenant's virtual time, in prefill tokens."""
     num_expected_tokens: float = 0.0
-    """Its prompt and an output of mean length, since it started."""
+    """Tokens of its prompt and of an output of mean length; 0 before its start."""
 
 
 class Shares:
     """The virtual times of the tenants, and which tenants have turns in the engine."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: the shares of some tenants; a tenant that is not named has weight 1."""
+        """`weights`: the weights of some tenants; all others have weight 1."""
         self._tenants: dict[str, _Share] = {}
         self.set_weights(weights)
         self._idle = IndexedHeap()
-        """Tenants without a turn that are still ahead of `_now`, by virtual time."""
+        """Tenants without a turn whose virtual time is still later than `_now`, by virtual time."""
         self._now = 0.0
         """The virtual time of the tenant served last, when its turn started."""
         self._output = MovingMean()
-        """Output tokens of a turn."""
+        """Mean output tokens of a turn."""
         self._waiting: OrderedDict[str, TurnState] = OrderedDict()
         """Turns that wait for their first step, in order of arrival."""
         self._charges: dict[str, _Charge] = {}
-        """Of each turn in the engine."""
+        """The charge of each turn in the engine."""
         self.num_live_tenants = 0
-        """Tenants with a turn in the engine."""
+        """Number of tenants with a turn in the engine."""
 
     def get_time(self, tenant: str) -> float:
         """The tenant's virtual time. It never decreases while the tenant has a turn in the engine."""
@@ -185,13 +184,13 @@ class Shares:
         return own.time if own is not None else self._now
 
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
-        """Share by other weights from now on; a tenant that is not named has weight 1."""
+        """Use these weights from now on; all tenants that are not named have weight 1."""
         self._weights = weights or {}
         for name, own in self._tenants.items():
             own.weight = get_weight(self._weights, name)
 
     def get_oldest_arrival_s(self) -> float | None:
-        """When the turn arrived that waits longest for its first step; None if none waits."""
+        """Arrival time of the turn that has waited longest for its first step; None if none waits."""
         turn = next(iter(self._waiting.values()), None)
         return None if turn is None else turn.arrival_s
 
@@ -212,7 +211,7 @@ class Shares:
         own.num_live += 1
 
     def take(self, turn: TurnState) -> None:
-        """A turn was taken off the queue. Its work counts at once, because one step takes many turns."""
+        """A turn was taken off the queue. Its work counts at once, because one step may start many turns."""
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
@@ -222,7 +221,7 @@ class Shares:
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
-        """A turn that was taken returns to the queue, or leaves, without having started."""
+        """A taken turn returns to the queue or leaves without having started."""
         if self._charges[turn.turn_id].work and not turn.started:
             self._charge(turn, self._tenants[turn.job.tenant or NOBODY], 0.0)
 
@@ -256,21 +255,21 @@ class Shares:
             self._idle.push(name, (own.time,))
             self._forget_idle()
         if not self.num_live_tenants:
-            # No turn waits for another one, so no tenant is ahead.
+            # The engine is idle, so all tenants begin equal again.
             self._tenants.clear()
             self._idle = IndexedHeap()
 
     def get_expected_tokens(self, turn_id: str) -> float:
-        """The tokens that a running turn is expected to have in the end."""
+        """The total number of tokens that a running turn is expected to reach."""
         return self._charges[turn_id].num_expected_tokens
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
-        """The work of a turn whose output is not known yet."""
+        """The expected work of a turn whose output length is not known yet."""
         return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
 
     def _charge(self, turn: TurnState, own: _Share, work: float) -> None:
-        """Charge a turn's work to its tenant; a part of it may be charged already."""
-        # A virtual time never decreases, or the order of the tenants would have to be corrected at once.
+        """Charge a turn's work to its tenant, less what was already charged."""
+        # A virtual time must not decrease, because the order of tenants is corrected lazily.
         charge = self._charges[turn.turn_id]
         due = work - charge.work - own.credit
         charge.work = work
@@ -281,7 +280,7 @@ class Shares:
             own.credit = -due
 
     def _forget_idle(self) -> None:
-        """Forget tenants that would start at `_now` anyway, so that only busy tenants use memory."""
+        """Forget tenants that would start at `_now` anyway, so that idle tenants use no memory."""
         while (key := self._idle.get_first_key()) is not None and float(key[0]) <= self._now:
             del self._tenants[self._idle.pop()]
 
@@ -309,7 +308,7 @@ class FairOrder:
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[str, str] = {}
         self._order = IndexedHeap()
-        """Lanes by priority and virtual time. The time of a lane may have increased since."""
+        """Lanes by priority and virtual time. A lane's time may have increased since it was added."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -318,7 +317,7 @@ class FairOrder:
         return item in self._lane_of
 
     def __iter__(self) -> Iterator[str]:
-        """All ids: the first lane's in order, then the next lane's; a copy."""
+        """All ids, lane by lane, each in order; a copy."""
         lanes = sorted((self._get_key(lane), name) for name, lane in self._lanes.items())
         return iter([item for _, name in lanes for item in self._lanes[name].turns])
 
@@ -359,7 +358,7 @@ class FairOrder:
         return item
 
     def discard(self, item: str) -> None:
-        """Remove an id if it is there. Most that leave the queue start, so its work is charged."""
+        """Remove an id if it is there. Its work is charged, because most turns that leave the queue start."""
         name = self._lane_of.pop(item, None)
         if name is None:
             return
@@ -380,7 +379,7 @@ class FairOrder:
             key = self._get_key(lane)
             if key == self._order.get_first_key():
                 return lane
-            # The tenant was served since. Times only increase, so the other lanes are not before their keys.
+            # The tenant was served since. Times only increase, so no other lane can be before its key.
             self._order.push(name, key)
         return None
 
@@ -392,7 +391,7 @@ class FairOrder:
 
 
 class BlockRefCounts:
-    """Blocks that at least one lease covers. A change takes time linear in its number of blocks."""
+    """Counts the leases that cover each block. A change takes time linear in its number of blocks."""
 
     def __init__(self) -> None:
         self._covered: set[Hashable] = set()
@@ -420,11 +419,11 @@ class BlockRefCounts:
         self._covered.update(shared)
 
     def count_new(self, block_ids: Collection[Hashable]) -> int:
-        """How many of these blocks are not covered by any lease yet."""
+        """How many of these blocks no lease covers yet."""
         return len(block_ids) - len(self._covered.intersection(block_ids))
 
     def find_used(self, num_refs: Mapping[Hashable, int]) -> list[Hashable]:
-        """Of blocks with so many references each, those that leases cover and somebody else uses too."""
+        """The leased blocks that something else uses too. `num_refs`: all references to each block."""
         more = self._more
         return [
             each for each in self._covered.intersection(num_refs) if num_refs[each] > more.get(each, 0) + 1
@@ -436,21 +435,21 @@ class _Tenant:
     leased: BlockRefCounts = field(default_factory=BlockRefCounts)
     num_leases: int = 0
     num_live: int = 0
-    """Turns that wait or run."""
+    """Number of waiting and running turns."""
     num_running_blocks: int = 0
-    """Blocks that its running turns are expected to need. Blocks that several share count for each."""
+    """Blocks that its running turns are expected to need. A shared block counts for each turn."""
 
     @property
     def num_blocks(self) -> int:
-        """The memory it uses, for running turns and leases."""
+        """Blocks that it uses for running turns and leases."""
         return len(self.leased) + self.num_running_blocks
 
 
 class Quota:
-    """What each active tenant uses. Every event takes O(log n) time in the number of tenants.
+    """The memory that each active tenant uses. Every event takes O(log n) time in the number of tenants.
 
-    A block that several leases share counts once for each tenant that shares it. Blocks are counted only once
-    a turn with a tenant has arrived, so servers without tenants do not pay for it.
+    A block that several leases share counts once for each tenant among them. Counting begins when the first
+    turn with a tenant arrives, so servers without tenants do not pay for it.
     """
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int) -> None:
@@ -464,7 +463,7 @@ class Quota:
         self._running_blocks: dict[str, int] = {}
         """The blocks that each running turn is expected to need."""
         self._by_use = IndexedHeap()
-        """Tenants with leases, once blocks are counted; the one that uses most, for its weight, is first."""
+        """Tenants with leases, once blocks are counted. The one that uses most, for its weight, is first."""
         self.counts_blocks = False
 
     def __len__(self) -> int:
@@ -480,13 +479,13 @@ class Quota:
         return begins
 
     def start(self, turn: TurnState, num_expected_tokens: float) -> None:
-        """A turn started, or started again. `num_expected_tokens`: how many it will have in the end."""
+        """A turn started or resumed. `num_expected_tokens`: the total tokens that it is expected to reach."""
         num_blocks = math.ceil(num_expected_tokens / self._block_size)
         self._run(turn, num_blocks - self._running_blocks.get(turn.turn_id, 0))
         self._running_blocks[turn.turn_id] = num_blocks
 
     def stop(self, turn: TurnState) -> None:
-        """A running turn ended or was preempted. Nothing happens if the turn does not run."""
+        """A running turn ended or was preempted. Ignores turns that do not run."""
         self._run(turn, -self._running_blocks.pop(turn.turn_id, 0))
 
     def leave(self, turn: TurnState) -> None:
@@ -527,9 +526,9 @@ class Quota:
     # Questions.
 
     def get_excess(self, tenant: str | None, num_leased: int) -> tuple[LeaseRefusal, int] | None:
-        """The limit that this tenant's leases exceed, and by how many blocks or leases; None if they do not.
+        """The limit that this tenant's leases exceed, and by how many blocks or leases; None if none.
 
-        `num_leased`: distinct blocks of all leases.
+        `num_leased`: number of distinct blocks of all leases.
         """
         limits, own = self._limits, self._tenants[tenant or NOBODY]
         over = num_leased - int(limits.max_leased_share * self._num_blocks)
@@ -555,15 +554,15 @@ class Quota:
         return 0.0 if own is None else own.num_blocks / self._get_weight(tenant or NOBODY)
 
     def get_most_over(self) -> str | None:
-        """Of the tenants with leases, the one that uses most for its weight, if it is over its fair share."""
+        """The tenant with leases that uses most for its weight, if it is over its fair share; else None."""
         name = self._by_use.get_first() if self.counts_blocks else None
         return name if name is not None and self.is_over(name) else None
 
     def get_leased_blocks(self) -> dict[str, int]:
-        """The distinct leased blocks of each tenant with leases, if they are counted. O(tenants)."""
+        """Number of distinct leased blocks of each tenant with leases, if they are counted. O(tenants)."""
         return {name: len(own.leased) for name, own in self._tenants.items() if own.num_leases}
 
-    # Inside.
+    # Internal.
 
     def _enter(self, name: str) -> _Tenant:
         own = self._tenants.get(name)
@@ -596,5 +595,5 @@ class Quota:
 
 
 def get_weight(weights: Mapping[str, float], tenant: str) -> float:
-    """A tenant's weight: the operator's, or 1, or little if it is not known who that is."""
+    """A tenant's weight: as the operator set it, else 1, or `UNVERIFIED_WEIGHT` for unverified tenants."""
     return float(weights.get(tenant, UNVERIFIED_WEIGHT if tenant == UNVERIFIED else 1.0))

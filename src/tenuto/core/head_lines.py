@@ -1,9 +1,9 @@
-"""Takes lines that change from turn to turn out of a prompt's head, or moves them to its end.
+"""Removes lines that change from turn to turn from a prompt's head, or moves them to the prompt's end.
 
-Some clients put a billing line, a date or a counter into the instructions. All text after it is then
-computed again in each turn. An operator may name such lines by regular expressions. A line is edited only if
-it is in the head of the conversation (before the model's first answer) and an expression matches all of it.
-Nothing else of a request is changed. Without expressions, no request is looked at.
+Some clients put a billing line, a date or a counter into the instructions. All text after it is then computed
+again in each turn. An operator may select such lines by regular expressions. A line is edited only if it is
+in the head of the conversation (before the model's first answer) and an expression matches the whole line.
+Nothing else in a request changes. Without expressions, requests are not read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MOVE_VARIABLE = "TENUTO_MOVE_LINES"
 
 
 class HeadLines:
-    """What to do with which lines."""
+    """The lines to remove and the lines to move."""
 
     def __init__(self, drop: Sequence[str] = (), move: Sequence[str] = ()) -> None:
         self._drop = [_compile(each, DROP_VARIABLE) for each in drop]
         self._move = [_compile(each, MOVE_VARIABLE) for each in move]
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
+        """Whether there are any expressions."""
         return bool(self._drop or self._move)
 
     def edit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The members of a request that change, with their new values. Nothing raises.
+        """The members of a request that change, with their new values. Never raises.
 
         If the last message has no text, lines cannot be moved and stay where they are.
         """
@@ -44,7 +44,7 @@ class HeadLines:
         edited = {key: editor.edit_content(request[key]) for key in _BESIDE if key in request}
         if messages:
             edited[name] = _add_lines(editor.edit_messages(messages), editor.moved)
-        # By identity first: NaN, which JSON texts may have in Python, is not equal to itself.
+        # Compare by identity first: NaN, which Python's JSON reader accepts, is not equal to itself.
         return {key: new for key, new in edited.items() if new is not request[key] and new != request[key]}
 
 
@@ -94,7 +94,7 @@ class _Editor:
 
 
 def read_head_lines(environment: Mapping[str, str]) -> HeadLines:
-    """The lines that an operator named. Raises ConfigError naming the variable."""
+    """The operator's expressions. Raises ConfigError naming the variable."""
     return HeadLines(*(_read_patterns(environment, name) for name in (DROP_VARIABLE, MOVE_VARIABLE)))
 
 

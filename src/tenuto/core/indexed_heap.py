@@ -13,13 +13,13 @@ SortKey = tuple[tuple[bool, float | int | str], ...]
 def get_sort_key(key: Key) -> SortKey:
     """A key that compares with any other, numbers before strings.
 
-    Keys of one hook differ in shape once the hook has failed and stock's answer has stood in for it.
+    Keys of one hook may differ in shape: if the hook fails once, stock's answer is used in its place.
     """
     return tuple([(isinstance(part, str), part) for part in key])
 
 
 class IndexedHeap:
-    """Ids by key, smallest first, ties by id. O(log n) a change, amortised."""
+    """Ids ordered by key, smallest first, ties by id. A change takes O(log n) amortised time."""
 
     def __init__(self) -> None:
         # A changed or removed id leaves its old heap entry behind; an entry counts only while it is

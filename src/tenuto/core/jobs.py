@@ -1,4 +1,4 @@
-"""Jobs and their turns: what an engine reports about them, and what the driver remembers of them."""
+"""Jobs and their turns: what an engine reports about them, and what the driver remembers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Tu
 from tenuto.core.wishes.wish import Verdict
 
 NOBODY = ""
-"""The tenant of turns without a tenant: they count as one tenant."""
+"""The tenant of turns without a tenant. They count as one tenant."""
 UNVERIFIED = "(unverified)"
-"""The tenant of turns whose tenant should be known and is not; they count as one tenant of a small weight."""
+"""The tenant of turns whose tenant is not verified, on a server that has tenants. They count as one tenant
+with a small weight."""
 KIND_CHARS = 32
 """Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 
@@ -28,7 +29,7 @@ class Arrival:
     hints: Hints
     num_prompt_tokens: int
     prompt: Sequence[int] = ()
-    """The prompt's token ids; needed only to recognise jobs by content."""
+    """The prompt's token ids. Needed only to recognise jobs by content."""
     hashes: Sequence[Hashable] = ()
     """Chained hashes of the turn's full blocks. This is the engine's own list, so it grows with the output.
     Without hashes, the driver cannot tell what the prompt shares with its job's lease, and the lease ends."""
@@ -48,7 +49,7 @@ class Finish:
     aborted: bool = False
     """Whether the client left or the request failed. If so, nothing is retained."""
     num_computed_tokens: int = 0
-    """Of an aborted turn: how many of its tokens have KV."""
+    """For an aborted turn: how many of its tokens have KV."""
 
 
 @dataclass(slots=True)
@@ -62,10 +63,10 @@ class JobState:
     """See `Job.kind`."""
     num_turns: int = 0
     is_admitted: bool = False
-    """Admission has let one of its turns start."""
+    """Whether admission has let one of its turns start."""
     live_turn_ids: dict[str, None] = field(default_factory=dict)
     num_short_tokens: Counter[str] | None = None
-    """Of its turns, as `DriverStats.num_short_tokens`."""
+    """As `DriverStats.num_short_tokens`, for this job's turns."""
     account: Account = field(default_factory=Account)
     """What it used so far."""
     last_finish_s: float | None = None
@@ -73,22 +74,23 @@ class JobState:
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
     runs_as_stock: bool | None = None
-    """Whether the policy leaves this job alone, because the operator tries the policy on other jobs
-    (`tenuto.core.limits`). None until its next turn arrives."""
+    """Whether the job runs as in stock, because it is not in the canary (`tenuto.core.limits`). None until
+    its next turn arrives."""
     group: str | None = None
     """The group that its first turn named for a canary."""
     is_released: bool = False
-    """The client said that the job is complete, while a turn of it still ran."""
+    """Whether the client said that the job is complete while a turn of it still waited or ran."""
     num_reusable_tokens: int = 0
-    """Sums over its started turns: tokens reusable from the turn before, and those of them that they hit."""
+    """Sums over its started turns: tokens reusable from the turn before, and those of these that were hit."""
     num_reused_tokens: int = 0
     lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
-    """Why its last finished turn has no lease, or has lost blocks of it; None if the lease is whole."""
+    """Why its last finished turn has no lease, or why the lease lost blocks; None if the lease is
+    complete."""
     wish_news: Verdict | None = None
-    """What became of the cache wish of its last turn that had one."""
+    """What became of the latest cache wish of its turns."""
 
     def get_view(self, arrival_s: float | None = None) -> Job:
-        """What a policy sees of the job; `arrival_s` replaces the job's own arrival."""
+        """The policy's view of the job. `arrival_s` replaces the job's own arrival."""
         arrival_s = self.arrival_s if arrival_s is None else arrival_s
         return Job(self.job_id, arrival_s, self.num_turns, self.tenant, self.kind)
 
@@ -106,14 +108,14 @@ class TurnState:
     """See `Turn.is_parted`."""
     num_hit_tokens: int = 0
     num_held_tokens: int = 0
-    """Tokens that the turn hit when it last started; after a preemption, this can be fewer than before."""
+    """Tokens that the turn hit when it last started. After a preemption, there may be fewer than before."""
     num_loaded_tokens: int = 0
-    """Those of them that were loaded from a tier."""
+    """Those of the hit tokens that were loaded from a tier."""
     run_from: int | None = None
-    """Tokens with KV when its present run began; None while it does not run."""
+    """Tokens with KV when its current run began; None while it does not run."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
-    """Tokens that were computed when it was last preempted."""
+    """Tokens that it had computed when it was last preempted."""
     started: bool = False
     is_admitted: bool = False
     job_arrival_s: float | None = None
@@ -121,10 +123,11 @@ class TurnState:
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
     _finished: tuple[Finish, Turn] | None = None
-    """How it ended and what a policy sees then, made once: host memory needs it before the driver does."""
+    """How it ended, and the policy's view of it then. Cached, because host memory needs it before the
+    driver."""
 
     def get_view(self, *, has_lease: bool) -> Turn:
-        """What a policy sees of a turn that waits or runs; cached until something changes."""
+        """The policy's view of a waiting or running turn; cached until something changes."""
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
@@ -132,13 +135,13 @@ class TurnState:
         return self._view
 
     def get_finished_view(self, finish: Finish) -> Turn:
-        """What a policy sees of a finished turn; what the client said overrides what the output shows."""
+        """The policy's view of a finished turn. The client's hints override what the output shows."""
         if self._finished is None or self._finished[0] is not finish:
             hints, tool, is_last = self.arrival.hints, finish.tool, self.arrival.hints.is_last
             if hints.tool is not None:
                 tool = ToolCall(hints.tool, None if tool is None else tool.command)
             if is_last is None:
-                # A client that names a tool thereby says that the job continues.
+                # A client that names a tool implies that the job continues.
                 is_last = finish.is_last if hints.tool is None else False
             num_output_tokens, is_aborted = finish.num_output_tokens, finish.aborted
             view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
@@ -146,7 +149,7 @@ class TurnState:
         return self._finished[1]
 
     def get_last_reason(self) -> LeaseRefusal:
-        """Why this turn counts as its job's last, if it does."""
+        """Why this turn counts as its job's last; None if it does not."""
         if not self.arrival.is_supported:
             return LeaseRefusal.UNSUPPORTED
         is_said = self.arrival.hints.is_last or self.job.is_released
@@ -183,12 +186,12 @@ class JobTable:
     """All jobs with a turn in the engine, and the most recently active idle jobs."""
 
     def __init__(self, max_idle: int, hash_block_size: int, *, infers: bool) -> None:
-        """`infers`: whether the job of a turn without a job id is recognised by the prompt's content."""
+        """`infers`: whether to recognise the job of a turn without a job id by the prompt's content."""
         self.ledger = Ledger()
         """The jobs' accounts."""
         self.jobs: dict[str, JobState] = {}
         self.idle = IdleJobs()
-        # Jobs are forgotten there when they are forgotten here. Its own bound is for jobs with live turns.
+        # A job that is forgotten here is forgotten there too. The bound there is for jobs with live turns.
         self.lineage = Lineage(hash_block_size, 2 * max_idle)
         self._max_idle = max_idle
         self._infers = infers
@@ -205,9 +208,9 @@ class JobTable:
             job_id = self.lineage.find(arrival.hashes, arrival.prompt, arrival.hints.tenant, preferred)
             job_id = job_id or self._find_repeated(arrival)
         if job_id is None and self._infers and name not in self.jobs:
-            # Another job may have begun with the same words; then this one has no name that is its own.
+            # Another job may have the same conversation name. Then this job needs a name of its own.
             job_id = name
-        # Client ids are printable. An id with a tab is therefore never equal to a client's id.
+        # Client ids are printable, so an id with a tab never equals a client's id.
         job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
         job = self.jobs.get(job_id)
         if job is None:
@@ -219,10 +222,10 @@ class JobTable:
         return job
 
     def _find_repeated(self, arrival: Arrival) -> str | None:
-        """The idle job whose last turn the client asks for again, so that its answer is not needed.
+        """The idle job whose last prompt the client sends again, so that the earlier answer is not needed.
 
-        Not after a job's first turn: two jobs may begin with the same prompt. Later prompts have an answer in
-        them.
+        This does not apply to a job's first turn, because two jobs may begin with the same prompt. Later
+        prompts contain an answer.
         """
         job_id = self.lineage.find_repeated(arrival.hashes, arrival.prompt, arrival.hints.tenant)
         job = None if job_id is None else self.jobs.get(job_id)
@@ -249,7 +252,7 @@ class JobTable:
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
         if job.last_finish_s is None:
-            # None of its turns finished, so no later turn can extend one.
+            # None of the job's turns finished, so no later turn can extend one.
             return job
         self.idle.add(job.job_id, job.tenant)
         return self._get_first_to_forget()
@@ -276,7 +279,7 @@ def _get_kind(hashes: Sequence[Hashable]) -> str | None:
 
 
 class IdleJobs:
-    """Idle jobs by tenant. The first to forget is the one idle longest, of the tenant with most idle jobs.
+    """Idle jobs by tenant. The first to forget is the longest idle job of the tenant with the most idle jobs.
 
     So a tenant that sends many ids makes the driver forget its own jobs, not those of others. Every change
     takes O(log n) time in the number of tenants.
@@ -340,7 +343,7 @@ so short that it never covers text of the user: end-of-message markers come befo
 
 
 _Span = tuple[int, int]
-"""(end of the prompt's second-to-last full block, the prompt's length): the tokens between are compared."""
+"""(end of the prompt's second-to-last full block, the prompt's length). The tokens between are compared."""
 _OUTPUT: _Span = (0, 0)
 """The span of an output's mark. The mark covers the whole prompt, so no tokens are left to compare."""
 _Key = tuple[Hashable, _Span, tuple[int, ...], str | None]
@@ -355,9 +358,9 @@ class _Finished:
 
 
 class Lineage:
-    """The most recent finished turn of each job, indexed by content.
+    """The latest finished turn of each job, indexed by content.
 
-    The number of jobs is bounded; the least recent job is forgotten first.
+    The number of jobs is bounded. The least recent job is forgotten first.
     """
 
     def __init__(self, block_size: int, max_jobs: int) -> None:
@@ -428,9 +431,10 @@ class Lineage:
     ) -> str | None:
         """The tenant's job that this prompt continues, or None.
 
-        A prompt continues a job if it extends the job's last finished turn. Of several such jobs it is the
-        preferred one, else the most recent one. Jobs whose turns had the same prompt and no full block of an
-        answer take turns, so that prompts which continue one of them each continue another one.
+        A prompt continues a job if it extends the job's last finished turn. If there are several such jobs,
+        the preferred one is chosen, else the most recent one. Jobs whose turns had the same prompt and no
+        full block of an answer are chosen in rotation, so that each of several such prompts continues another
+        job.
 
         The cost is one dict look-up per block of the prompt, from its end, in C; this is far cheaper than
         computing the block hashes.
@@ -453,7 +457,7 @@ class Lineage:
     def find_repeated(
         self, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
     ) -> str | None:
-        """The tenant's job whose last finished turn had this very prompt, or None."""
+        """The tenant's job whose last finished turn had exactly this prompt, or None."""
         num_blocks = min(len(prompt) // self._block_size, len(hashes))
         if not num_blocks or hashes[num_blocks - 1] not in self._spans_by_mark:
             return None

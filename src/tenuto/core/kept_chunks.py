@@ -1,4 +1,4 @@
-"""Chunks of a tier that are evicted last because clients wished it: until a time, and within a quota."""
+"""Chunks of a tier that are evicted last because a client wished it, until a deadline and within a quota."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tenuto.core.indexed_heap import IndexedHeap
 
 MIN_HEAP = 64
-"""A heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
+"""A heap is rebuilt only if it is larger than this and most of its entries are stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +21,23 @@ class _Kept:
 
 
 class KeptChunks:
-    """The chunks that are kept, each until its time. They are a part of a tier's chunks, never all of them.
+    """The chunks of a tier that are kept, each until its deadline. They are never all of the tier's chunks.
 
-    If there are too many, the tenant that has the most for its weight loses the chunk whose time ends first;
-    within a sequence, its last chunk. O(log n) a change, amortised.
+    If there are too many, the tenant that has the most for its weight loses the chunk with the earliest
+    deadline, the last one in its sequence first. A change takes O(log n) amortised time.
     """
 
     def __init__(self) -> None:
         self.max_chunks = 0
-        """How many chunks may be kept."""
+        """Most chunks that may be kept."""
         self.weights: Mapping[str, Any] = {}
-        """Of tenants; 1 for others."""
+        """Weights of tenants; 1 for others."""
         self._kept: dict[Hashable, _Kept] = {}
         self._by_end: list[tuple[float, int, Hashable]] = []
         self._by_tenant: dict[str, list[tuple[float, int, int, Hashable]]] = {}
         self._counts: dict[str, int] = {}
         self._most = IndexedHeap()
-        """Tenants, the one with the most chunks first."""
+        """Tenants; the one with the most chunks for its weight is first."""
         self._number = 0
 
     def __len__(self) -> int:
@@ -54,9 +54,9 @@ class KeptChunks:
     def keep(
         self, chunk: Hashable, until_s: float, tenant: str, end: int, owner: Hashable | None = None
     ) -> list[Hashable]:
-        """Keep a chunk; returns those that are not kept any more, which may be this one.
+        """Keep a chunk. Returns the chunks that lose their place for it, maybe this one.
 
-        A chunk that is kept for longer stays so. `end`: where it ends in its sequence. `owner`: the job.
+        A chunk keeps a later deadline that it has. `end`: where it ends in its sequence. `owner`: the job.
         """
         known = self._kept.get(chunk)
         if known is not None and known.until_s >= until_s:
@@ -86,7 +86,7 @@ class KeptChunks:
             self._count(known.tenant, -1)
 
     def expire(self, now_s: float) -> Iterator[Hashable]:
-        """Stop keeping the chunks whose time is over, and return them."""
+        """Stop keeping the chunks whose deadline has passed, and return them."""
         while self._by_end and self._by_end[0][0] <= now_s:
             until_s, _, chunk = heapq.heappop(self._by_end)
             if self._is_current(chunk, until_s):

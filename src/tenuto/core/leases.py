@@ -1,12 +1,12 @@
-"""Leases: which blocks are held for which job, until when, and which lease yields first.
+"""Leases: the blocks that are held for each job, until when, and which lease yields first.
 
     `Retention`        grants, claims, renews and reclaims leases, as the policy decides and within the limits
     `Yielding`         which lease yields next
     `LeaseTable`       all leases, by job, by deadline and in the order in which they yield
-    `PinnedPrefixes`   prefixes that jobs share, which go before any lease
+    `PinnedPrefixes`   prefixes that jobs share, which yield before any lease
 
-Nothing here calls the driver. Methods that may end a lease return or yield events, one by one. At each event
-the table is in a consistent state, and the driver then applies the event.
+Nothing here calls the driver. Methods that may end a lease return or yield events, which the driver applies
+one by one. At each event, the table is in a consistent state.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class LeaseState:
     terms: Keep
     next_turn_id: str | None = None
     most_s: float | None = None
-    """The client wants it to last no longer."""
+    """The client's limit on how long it may last; None for no limit."""
     wish: Wish | None = None
-    """What the client would like to be kept when the policy gives the lease up."""
+    """The client's wish, which counts once the policy gives the lease up."""
 
     @property
     def tenant(self) -> str:
-        """Whose lease it is."""
+        """The tenant of the lease's job."""
         return self.turn.job.tenant or NOBODY
 
     @property
     def is_bet(self) -> bool:
-        """Whether the job has never come back so far."""
+        """Whether the lease is unproven: its job has never come back so far."""
         return not self.turn.job.came_back
 
     def get_view(self, terms: Keep | None = None) -> Lease:
-        """The frozen view that a policy sees, with these terms or, by default, the lease's own."""
+        """The frozen view that a policy sees, with these terms, or by default with the lease's own."""
         terms = terms or self.terms
         return Lease(
             turn=self.turn,
@@ -117,7 +117,7 @@ class LeaseEnded:
     lease: LeaseState
     reason: LeaseEnd
     num_blocks: int
-    """How many blocks it still had when it ended."""
+    """The number of blocks that it still had when it ended."""
     now_s: float
     taken_by: TakenBy | None = None
     """Who took its last blocks, if the reason is `REVOKED`."""
@@ -133,7 +133,7 @@ class _TenantLeases:
     jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The oldest lease first."""
     bets: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """Those of jobs that have never come back, the oldest first."""
+    """The unproven leases, the oldest first."""
     evict_order: dict[Yields, IndexedHeap] = field(
         default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
     )
@@ -152,7 +152,7 @@ class LeaseTable:
         self._by_tenant: dict[str, _TenantLeases] = {}
         """The leases of each tenant, once there are tenants."""
         self.num_blocks = 0
-        """Blocks of all leases together; a block that several leases share counts once for each."""
+        """Blocks of all leases together. A block that several leases share counts once for each."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -186,7 +186,7 @@ class LeaseTable:
             self._enter_tenant(lease, self._evict_order[lease.terms.yields].get_key(lease.job_id))
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
-        """Change a lease's deadline, its value, or when it yields."""
+        """Change a lease's deadline, its value or its place in the order in which leases yield."""
         self._discard(lease)
         lease.terms = terms
         self._enter(lease, evict_key)
@@ -216,7 +216,7 @@ class LeaseTable:
         self._engine.release(tail)
 
     def replace(self, lease: LeaseState, blocks: list[Any]) -> None:
-        """Let a lease hold these blocks instead of its own. Some may be in both lists."""
+        """Make a lease hold `blocks` instead of its own. Some may be in both lists."""
         self._engine.hold(blocks)
         old, lease.blocks = lease.blocks, blocks
         self.num_blocks += len(blocks) - len(old)
@@ -226,7 +226,7 @@ class LeaseTable:
         self._engine.release(old)
 
     def get_due(self, now_s: float) -> LeaseState | None:
-        """The lease with the earliest deadline, if that deadline has passed; otherwise None."""
+        """The lease with the earliest deadline if that deadline has passed, else None."""
         key = self._deadlines.get_first_key()
         if key is None or key[0] > now_s:  # type: ignore[operator]
             return None
@@ -240,25 +240,25 @@ class LeaseTable:
         return None if key is None else float(key[0])
 
     def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
-        """The lease that yields first, other than the lease of the job `spared`."""
+        """The lease that yields first, except the lease of the job `spare_job_id`."""
         first = self._evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 
     def get_tenants_first_to_yield(
         self, tenant: str, yields: Yields, spare_job_id: str | None = None
     ) -> LeaseState | None:
-        """The lease of one tenant that yields first; None if the leases of tenants are not counted."""
+        """As `get_first_to_yield`, among one tenant's leases; None if leases are not counted by tenant."""
         own = self._by_tenant.get(tenant)
         first = None if own is None else own.evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 
     def get_oldest(self, tenant: str | None) -> LeaseState:
-        """The oldest lease of a tenant that has leases; of all tenants if it is None. There must be one."""
+        """The oldest lease of a tenant, or of all tenants if `tenant` is None. There must be one."""
         jobs = self._leases if tenant is None else self._by_tenant[tenant].jobs
         return self._leases[next(iter(jobs))]
 
     def get_oldest_bet(self, tenant: str) -> LeaseState | None:
-        """Of a tenant's leases on jobs that have never come back, the oldest; None if there is none."""
+        """A tenant's oldest unproven lease; None if there is none."""
         own = self._by_tenant.get(tenant)
         first = None if own is None else next(iter(own.bets), None)
         return None if first is None else self._leases[first]
@@ -277,7 +277,7 @@ class LeaseTable:
         own.evict_order[lease.terms.yields].push(lease.job_id, evict_key)
 
     def _discard(self, lease: LeaseState) -> None:
-        """Take a lease out of the order in which leases yield."""
+        """Remove a lease from the order in which leases yield."""
         self._evict_order[lease.terms.yields].discard(lease.job_id)
         own = self._by_tenant.get(lease.tenant)
         if own is not None:
@@ -293,14 +293,14 @@ class LeaseTable:
 
 
 class Yielding:
-    """Chooses the lease that yields next to a turn that needs blocks; changes none. O(log n) a choice.
+    """Chooses the lease that yields next to a turn that needs blocks, in O(log n) time. It changes no lease.
 
-    With one tenant this is the first lease in the order of the policy's `evict_key`, if the policy lets the
-    turn go before it. With several tenants, these rules come before that order:
+    With one tenant, this is the first lease in the order of the policy's `evict_key`, if the policy lets the
+    turn take its blocks. With several tenants, these rules come before that order:
 
-    1. The leases of the tenant that is furthest over its fair share yield first, to tenants that use less.
-    2. Before a turn takes blocks from another tenant, it takes its own tenant's unproven leases (`bets`):
-       leases on jobs that have never come back. So a tenant that hoards pays for it itself.
+    1. To turns of other tenants, the leases of the tenant furthest over its fair share yield first.
+    2. A turn takes its own tenant's unproven leases (`bets`: leases on jobs that have never come back) before
+       those of another tenant. So a tenant that collects leases pays for it itself.
     3. A turn of a tenant over its share also takes its own tenant's other leases before those of a tenant
        that uses less. So does a turn that the policy would let wait.
     """
@@ -312,7 +312,7 @@ class Yielding:
         limits: Limits,
         is_before: Callable[[TurnState, LeaseState, float], bool],
     ) -> None:
-        """`is_before`: whether a waiting turn goes before a lease at this time."""
+        """`is_before(turn, lease, now_s)`: whether a waiting turn may take a lease's blocks."""
         self._leases = leases
         self._fairness = fairness
         self._quota = fairness.quota
@@ -320,13 +320,13 @@ class Yielding:
         self._is_before = is_before
 
     def get_kinds(self, *, stalled: bool = False) -> list[Yields]:
-        """The kinds of leases that yield now, in order; `stalled` means that nothing can run otherwise."""
+        """The kinds of leases that yield now, in order. `stalled`: nothing can run otherwise."""
         return list(Yields) if stalled or self._limits.always_yield else [Yields.FIRST, Yields.ALWAYS]
 
     def choose(
         self, yields: Yields, spare: str | None, turn: TurnState | None, now_s: float, *, stalled: bool
     ) -> tuple[LeaseState, TakenBy] | None:
-        """The lease that yields next to a turn, and why it does; None if the turn must wait.
+        """The lease that yields next to a turn, and the reason; None if the turn must wait.
 
         `spare`: the job whose lease does not yield.
         """
@@ -358,12 +358,12 @@ class Yielding:
         return None if taken_by is None else (lease, taken_by)
 
     def _get_bet(self, tenant: str, yields: Yields, spare: str | None) -> LeaseState | None:
-        """A tenant's oldest lease on a job that has never come back, if it may yield."""
+        """A tenant's oldest unproven lease, if it may yield."""
         bet = self._leases.get_oldest_bet(tenant)
         return None if bet is None or bet.terms.yields is not yields or bet.job_id == spare else bet
 
     def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
-        """The first lease of the tenant that is furthest over its fair share, if one is."""
+        """The first lease of the tenant furthest over its fair share; None if no tenant is over it."""
         name = self._quota.get_most_over()
         return None if name is None else self._leases.get_tenants_first_to_yield(name, yields, spare)
 
@@ -372,7 +372,7 @@ class Yielding:
     ) -> TakenBy | None:
         """Why a lease yields to a turn; None if it does not.
 
-        It always yields to a turn that has started or waited too long.
+        A lease always yields to a turn that has started or waited too long.
         """
         if turn.started:
             return TakenBy.RUNNING
@@ -385,22 +385,22 @@ class Yielding:
 
 # Prefixes that jobs share, on models whose layers differ: a second level after the free queue.
 #
-# A hit there needs the blocks of each window, or a state, just before its end. vLLM caches them where prompts
-# differ, but they age with everything else, and no job's lease covers them. So the blocks of a prefix that a
-# second job used are held, in all layer groups:
+# On such a model, a hit needs the blocks of each window or state just before the hit's end. vLLM caches these
+# where prompts differ. But they are evicted like any others, and no job's lease covers them. So when a second
+# job uses a prefix, its blocks are held in all layer groups:
 #
 #     free queue          evicted first, oldest first
-#     pinned prefixes     then these, the one whose last use is longest ago first
+#     pinned prefixes     then these, the least recently used first
 #     leases of jobs      then these, in the order of the policy's `evict_key`
 #
-# A pin is released as a whole, before an allocation fails, and its blocks join the free queue. Each block is
-# in the free queue or held; pins are references like those of leases, and no second queue is needed.
+# A pin is released as a whole before an allocation fails. Its blocks then join the free queue. Pins are
+# references to blocks, as leases are, so no second queue of blocks is needed.
 
 EXAMPLE_TOKENS = (3_000, 30_000)
 
 
 class PinnedPrefixes:
-    """The pins of one engine. A use of a pinned prefix costs O(1); only a new pin touches its blocks."""
+    """The pins of one engine. To use a pinned prefix takes O(1) time; only a new pin visits its blocks."""
 
     def __init__(self, engine: Engine, max_blocks: int, stats: DriverStats) -> None:
         self._engine = engine
@@ -408,11 +408,12 @@ class PinnedPrefixes:
         """Most blocks that all pins may hold; 0 if nothing is pinned."""
         self._stats = stats
         self._pins: OrderedDict[Hashable, list[Any]] = OrderedDict()
-        """By the chained hash of the prefix's last block, the one used longest ago first."""
+        """The blocks of each pin, by the chained hash of the prefix's last block; least recently used
+        first."""
         self._shared: dict[str, int] = {}
-        """For running first turns without a pinned prefix: how many of their tokens other jobs share."""
+        """For each running first turn without a pinned prefix: how many of its tokens other jobs share."""
         self.num_blocks = 0
-        """Blocks of all pins together; a block that several pins share counts for each."""
+        """Blocks of all pins together. A block that several pins share counts once for each."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -421,9 +422,10 @@ class PinnedPrefixes:
         return iter(list(self._pins.values()))
 
     def start(self, turn: TurnState, num_hit_tokens: int, short_hit: ShortHit | None) -> None:
-        """A turn started. What a job's first turn has in common with the cache, other jobs share.
+        """A turn started. If it is its job's first, other jobs share the tokens that it found in the cache.
 
-        That is its hit, or what some layer group has after the hit: vLLM caches the other groups there now.
+        These are its hit, and the tokens after the hit that only some layer groups have: vLLM now caches them
+        for the other groups too.
         """
         num_tokens = num_hit_tokens + (0 if short_hit is None else short_hit.num_tokens)
         if turn.job.num_turns > 1 or not num_tokens:
@@ -435,7 +437,7 @@ class PinnedPrefixes:
             self._shared[turn.turn_id] = num_tokens
 
     def finish(self, turn: TurnState) -> None:
-        """A turn ends, and still has its blocks. Pin the prefix that it shares, if it is still cached."""
+        """A turn ends and still has its blocks: pin the prefix that it shares, if that is still cached."""
         num_shared_tokens = self._shared.pop(turn.turn_id, 0)
         if not num_shared_tokens or turn.job.runs_as_stock:
             return
@@ -451,7 +453,7 @@ class PinnedPrefixes:
             self.demote()
 
     def demote(self) -> bool:
-        """Give the pin up that was used longest ago; False if there is none."""
+        """Release the least recently used pin; False if there is none."""
         if not self._pins:
             return False
         _, blocks = self._pins.popitem(last=False)
@@ -461,12 +463,12 @@ class PinnedPrefixes:
         return True
 
     def drop_all(self) -> None:
-        """Give all pins up."""
+        """Release all pins."""
         while self.demote():
             pass
 
     def _use(self, key: Hashable | None) -> bool:
-        """A prefix was used just now; False if it is not pinned."""
+        """Record the use of a prefix; False if it is not pinned."""
         if key not in self._pins:
             return False
         self._pins.move_to_end(key)
@@ -483,8 +485,9 @@ def describe_room(
 ) -> str:
     """How many shared prefixes fit, for the log.
 
-    `num_checkpoint_blocks`: what a prefix takes in all windows and states. `full_blocks_per_token`: what a
-    token takes in all full-attention groups. `checkpoint_tokens`: see `choose_checkpoint_tokens`.
+    `num_checkpoint_blocks`: blocks that a prefix takes in all windows and states. `full_blocks_per_token`:
+    blocks that a token takes in all full-attention groups. `checkpoint_tokens`: see
+    `choose_checkpoint_tokens`.
     """
     numbers = [
         int(max_blocks / max(1, num_checkpoint_blocks + num_tokens * full_blocks_per_token))
@@ -499,21 +502,21 @@ def describe_room(
     return text
 
 
-# What the driver tells and asks.
+# Called by the driver.
 
 MAX_YIELDING = 8
-"""Most leases that make room for one new lease. It bounds the cost of a grant."""
+"""Most leases that are revoked or shortened for one new lease. It bounds the cost of a grant."""
 
 _GIVEN_UP = {
     LeaseRefusal.IDLE: LeaseEnd.IDLE,
     LeaseRefusal.PRICE: LeaseEnd.PRICE,
     LeaseRefusal.NOT_EXPECTED_BACK: LeaseEnd.NOT_EXPECTED_BACK,
 }
-"""How a lease ends that the policy does not renew, by the reason that the policy gives."""
+"""The `LeaseEnd` of a lease that the policy does not renew, by the policy's reason."""
 
 
 class Retention:
-    """The leases of one driver, which tells it what happens to turns and when."""
+    """Grants, renews, reclaims and ends the leases of one driver."""
 
     def __init__(
         self,
@@ -525,7 +528,7 @@ class Retention:
         *,
         by_priority: bool = False,
     ) -> None:
-        """`stats`: where pinned prefixes are counted."""
+        """`stats`: where to count pinned prefixes."""
         view = engine.get_view(0.0)
         self._quota = fairness.quota
         self.leases = LeaseTable(engine, fairness.quota)
@@ -544,7 +547,7 @@ class Retention:
         return self._engine.get_view(now_s, len(self.leases))
 
     def get_num_leased_tokens(self) -> int:
-        """Tokens whose KV cache leases keep, each once."""
+        """Number of distinct tokens whose KV leases keep."""
         return self._engine.get_num_leased_blocks() * self._block_size
 
     def get_turn_view(self, turn: TurnState) -> Turn:
@@ -557,13 +560,13 @@ class Retention:
     def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
 
-        The lease is truncated to the blocks that the prompt shares, and ends if it shares none.
+        The lease is truncated to the blocks that the prompt shares. It ends if the prompt shares none.
         """
         lease = self.leases.get(turn.job.job_id)
         if lease is None or lease.next_turn_id is not None:
             return None
         num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)
-        # A prefix hit ends before the prompt's last token, so a later block would only waste memory.
+        # A hit ends before the prompt's last token, so later blocks would only waste memory.
         num_common = min(num_common, turn.arrival.num_prompt_tokens - 1)
         if not self._keep_tokens(lease, num_common):
             return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
@@ -571,14 +574,14 @@ class Retention:
         return None
 
     def get_claimed(self, turn: TurnState | None) -> LeaseState | None:
-        """The lease that waits for this turn, if one does."""
+        """The lease that waits for this turn, or None."""
         if turn is None:
             return None
         lease = self.leases.get(turn.job.job_id)
         return lease if lease is not None and lease.next_turn_id == turn.turn_id else None
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
-        """A turn started and now holds the blocks that its lease kept, so the lease ends."""
+        """A turn started. It now holds the blocks that its lease kept, so the lease ends."""
         lease = self.get_claimed(turn)
         return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
 
@@ -600,7 +603,7 @@ class Retention:
         """Ask the policy what to do with a finishing turn's blocks, and do it.
 
         `wish`: what the client would like to be kept if the policy keeps nothing.
-        `given_up`: why the policy is not asked, and only the wish counts.
+        `given_up`: if set, the policy is not asked, for this reason, and only the wish counts.
         """
         view = self.get_view(now_s)
         answer: Decision
@@ -611,11 +614,11 @@ class Retention:
         if terms is None and wish is not None:
             terms, num_wished = self._get_wished_terms(wish, answer, now_s, now_s, retain_s)
         old = self.leases.get(turn.job.job_id)
-        # Another turn of the job may wait for the old lease. That turn has already arrived, while the turn
-        # that will follow this one has not, so the old lease has precedence.
+        # Another turn of the job may wait for the old lease. That turn has already arrived, and the turn
+        # after this one has not. So the old lease has precedence.
         is_claimed = old is not None and old.next_turn_id is not None
         if old is not None and not is_claimed:
-            # The finished turn still references the blocks that both share, and the others are not needed.
+            # The finished turn still references the blocks that both share. The others are not needed.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
         if isinstance(answer, Offload) and self._engine.can_store:
             cached = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
@@ -653,7 +656,7 @@ class Retention:
         return None if lease is None else self.leases.end(lease, reason, now_s)
 
     def drop_all(self, reason: LeaseEnd, now_s: float) -> Iterator[LeaseEnded]:
-        """End every lease, and give all pinned prefixes up."""
+        """End every lease and release all pinned prefixes."""
         self.pins.drop_all()
         for lease in self.leases:
             yield self.leases.end(lease, reason, now_s)
@@ -663,8 +666,8 @@ class Retention:
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
         """Take over another driver's leases, the oldest first; the other driver has none afterwards.
 
-        `is_retained`: whether the lease of a job stays. The limits apply to it as to a new lease; only its
-        age stays.
+        `is_retained`: whether the lease of a job stays. The limits apply to it as to a new lease, but it
+        keeps its age.
         """
         other.pins.drop_all()
         for old in other.leases:
@@ -688,7 +691,7 @@ class Retention:
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
             # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
-            # The policy has already released a lease that only a wish keeps.
+            # Only a wish keeps this lease; the policy has already released it.
             is_wished = lease.terms.yields is Yields.FIRST
             answer: Decision
             answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
@@ -724,7 +727,7 @@ class Retention:
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
         """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`.
 
-        Pinned prefixes go first.
+        Pinned prefixes are released first.
         """
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
@@ -745,7 +748,7 @@ class Retention:
     def refuses_steadily(self, turn: TurnState, now_s: float) -> bool:
         """Whether `reclaim` frees nothing for a waiting turn, now and in each step that only decodes.
 
-        False if in doubt. Until the next deadline, and the next turn that has waited too long.
+        Valid until the next deadline, or until the next turn has waited too long. False if in doubt.
         """
         if len(self.pins) or not self._caller.refuses_steadily:
             return False
@@ -756,15 +759,15 @@ class Retention:
             for yields in self._yielding.get_kinds()
         )
 
-    # Inside.
+    # Internal.
 
     def _make_room(
         self, lease: LeaseState, now_s: float
     ) -> Generator[LeaseTruncated | LeaseEnded, None, LeaseRefusal | None]:
-        """Take blocks from the oldest leases, until a new lease keeps all limits.
+        """Revoke blocks of the oldest leases until a new lease is within all limits.
 
-        Not from those that yield first: a client that hoards leases under old ids would keep them, and other
-        clients would get none. Returns the limit that still is exceeded; None if none is.
+        The order in which leases yield is not used here: a client that collects leases under old ids could
+        then keep them, and other clients would get none. Returns the limit that is still exceeded, or None.
         """
         before: tuple[LeaseRefusal, int] | None = None
         for num_left in range(MAX_YIELDING, -1, -1):
@@ -774,7 +777,7 @@ class Retention:
             if excess[0] is LeaseRefusal.OVER_SHARE and self._demote_pins(excess[1]):
                 continue
             first, num_blocks = self._choose_over(lease.tenant, *excess)
-            # Blocks that other leases share do not make room.
+            # To free blocks that other leases share does not help.
             if first is lease or not num_left or excess == before:
                 break
             if lease.terms.yields is Yields.FIRST and first.terms.yields is not Yields.FIRST:
@@ -784,11 +787,11 @@ class Retention:
         return excess[0] if excess is not None else None
 
     def _get_excess(self, tenant: str) -> tuple[LeaseRefusal, int] | None:
-        """The limit that the leases of a tenant, or of all, exceed, and by how much."""
+        """The limit that one tenant's leases, or all leases, exceed, and by how much; None if none."""
         return self._quota.get_excess(tenant, self._engine.get_num_leased_blocks())
 
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
-        """The lease that makes room where a limit is exceeded, and how many of its blocks."""
+        """The lease to shorten or revoke if a limit is exceeded, and how many blocks to free."""
         of_all = reason is LeaseRefusal.OVER_SHARE
         whose = self._quota.get_most_over() if of_all else tenant
         wished = (
@@ -800,7 +803,7 @@ class Retention:
         return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
 
     def _demote_pins(self, num_blocks: int) -> bool:
-        """Release pinned prefixes, because `num_blocks` too many blocks are held; False if there are none."""
+        """Release pinned prefixes until `num_blocks` blocks are free; False if there are none."""
         most = self._engine.get_num_leased_blocks() - num_blocks
         was_any = len(self.pins) > 0
         while self._engine.get_num_leased_blocks() > most and self.pins.demote():
@@ -815,7 +818,7 @@ class Retention:
     def _get_wished_terms(
         self, wish: Wish, answer: Decision, granted_s: float, now_s: float, most_s: float | None
     ) -> tuple[Keep | None, int | None]:
-        """The terms of a lease that only a wish keeps, and how many tokens of it; None if it keeps none."""
+        """The terms of a lease that only a wish keeps, and its number of tokens; None if there is none."""
         span = wish.get_span(now_s - granted_s)
         if span is None:
             return None, None
@@ -824,7 +827,7 @@ class Retention:
         return (terms, span.num_tokens) if terms.until_s > now_s else (None, None)
 
     def _cut(self, blocks: list[Any], num_tokens: int | None) -> list[Any]:
-        """The blocks of a turn's first tokens, or all of them."""
+        """The blocks of a turn's first `num_tokens` tokens; all blocks if that is None."""
         if num_tokens is None:
             return blocks
         if self._engine.can_truncate:
@@ -837,7 +840,7 @@ class Retention:
         return (-lease.turn.priority, *key) if self._by_priority else key
 
     def _is_before(self, turn: TurnState, lease: LeaseState, now_s: float) -> bool:
-        """Whether a waiting turn goes before a lease, by their priorities or by the policy."""
+        """Whether a waiting turn may take a lease's blocks, by their priorities or by the policy."""
         if not self._caller.policy.overrides("may_reclaim"):
             return True
         if self._by_priority and lease.turn.priority != turn.arrival.priority:
@@ -846,7 +849,7 @@ class Retention:
         return bool(self._caller.ask("may_reclaim", *views))
 
     def _get_end(self, lease: LeaseState, answer: Decision) -> LeaseEnd:
-        """Why a lease ends whose deadline has passed."""
+        """Why a lease ends at its deadline."""
         if lease.terms.until_s >= lease.granted_s + self._limits.max_lease_s:
             return LeaseEnd.TIME_LIMIT
         return _GIVEN_UP.get(answer.why, LeaseEnd.EXPIRED) if answer.why is not None else LeaseEnd.EXPIRED
@@ -866,7 +869,7 @@ class Retention:
     def _shrink(
         self, lease: LeaseState, num_blocks: int, taken_by: TakenBy, now_s: float
     ) -> LeaseTruncated | LeaseEnded:
-        """Free the last `num_blocks` blocks of a lease, or all its blocks if the rest could not be hit."""
+        """Free the last `num_blocks` blocks of a lease, or all if the others could not be hit."""
         num_before = len(lease.blocks)
         if self._engine.can_truncate:
             num_left = max(0, num_before - num_blocks)

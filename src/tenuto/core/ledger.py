@@ -1,11 +1,11 @@
-"""What jobs and tenants used: tokens by where they came from, and blocks by how long they were held.
+"""What jobs and tenants used: tokens by their source, and blocks times the seconds that they were held.
 
-The driver tells each event once to the job's account, which adds it to the accounts above it:
+The driver reports each event once, to the job's account, which also adds it to the accounts above it:
 
-    job ──► tenant ──► all          O(1) an event; nothing is added up at a step or at a question
+    job ──► tenant ──► all          O(1) per event; nothing is summed at a step or a query
 
-An account ends with its job: the driver forgets both together. Its tenant's goes on. Whoever left blocks in a
-tier keeps the account until the tier has given them up, so that the time is charged to the end.
+An account ends with its job: the driver forgets both together. The tenant's account continues. If a job has
+blocks in a tier, its account stays until the tier has evicted them, so that all of that time is charged.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ TOKENS = ("prompt", "cached", "loaded", "computed", "recomputed", "output", "sto
 from host memory or disk. computed: run through the model, counted when a turn ends or is preempted.
 recomputed: computed before (`tenuto.core.reuse`). output: of ended turns. stored: copied to the tiers."""
 FIGURES = ("turns", *(f"{kind}_tokens" for kind in TOKENS), *(f"{place}_block_seconds" for place in PLACES))
-"""What an account shows."""
+"""The figures of an account."""
 MAX_TENANTS = 1000
-"""Clients may make tenants up: those that come later share an account."""
+"""Most tenants with an account of their own, because clients may invent tenants. Others share one account."""
 OTHER_TENANTS = "(others)"
-"""The account of all tenants without one of their own."""
+"""The name of the account that all other tenants share."""
 MAX_CLOSED = 1000
-"""Accounts that are still known after their jobs: an engine may store the end of a turn after the job's."""
+"""Most accounts that stay known after their jobs, because an engine may store a job's last turn later."""
 
 
 class _Held:
-    """Blocks that are held in one place, and the seconds for which they were."""
+    """Blocks that are held in one place, and their block-seconds so far."""
 
     __slots__ = ("block_s", "num_blocks", "since_s")
 
@@ -40,7 +40,7 @@ class _Held:
 
 
 class Account:
-    """What one job, one tenant or all used so far."""
+    """What one job, one tenant or all together used so far."""
 
     __slots__ = ("above", "held", "num_held_blocks", "turns", *TOKENS)
 
@@ -54,12 +54,12 @@ class Account:
     stored: int
 
     def __init__(self, above: Account | None = None) -> None:
-        """`above`: the account that it is a part of."""
+        """`above`: the account of which it is a part."""
         self.above = above
         self.held: dict[str, _Held] = {}
-        """By place."""
+        """Blocks held, by place."""
         self.num_held_blocks = 0
-        """In all places."""
+        """Blocks held in all places."""
         self.turns = 0
         self.prompt = self.cached = self.loaded = self.computed = 0
         self.recomputed = self.output = self.stored = 0
@@ -83,7 +83,7 @@ class Account:
             account = account.above
 
     def copy(self, *, num_loaded: int = 0, num_stored: int = 0, num_lost: int = 0) -> None:
-        """Tokens were loaded, stored, or lost by a preemption and will be computed again."""
+        """Tokens were loaded, were stored, or were lost by a preemption and will be computed again."""
         account: Account | None = self
         while account is not None:
             account.loaded += num_loaded
@@ -92,12 +92,12 @@ class Account:
             account = account.above
 
     def count_held(self, place: str) -> int:
-        """Blocks that it holds there now."""
+        """Number of blocks that it holds in a place now."""
         held = self.held.get(place)
         return 0 if held is None else held.num_blocks
 
     def get_figures(self, now_s: float) -> dict[str, float]:
-        """All its figures, by the names of `FIGURES`; block-seconds up to now."""
+        """All its figures, by the names of `FIGURES`, with block-seconds up to now."""
         found: dict[str, float] = {"turns": self.turns}
         for kind in TOKENS:
             found[f"{kind}_tokens"] = getattr(self, kind)
@@ -110,29 +110,29 @@ class Account:
 
 
 class Ledger:
-    """The accounts of one engine. A driver that replaces another one continues its ledger."""
+    """The accounts of one engine. A new driver continues the ledger of the driver that it replaces."""
 
     def __init__(self) -> None:
         self.total = Account()
         self.tenants: dict[str, Account] = {}
-        """By name, in the order of arrival; "" is no tenant."""
+        """The tenants' accounts by name, in order of arrival; "" stands for no tenant."""
         self.on_closed: Callable[[str, str, Account], object] | None = None
-        """Told of each account that ends with its job: the job's id, its tenant, and the account."""
+        """Called when an account ends with its job, with the job's id, its tenant, and the account."""
         self._holders: dict[str, Account] = {}
         """The accounts that hold blocks, by job."""
         self._closed: OrderedDict[str, Account] = OrderedDict()
-        """Those that were closed last, by job."""
+        """The accounts that were closed last, by job."""
 
     def open(self, job_id: str, tenant: str) -> Account:
-        """The account of a job that is new, or was forgotten and comes back."""
+        """The account of a job that is new, or that was forgotten and comes back."""
         return self.get_closed(job_id) or Account(self._get_tenant(tenant))
 
     def get_closed(self, job_id: str) -> Account | None:
-        """The account of a job that is forgotten, if it is still known."""
+        """The account of a forgotten job, if it is still known."""
         return self._holders.get(job_id) or self._closed.get(job_id)
 
     def close(self, job_id: str, tenant: str, account: Account) -> None:
-        """The job is forgotten."""
+        """The job was forgotten."""
         self._closed[job_id] = account
         self._closed.move_to_end(job_id)
         if len(self._closed) > MAX_CLOSED:
@@ -141,7 +141,7 @@ class Ledger:
             self.on_closed(job_id, tenant, account)
 
     def hold(self, job_id: str, account: Account | None, place: str, num_blocks: int, now_s: float) -> None:
-        """A job holds this many blocks in a place from now on; None: the account of a forgotten job."""
+        """A job holds `num_blocks` in a place from now on. `account`: None for a forgotten job."""
         account = account or self.get_closed(job_id)
         own = None if account is None else account.held.get(place)
         change = num_blocks - (0 if own is None else own.num_blocks)
@@ -152,7 +152,7 @@ class Ledger:
             held = each.held.get(place)
             if held is None:
                 held = each.held[place] = _Held()
-            elif now_s > held.since_s:  # a part of an engine may be told a moment late
+            elif now_s > held.since_s:  # a report from a part of the engine may be slightly late
                 held.block_s += held.num_blocks * (now_s - held.since_s)
             held.since_s = now_s if now_s > held.since_s else held.since_s
             held.num_blocks += change
@@ -164,9 +164,9 @@ class Ledger:
             self._holders.pop(job_id, None)
 
     def move(self, job_id: str, account: Account | None, place: str, change: int, now_s: float) -> None:
-        """A tier stored this many blocks of a job, or evicted them; as `hold`.
+        """A tier stored blocks of a job, or evicted them (`change` is negative). Otherwise as `hold`.
 
-        A job that came back may give up blocks that were stored while it was forgotten: these never counted.
+        A job that came back may lose blocks that were stored while it was forgotten. These never counted.
         """
         account = account or self.get_closed(job_id)
         if account is not None:

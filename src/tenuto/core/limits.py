@@ -1,4 +1,4 @@
-"""What an operator sets for the driver: its bounds, and the jobs that the policy applies to."""
+"""The operator's settings for the driver: its bounds, and the jobs to which the policy applies."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ class Limits:
 
 
 MAX_NAMES = 1000
-"""Of tenants or groups in one canary."""
+"""Most tenants, and most groups, in one canary."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """The jobs that the policy applies to: those that any of the fields selects; all, if none is set.
+    """The jobs to which the policy applies: those that any field selects, or all if no field is set.
 
-    The others run as in stock vLLM. A job stays in its part for as long as it is known, and a job id is
-    always in the same part of a share.
+    The others run as in stock vLLM. A job stays in its group for as long as it is known. With `share`, a job
+    id always falls into the same group.
     """
 
     share: float | None = setting(
@@ -116,7 +116,7 @@ class Canary:
 
     @property
     def is_on(self) -> bool:
-        """Whether some jobs run as in stock."""
+        """Whether any field is set, so that some jobs may run as in stock."""
         return (self.share, self.tenants, self.groups) != (None, None, None)
 
     def selects(self, job_id: str, tenant: str | None, group: str | None) -> bool:
@@ -131,11 +131,11 @@ class Canary:
 
 
 def get_place(job_id: str) -> float:
-    """A job's place in [0, 1), by its id alone: the same in every process and after a restart."""
+    """A number in [0, 1) that depends only on the job's id: the same in every process and after a restart."""
     digest = hashlib.blake2b(job_id.encode(errors="replace"), digest_size=7, person=b"tenuto-canary").digest()
     return int.from_bytes(digest, "big") / 2**56
 
 
 def read_canary(given: Any) -> Canary:
-    """The canary of an operator's settings; None is none. Raises ConfigError naming the key."""
+    """The canary of an operator's settings; None stands for no canary. Raises ConfigError naming the key."""
     return Canary(**check_settings(Canary, {} if given is None else given, "tenuto.canary"))

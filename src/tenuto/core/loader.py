@@ -1,7 +1,7 @@
-"""Finds policies and routers by name: those that ship, presets, and a user's own as `file.py:Class`.
+"""Finds policies and routers by name: Tenuto's own, presets, and a user's as `file.py:Class`.
 
 A preset is a named combination of a policy and engine settings. It makes no decisions itself. Its name can be
-used in place of a policy's (`--policy offload-async`).
+used like a policy's (`--policy offload-async`).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from tenuto.core.settings import check_settings
 T = TypeVar("T")
 
 FILE_MODULE = "tenuto_policy_file_"
-"""Modules made from a path to a file begin with this; a hash of the path and its time follows."""
+"""Prefix of the names of modules that are made from files. A hash of the path and its time follows."""
 
 
 @dataclass(frozen=True)
 class ClassLoader(Generic[T]):
-    """The subclasses of one base class. Every method raises PolicyError for what cannot be loaded."""
+    """Finds the subclasses of one base class. Methods raise PolicyError for what cannot be loaded."""
 
     base: type[T]
     noun: str
-    """What messages call such a class."""
+    """The word for such a class in messages."""
     plural: str
     package: str
-    """The package whose modules have one class each; the module's name is the class's."""
+    """The package of Tenuto's own classes. Each module has one class, which is found by the module's name."""
 
     def get_names(self) -> list[str]:
         """Names of the classes in the package."""
         return sorted(self._find_modules())
 
     def find(self, name: str, further_names: Iterable[str] = ()) -> type[T]:
-        """The class with this name: one of the package, `my.module:Class` or `file.py:Class`.
+        """The class with this name: a name from the package, `my.module:Class` or `file.py:Class`.
 
-        `further_names` are listed in the message if there is none.
+        `further_names`: other names to list in the message if there is no such class.
         """
         return self._import_class(name) if ":" in name else self._find_class(name, further_names)
 
@@ -104,7 +104,7 @@ class ClassLoader(Generic[T]):
             module = _import_file(Path(module_name)) if is_file else _import_module(module_name)
         except PolicyError as error:
             raise PolicyError(f"{self.noun} {path!r}: {error}") from error
-        except Exception as error:  # importing runs the module, and anything can go wrong in it
+        except Exception as error:  # importing runs the module, so any error is possible
             raise PolicyError(f"{self.noun} {path!r} cannot be imported: {error!r}") from error
         cls = getattr(module, class_name, None)
         if cls is None:
@@ -116,7 +116,7 @@ class ClassLoader(Generic[T]):
             )
         if not (isinstance(cls, type) and issubclass(cls, self.base)):
             raise PolicyError(f"{path!r} is not a subclass of tenuto.{self.base.__name__}")
-        if "__dataclass_fields__" not in vars(cls):  # the base class's own are inherited
+        if "__dataclass_fields__" not in vars(cls):  # its base class's are inherited
             raise PolicyError(f"{path!r} must be a dataclass, so that its parameters can be checked")
         return cls
 
@@ -132,7 +132,7 @@ def _import_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _working_directory_in_path() -> Iterator[None]:
-    """A command that pip installed does not look for modules in the working directory."""
+    """In this context, modules are also found in the working directory, even by an installed command."""
     here = str(Path.cwd())
     if here in sys.path or "" in sys.path:
         yield
@@ -145,7 +145,7 @@ def _working_directory_in_path() -> Iterator[None]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run a file as a module; once, as long as the file does not change."""
+    """Import a file as a module. It runs once, as long as the file does not change."""
     path = path.resolve()
     try:
         changed = path.stat().st_mtime_ns
@@ -173,14 +173,14 @@ def _import_file(path: Path) -> ModuleType:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A policy by its name, and the engine's settings that make the preset."""
+    """A named combination of a policy and engine settings."""
 
     policy: str
     engine: EngineSettings
     help: str
     source: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the policy that belong to the preset; options that are given override them."""
+    """The preset's options for its policy. The user's options override them."""
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -191,25 +191,25 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             help="vLLM's own priority scheduling: smaller priority first, then earlier arrival.",
             source="vllm/v1/core/sched/request_queue.py@0.32; as `--scheduling-policy priority`",
         ),
-        # A prompt's cap of 512 tokens leaves a step's budget of 2,048 or 8,192 to others. A watermark of 0.01
-        # was vLLM's default before V1; it avoids nearly all preemptions. Known weakness: the cap is per
-        # prompt, not per step. Sixteen long prompts still fill a step of 8,192, and each needs 16 times as
-        # many.
+        # Steps have 2,048 or 8,192 tokens, so a cap of 512 tokens per prompt leaves the rest to others. A
+        # watermark of 0.01 was vLLM's default before V1; it avoids nearly all preemptions. Known weakness:
+        # the cap is per prompt, not per step. Sixteen long prompts still fill a step of 8,192, and each
+        # prompt needs 16 times as many steps.
         "stock-tuned": Preset(
             policy="stock",
             engine=EngineSettings(long_prefill_token_threshold=512, watermark=0.01, offload="async"),
             help="Stock vLLM as a good operator sets it: capped prompts, a small reserve, KV in host memory.",
             source="vLLM 0.32's --long-prefill-token-threshold, --watermark and --kv-offloading-size",
         ),
-        # Starts every turn that fits, as stock does. Under overload, turns evict each other, and the tier
-        # fills with the blocks of all turns.
+        # Every turn that fits starts, as in stock. Under overload, turns evict each other's blocks, and the
+        # tier fills with the blocks of all turns.
         "offload-async": Preset(
             policy="stock",
             engine=EngineSettings(offload="async"),
             help="Stock vLLM with its own offloading: KV is copied to host memory beside the steps.",
             source="vllm/v1/kv_offload and the offloading connector@0.32",
         ),
-        # Good until the link saturates; then every step of every request waits for it.
+        # It works well until the link saturates. Then every step waits for the link.
         "offload-sync": Preset(
             policy="stock",
             engine=EngineSettings(offload="sync"),
@@ -224,10 +224,10 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             help="Autellix with KV in host memory: a preempted turn loads what it lost.",
             source="arXiv 2502.13965, section 4.2.2",
         ),
-        # What the published sweeps measured. The prototype reads an answer's tool call from its only ```bash
-        # block. The 20 tokens that follow random text have none, so nothing was pinned in these sweeps: what
-        # remains is the order by jobs. `continuum-fixed` alone is what the prototype does where it is told
-        # the tool.
+        # This is what the published sweeps measured. The prototype pins only if an answer has exactly one
+        # ```bash block, from which it reads the tool call. The sweeps' answers have 20 tokens and no such
+        # block, so nothing was pinned, and only the order by jobs remains. The policy `continuum-fixed` does
+        # what the prototype does if it knows the tool.
         "continuum-prototype": Preset(
             policy="continuum-fixed",
             engine=EngineSettings(scheduler="continuum-fork"),
@@ -236,8 +236,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "that accompanies arXiv 2511.02230",
             options=MappingProxyType({"tools": "shown"}),
         ),
-        # Only useful work remains here. A slower policy wastes work; a faster policy has a better order. No
-        # real server has such a cache.
+        # With this cache, no work is wasted. A policy that is slower wastes work; a policy that is faster has
+        # a better order. No real server has such a cache.
         "unbounded": Preset(
             policy="job-order",
             engine=EngineSettings(unbounded_kv=True),
@@ -252,17 +252,16 @@ _POLICIES = ClassLoader(Policy, "policy", "policies", "tenuto.policies")
 
 
 def get_policy_names() -> list[str]:
-    """Names of the policies that ship with Tenuto: one file each, the file's name is the policy's."""
+    """Names of the policies that ship with Tenuto. Each is in a file of the same name."""
     return _POLICIES.get_names()
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """Make a policy from its name (`continuum`), `my.module:Class` or `file.py:Class`, and its options.
 
-    A preset's name makes the policy of the preset, with the preset's options under those that are given; its
-    engine settings are those of `get_engine_settings`.
-    Modules are also looked for in the working directory. Raises PolicyError if the policy cannot be loaded,
-    ConfigError for an unknown option or a bad value.
+    A preset's name makes the preset's policy, with the preset's options. `options` override them. For the
+    preset's engine settings, see `get_engine_settings`. Modules are also searched in the working directory.
+    Raises PolicyError if the policy cannot be loaded, ConfigError for an unknown option or a bad value.
     """
     preset = PRESETS.get(name)
     cls = _POLICIES.find(preset.policy if preset is not None else name, PRESETS)
@@ -271,21 +270,22 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 
 def get_engine_settings(name: str, policy: Policy) -> EngineSettings:
-    """The engine settings that belong to a name: the preset's, or else those that the policy needs."""
+    """The engine settings for a name: the preset's, or else those that the policy needs."""
     preset = PRESETS.get(name)
     return policy.needs.engine if preset is None else preset.engine
 
 
 def describe_policy(policy: Policy, name: str | None = None) -> dict[str, Any]:
-    """A policy's name, its options and what it has learned: enough to make one like it.
+    """A policy's name, its options and what it has learned: all that is needed to make an equal one.
 
-    `name` is what it was loaded by, where that is known: a preset's name cannot be told from its policy.
+    `name`: the name by which it was loaded, if known, because a preset's name does not follow from its
+    policy.
     """
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     described = {"policy": name or get_policy_name(type(policy)), "options": options}
     try:
         state = policy.get_state() if isinstance(policy, Learns) else None
-    except Exception:  # it is code from outside; who keeps its state says what is wrong with it
+    except Exception:  # it may be user code; the code that keeps its state reports the error
         state = None
     return described if state is None else {**described, "state": state}
 
@@ -296,7 +296,7 @@ def get_policy_name(cls: type[Policy]) -> str:
 
 
 def list_policies() -> list[dict[str, Any]]:
-    """Policies, then presets, in JSON types; a preset has `preset_of` and its `engine` settings."""
+    """Policies, then presets, in JSON types. A preset has `preset_of` and its `engine` settings."""
     listed: list[dict[str, Any]] = []
     for name in get_policy_names():
         policy = load_policy(name)
@@ -313,7 +313,7 @@ def list_policies() -> list[dict[str, Any]]:
 
 
 def format_policies(listed: Sequence[dict[str, Any]]) -> str:
-    """The list as text; presets come last and apart."""
+    """The list as text, with the presets in a section of their own at the end."""
     lines = []
     for each in listed:
         if "preset_of" in each:
@@ -331,7 +331,7 @@ def format_policies(listed: Sequence[dict[str, Any]]) -> str:
 
 
 def _get_settings(engine: EngineSettings) -> dict[str, Any]:
-    """The settings that are not at their default."""
+    """The settings that differ from their defaults."""
     default = dataclasses.asdict(EngineSettings())
     return {key: value for key, value in dataclasses.asdict(engine).items() if value != default[key]}
 

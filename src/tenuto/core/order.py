@@ -1,7 +1,7 @@
-"""Who goes next: which waiting turn may start, which starts first, and which running turn is preempted.
+"""Which waiting turns may start, which starts first, and which running turn is preempted.
 
-The policy's answers, within what the operator, fairness and the requests' own priorities allow. No turn is
-held back on an idle engine, or beyond the limits.
+The policy decides, within the bounds of the operator, fairness and the requests' own priorities. No turn is
+held back on an idle engine, or longer than the limits allow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tenuto.core.stats import DriverStats
 
 
 class Order:
-    """The order of turns, and admission. It owns `is_admitted` of turns and jobs."""
+    """The order of turns, and admission. Only this class changes `is_admitted` of turns and jobs."""
 
     def __init__(  # noqa: PLR0913 - what an order depends on
         self,
@@ -52,18 +52,18 @@ class Order:
         self._held: dict[str, TurnState] = {}
         """Turns that are not admitted yet, in order of arrival."""
         self._overdue: dict[str, TurnState] = {}
-        """Those of them that are overdue, in the order in which they became overdue."""
+        """Turns in `_held` that are overdue, in the order in which they became overdue."""
 
     # What happens to turns.
 
     def enter(self, turn: TurnState) -> None:
-        """A turn arrived, or another driver knew it."""
+        """A turn arrived, or was taken over from another driver."""
         turn.is_admitted = False
         if self._asks and self.needs_admission(turn):
             self._held[turn.turn_id] = turn
 
     def forget_admissions(self, jobs: Iterable[JobState]) -> None:
-        """Another driver admitted these jobs: the policy is asked about their waiting turns again."""
+        """Forget that another driver admitted these jobs, so that the policy is asked again."""
         for job in jobs:
             job.is_admitted = False
 
@@ -73,7 +73,7 @@ class Order:
         self.leave(turn)
 
     def leave(self, turn: TurnState) -> None:
-        """Hold a turn back no longer: it was admitted, it started, or it left."""
+        """Stop holding a turn back, because it was admitted, started or left."""
         self._held.pop(turn.turn_id, None)
         self._overdue.pop(turn.turn_id, None)
 
@@ -86,7 +86,7 @@ class Order:
         return self._asks_every_turn or not turn.job.is_admitted
 
     def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
-        """Whether a waiting turn may start; every turn may on an idle engine or after the longest wait."""
+        """Whether a waiting turn may start. Every turn may on an idle engine, or after the longest wait."""
         if self.needs_admission(turn):
             free = idle or self._is_late(turn, now_s)
             view = self._retention.get_turn_view(turn)
@@ -100,7 +100,7 @@ class Order:
         return True
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
-        """Turns that may start now: an overdue turn or the first parked one, and other turns of its job."""
+        """Turns that may start now: an overdue or else the first parked turn, and its job's other turns."""
         longest = next(iter(self._overdue.values()), None) or next(iter(self._held.values()), None)
         turn = longest if longest is not None and self._is_late(longest, now_s) else first
         if turn is None or not self.may_start(turn, now_s, idle=idle):
@@ -113,7 +113,7 @@ class Order:
         return list(turn.job.live_turn_ids)
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
-        """Turns that have become overdue since the last call; they are admitted next, and go first."""
+        """Turns that have become overdue since the last call. They are admitted next and start first."""
         for turn in self._fairness.pop_overdue(now_s):
             if turn.turn_id in self._held:
                 self._overdue[turn.turn_id] = turn
@@ -144,9 +144,10 @@ class Order:
     # Which running turn is preempted.
 
     def get_victims(self, turns: Iterable[TurnState], now_s: float) -> list[str]:
-        """Running turns in the order in which to preempt them; empty if the engine chooses.
+        """Running turns in order of preemption; empty if the engine chooses.
 
-        With a canary the engine chooses: the policy must not spare its own jobs at the cost of the others.
+        With a canary, the engine chooses. Otherwise the policy could protect its own jobs at the others'
+        cost.
         """
         if not self._policy.overrides("preempt_key") or self._canary.is_on:
             return []
@@ -156,20 +157,20 @@ class Order:
             turn = self._retention.get_turn_view(state)
             key = self._caller.ask("preempt_key", turn, view)
             priority = -turn.priority if self._by_priority else 0
-            # Otherwise a turn that the policy puts last would start when it is overdue, and lose its place at
+            # Otherwise, a turn that the policy puts last would start when it is overdue, and be preempted at
             # once.
             started_overdue = self._fairness.started_overdue(turn.turn_id)
             keys[turn.turn_id] = (priority, started_overdue, get_sort_key(key))
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
     def may_preempt(self, turn: TurnState, victim: TurnState, now_s: float) -> bool:
-        """Whether a waiting turn that does not fit may take a running turn's place."""
+        """Whether a waiting turn that does not fit may preempt a running turn."""
         if self._by_priority and turn.arrival.priority > victim.arrival.priority:
             return False
         views = (self._retention.get_turn_view(each) for each in (turn, victim))
         return bool(self._caller.ask("may_preempt", *views, self._retention.get_view(now_s)))
 
-    # Inside.
+    # Internal.
 
     def _is_late(self, turn: TurnState, now_s: float) -> bool:
         is_overdue = self._fairness.is_overdue(turn.turn_id)

@@ -1,4 +1,4 @@
-"""The policy interface: the hooks, what a policy needs from its engine, and the check for misspelt hooks.
+"""The policy interface: the hooks, what a policy needs from its engine, and the check of hooks' names.
 
 The driver (`tenuto.core.driver`) calls the hooks; `tenuto.core.loader` finds policies by name.
 """
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Key = tuple[float | int | str, ...]
-"""A sort key: the smaller key goes first. All keys of one hook have the same length and types."""
+"""A sort key; the smallest goes first. All keys of one hook have the same length and types."""
 
 
 OffloadMode = Literal["async", "sync", "serial", "asked"]
@@ -58,8 +58,8 @@ class EngineSettings:
     unbounded_kv: bool = False
     """Whether the KV cache is unlimited; only the simulator supports this."""
     scheduler: Literal["vllm", "continuum-fork"] = "vllm"
-    """Whose scheduler the simulator imitates where the two differ: vLLM's, or that of the fork of vLLM 0.10.2
-    that is the Continuum prototype. Only the simulator supports this."""
+    """Which scheduler the simulator imitates: vLLM's, or that of the Continuum prototype, a fork of vLLM
+    0.10.2. Only the simulator supports this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ class Needs:
     steady_reclaim: bool = False
     """Whether `may_reclaim` answers the same question alike until a turn comes, starts or ends, or `on_tick`.
 
-    So it reads no times and no free memory, and learns nothing for it from steps that only decode. Then the
-    simulator passes over the steps in which it would be asked again.
+    Such a hook reads no times and no free memory, and it does not depend on what the policy learns from steps
+    that only decode. The simulator then skips the steps in which it would ask again.
     """
     commands: bool = False
     """Whether the policy reads `ToolCall.command`.
@@ -94,7 +94,7 @@ class Needs:
 
 @dataclasses.dataclass
 class Policy:
-    """Stock vLLM's behaviour. A subclass is a dataclass; it overrides what it decides, and nothing else.
+    """Stock vLLM's behaviour. A subclass is a dataclass that overrides only the hooks that it decides.
 
     Fields made with `setting` are the policy's parameters. Fields with `init=False` hold what it learns.
     *Asked* hooks return a decision and change nothing. *Told* hooks (`on_…`) update what the policy learns.
@@ -117,10 +117,9 @@ class Policy:
         return True
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool | int:
-        """Whether a starting turn loads its KV cache from a lower tier instead of computing it again.
+        """Whether a starting turn loads KV from a lower tier instead of computing it again.
 
-        A number is a part: that many of the offer's first tokens are loaded, in whole chunks, and the rest is
-        computed.
+        A number: load that many of the offer's first tokens, in whole chunks, and compute the others.
         """
         return True
 
@@ -142,31 +141,31 @@ class Policy:
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
         """The key that orders KV in the tiers below the GPU: the smallest is evicted first.
 
-        It is asked when a turn begins to use a tier and when it ends. Equal keys go by their last use, and a
-        chunk never before one that continues it. If a policy overrides this, what only one job used is
-        dropped when the job ends.
+        It is asked when a turn begins to use a tier and when it ends. Among equal keys, the least recently
+        used is evicted first. A chunk is never evicted before one that continues it. If a policy overrides
+        this hook, chunks that only one job used are dropped when the job ends.
         """
         return ()
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether a lease yields to a turn that waits for its first start; if not, the turn waits."""
+        """Whether a lease yields to a turn that waits for its first start. If not, the turn waits."""
         return True
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The key that orders running turns: the smallest is preempted first.
+        """The key that orders running turns; the smallest is preempted first.
 
         It is asked only when no lease can yield.
         """
         return (-turn.arrival_s,)
 
     def may_preempt(self, turn: Turn, running: Turn, view: EngineView) -> bool:
-        """Whether a waiting turn that does not fit preempts this running turn; only the simulator asks."""
+        """Whether a waiting turn that does not fit preempts this running turn. Only the simulator asks."""
         return False
 
     def step_budget(self, view: EngineView) -> int | None:
         """The maximum number of tokens in the next step; None keeps the engine's own budget.
 
-        A policy that only wants small steps sets `needs.engine.step_tokens` instead.
+        A policy that always wants the same size sets `needs.engine.step_tokens` instead.
         """
         return None
 
@@ -179,10 +178,10 @@ class Policy:
         """The job's tool call before this turn took `tool_s` seconds. Called before `on_turn_arrived`."""
 
     def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
-        """The turn was admitted: `admit` allowed it, the engine was idle, or the turn had waited too long."""
+        """The turn was admitted by `admit`, or because the engine was idle or the wait was too long."""
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """The turn got its first step, or, if `turn.num_preemptions` > 0, its first since a preemption."""
+        """The turn got its first step, or its first after a preemption if `turn.num_preemptions` > 0."""
 
     def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
         """The turn lost its blocks and waits again."""
@@ -222,18 +221,18 @@ class Learns(ABC):
 
     @abstractmethod
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore what `get_state` returned in an earlier run. If it raises, nothing has changed."""
+        """Restore what `get_state` returned in an earlier run. If it raises, it must change nothing."""
 
 
 class LearnsDecodes(ABC):
-    """A policy that is quick to learn from many steps: `class Mine(Policy, LearnsDecodes)`.
+    """A policy that can learn from many steps at once: `class Mine(Policy, LearnsDecodes)`.
 
-    Most of a simulation's steps only decode, in long stretches.
+    Most steps of a simulation only decode, and many of them follow each other.
     """
 
     @abstractmethod
     def learn_decodes(self, steps: DecodeSteps) -> None:
-        """Learn, to the last bit, what `on_step` would of each of these steps in turn."""
+        """Learn exactly what `on_step` would learn from each of these steps in turn, bit for bit."""
 
 
 class Reports(ABC):
@@ -276,7 +275,7 @@ _OF_0_1 = {
     "know": "set_oracle of tenuto.core.policy.Oracle",
     **dict.fromkeys(("admits", "sees_hits", "rekey_s", "wants", "engine_order"), "needs = Needs(…)"),
 }
-"""Names of version 0.1, and what replaced each."""
+"""Hook names of version 0.1, and their replacements."""
 
 
 _MIXINS = (Learns, LearnsDecodes, Oracle, Reports)
@@ -302,10 +301,10 @@ def check_hooks(
     further: Iterable[str] = (),
     explain: Callable[[str], str | None] = lambda name: None,
 ) -> None:
-    """Refuse a class's public name that is neither a hook nor a field, and a hook with the wrong arguments.
+    """Refuse public names of a class that are neither hooks nor fields, and hooks with the wrong arguments.
 
-    `further`: allowed names that are not hooks. `explain`: what to say of a name that is not known, if
-    there is something to say. Raises PolicyError.
+    `further`: allowed names that are not hooks. `explain`: returns the message for an unknown name, or None.
+    Raises PolicyError.
     """
     annotations = vars(cls).get("__annotations__", {})
     fields = {name for name, kind in annotations.items() if "ClassVar" not in str(kind)}

@@ -1,10 +1,10 @@
-"""Calling a policy: guarded, logged, and asked again from the log.
+"""Calls a policy's hooks, guards against faults, logs the calls, and replays them from a log.
 
-A policy is code from outside. If a hook raises or answers with the wrong type, the engine must go on:
-stock's answer is used, the fault is counted, and each hook is reported once.
+A policy may be user code. If a hook raises or answers with the wrong type, the engine must go on: stock's
+answer is used, the fault is counted, and the first fault of each hook is logged.
 
-A policy sees nothing but what it is told and asked, and both are in the log with their inputs, in order. So
-the log is enough to make every decision again (`Replay`), on any machine and without an engine.
+A policy sees only the inputs of its hooks, and the log has all of them in order. So the log is enough to make
+every decision again (`Replay`), on any machine and without an engine.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DecisionLog = Callable[[LogRecord], None]
 
 _KEY_PARTS = (int, float, str)
 MAX_FIGURES = 16
-"""Of one policy on `/metrics`."""
+"""Most figures of one policy on `/metrics`."""
 MAX_SHOWN_CHARS = 400
-"""Of a hook's inputs in an error message."""
+"""Most characters of a hook's inputs in an error message."""
 
 
 class PolicyCaller:
-    """Asks and tells one policy. With `strict`, a fault is raised as PolicyError instead."""
+    """Calls one policy's hooks. With `strict`, a fault raises PolicyError."""
 
     def __init__(self, policy: Policy, log: DecisionLog | None = None, *, strict: bool = False) -> None:
         self.policy = policy
@@ -46,10 +46,10 @@ class PolicyCaller:
         """How often each hook failed."""
         self._strict = strict
         self._stock = Policy()
-        # A log has all that happens to turns; steps and ticks only for a policy that learns from them.
+        # A log has all events of turns. It has steps and ticks only if the policy learns from them.
         told_of_turns = set(TOLD_HOOKS) - {"on_step", "on_tick"} if log is not None else set()
         self.heard = {hook for hook in TOLD_HOOKS if policy.overrides(hook) or hook in told_of_turns}
-        """The told hooks that the policy or the log uses; of others, the inputs need not be made."""
+        """The told hooks that the policy or the log uses. For others, callers need not make the inputs."""
 
     @property
     def num_faults(self) -> int:
@@ -58,9 +58,9 @@ class PolicyCaller:
 
     @property
     def refuses_steadily(self) -> bool:
-        """Whether a lease that may not be reclaimed need not be asked for in each step.
+        """Whether a refusal of `may_reclaim` holds for later steps too, so that it need not be asked in each.
 
-        In a log each answer stands, so that it can be replayed.
+        False with a log, because a replay needs every answer.
         """
         return self.log is None and self.policy.needs.steady_reclaim
 
@@ -77,7 +77,7 @@ class PolicyCaller:
         return answer
 
     def write(self, record: LogRecord) -> None:
-        """Log what someone other than the policy decided."""
+        """Log a decision that the policy did not make."""
         if self.log is not None:
             self.log(record)
 
@@ -91,7 +91,7 @@ class PolicyCaller:
             self._fault(hook, inputs, error)
 
     def tell_decodes(self, steps: DecodeSteps) -> None:
-        """Tell `on_step` of each step; at once if the policy learns from them at once, and none is logged."""
+        """Tell `on_step` of each step, or all in one call if the policy can do that and there is no log."""
         if self.log is not None or not isinstance(self.policy, LearnsDecodes):
             for step in steps:
                 self.tell("on_step", step)
@@ -102,7 +102,7 @@ class PolicyCaller:
             self._fault("on_step", (steps,), error)
 
     def get_figures(self) -> dict[str, float]:
-        """The figures that the policy reports about what it learned; a fault is counted and gives none."""
+        """The figures that the policy reports; empty after a fault, which is counted."""
         if not isinstance(self.policy, Reports):
             return {}
         try:
@@ -126,7 +126,7 @@ class PolicyCaller:
 
 
 def check_answer(hook: str, answer: Any) -> None:
-    """Raise TypeError if an asked hook may not answer this."""
+    """Raise TypeError if this is not a valid answer of an asked hook."""
     kinds = ANSWERS[hook]
     if not (is_key(answer) if tuple in kinds else isinstance(answer, kinds)):
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -145,7 +145,7 @@ def is_key(answer: Any) -> bool:
 
 
 def describe_fault(policy: Policy, hook: str, inputs: tuple[Any, ...], error: Exception) -> str:
-    """What went wrong in which hook, with which inputs."""
+    """An error message: what went wrong in which hook, with which inputs."""
     shown = ", ".join(map(repr, inputs))
     shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}…"
     is_answer = isinstance(error, TypeError) and str(error).startswith("answered")
@@ -154,7 +154,7 @@ def describe_fault(policy: Policy, hook: str, inputs: tuple[Any, ...], error: Ex
 
 
 def to_json(value: Any) -> Any:
-    """Views and decisions as JSON values; a dataclass carries its type's name as `type`."""
+    """A view or a decision as a JSON value. A dataclass has its type's name as `type`."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -165,12 +165,12 @@ def to_json(value: Any) -> Any:
     return value
 
 
-# The same decisions again, from a log.
+# Replay from a log.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """An answer that is not the one in the log, both as JSON values."""
+    """An answer that differs from the logged one, both as JSON values."""
 
     hook: str
     inputs: Any
@@ -179,7 +179,7 @@ class Difference:
 
 
 class Replay:
-    """One policy, fresh, asked again what the records of a log say, in their order."""
+    """Repeats the calls of a log on a new policy, in order."""
 
     def __init__(self, policy: Policy) -> None:
         self.num_asked = 0
@@ -187,10 +187,10 @@ class Replay:
         self._caller = PolicyCaller(policy)
 
     def feed(self, record: Mapping[str, Any]) -> Difference | None:
-        """Take the next record; returns how the policy's answer differs, if it was asked and it does.
+        """Repeat the next record. Returns the difference if the answer is not the logged one, else None.
 
-        Records that are neither `asked` nor `told` say nothing to a policy. Raises DataError for a record
-        that no policy of this version can be given.
+        Records that are neither `asked` nor `told` are ignored. Raises DataError for a record that this
+        version's hooks do not accept.
         """
         kind = record.get("kind")
         if kind not in ("asked", "told"):
@@ -211,8 +211,8 @@ class Replay:
         if "answer" not in record:
             raise DataError(f"{hook} was asked, but its answer is missing")
         self.num_asked += 1
-        # Through JSON, as the logged answer went: what it makes equal is equal. What is no part of a
-        # decision, its reason, is not compared.
+        # Convert to JSON and back, as the logged answer was, so that equal answers compare as equal. Reasons
+        # are not part of a decision and are not compared.
         answer = json.loads(json.dumps(to_json(self._caller.ask(hook, *inputs))))
         return None if from_json(answer) == from_json(was) else Difference(hook, written, was, answer)
 
@@ -246,7 +246,7 @@ def _name_kind(kind: Any) -> str:
 
 
 def from_json(value: Any) -> Any:
-    """The view or decision that `to_json` wrote down; fields it lacks have their defaults."""
+    """The view or decision that `to_json` converted. Missing fields get their defaults."""
     if isinstance(value, dict) and "type" in value:
         cls, kinds = _get_view(value["type"])
         return cls(**{name: _read_field(value[name], kind) for name, kind in kinds if name in value})
@@ -257,7 +257,7 @@ def from_json(value: Any) -> Any:
 
 @cache
 def _get_view(name: str) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """A class of `types`, and its fields with their kinds. Raises ValueError if there is none."""
+    """A class of `types` and the types of its fields. Raises ValueError if there is no such class."""
     cls = getattr(types, name, None)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ValueError(f"no view or decision is called {name!r}")

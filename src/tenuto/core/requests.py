@@ -10,12 +10,13 @@ The first of these that is found names the job:
 
 A request that names no job gets the name of its conversation (`get_conversation_id`).
 
-Keys for routing and billing name no job, because many jobs share one: `prompt_cache_key` is often one for an
-application; `user`, `safety_identifier` and `metadata.user_id` are one for a person. They only tell
-conversations apart that begin alike. The other hints are read from `vllm_xargs`, then from the top level.
+Keys for routing and billing do not name a job, because many jobs share one. `prompt_cache_key` often stands
+for an application; `user`, `safety_identifier` and `metadata.user_id` stand for a person. They only
+distinguish conversations that begin alike. The other hints are read from `vllm_xargs`, then from the top
+level.
 
-Requests are untrusted input. A bad hint never raises an error, and no hint is trusted beyond its bound: it
-can make Tenuto retain more or less for the job that sent it.
+Requests are untrusted input. A bad hint never raises an error. Hints are bounded: they can only change how
+much Tenuto retains for the job that sent them.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ JOB_HEADERS = (
     "x-claude-code-session-id",  # https://code.claude.com/docs/en/llm-gateway-protocol
     "x-opencode-session",  # sst/opencode, packages/opencode/src/session/llm/request.ts
     "thread-id",  # openai/codex, codex-rs/codex-api/src/requests/headers.rs: one conversation
-    "session-id",  # also Codex: the conversation and the conversations that it spawned
-    "session_id",  # Codex before it renamed its headers
+    "session-id",  # also Codex: a conversation together with its sub-conversations
+    "session_id",  # older versions of Codex
     "x-litellm-session-id",  # LiteLLM and agents built on it, such as OpenHands
     "x-openwebui-chat-id",  # Open WebUI, with ENABLE_FORWARD_USER_INFO_HEADERS
     "x-conversation-id",
 )
 """Request headers that name a job; the first one found is used.
 
-`x-correlation-id` and `x-request-id` are not used, because most clients make a new one for each request.
-Keys for routers (`x-session-affinity`, `x-smg-routing-key`) are not used either: an application may send one
-for all its jobs.
+`x-correlation-id` and `x-request-id` are not used, because most clients make a new one for each request. Keys
+for routers (`x-session-affinity`, `x-smg-routing-key`) are not used either, because an application may send
+the same one for all its jobs.
 """
 
 SUBAGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
@@ -62,41 +63,42 @@ LAST_TURN_HEADERS = (
     "x-tenuto-last-step",
     "x-dynamo-session-final",  # NVIDIA Dynamo
 )
-"""Headers that are true on a job's last request."""
+"""Headers whose value is true on a job's last request."""
 
 GROUP_HEADER = "x-tenuto-group"
 """A header that names a group of jobs; an operator may try a policy on some groups (`tenuto.core.limits`)."""
 
 WISH_FIELD = "tenuto_wish"
-"""What the request wishes of the cache, as text, which a server adds to requests that wish something."""
+"""The request's cache wish as text. A server adds it to requests that have a wish."""
 CONVERSATION_FIELD = "tenuto_conversation"
-"""The name of the conversation by its beginning, which a server adds to requests that name no job."""
+"""The conversation's name, from its beginning. A server adds it to requests that name no job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a request says about its job. A field is None if the request says nothing usable about it."""
+    """What a request says about its job. A field is None if the request has no usable value for it."""
 
     job_id: str | None = None
     is_last: bool | None = None
     tool: str | None = None
     expected_tool_s: float | None = None
     retain_s: float | None = None
-    """No lease on the turn's blocks shall last longer; 0: no lease. It never makes a lease longer."""
+    """Longest lease on the turn's blocks, in seconds; 0: no lease. It never makes a lease longer."""
     deadline_s: float | None = None
-    """How soon the client wants the answer. It is recorded, and changes no order: all clients would hurry."""
+    """How soon the client wants the answer. Only recorded: if it changed the order, all clients would
+    hurry."""
     parent: str | None = None
-    """The job that started this one. It is recorded; leases do not depend on it."""
+    """The job that started this one. Only recorded; leases do not depend on it."""
     tenant: str | None = None
     group: str | None = None
     conversation: str | None = None
-    """A name for the job if neither an id nor its content names it: see `get_conversation_id`."""
+    """A name for the job if neither an id nor its content identifies it: see `get_conversation_id`."""
     wish: Wish | None = None
     """For how long the client would like its cache to be kept (`tenuto.core.wishes`)."""
 
     @property
     def name(self) -> str | None:
-        """How the client may call the job: its id, or its conversation's name, without the tenant."""
+        """The client's name for the job: its id, or its conversation's name, without the tenant."""
         name = self.job_id or self.conversation
         return None if name is None else name.rpartition("\t")[2]
 
@@ -108,8 +110,8 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     """Read hints from request fields. Unusable values are ignored; nothing raises.
 
     If there is no usable `job_id`, the engine's own `session_id` names the job. If that is a conversation's
-    name, so that a router can pin the session, it says no more here than the content does. A job id is
-    private to its tenant: two tenants with the same id have two jobs.
+    name, which a router may have set, it is used only like one. A job id is private to its tenant: two
+    tenants with the same id have two jobs.
     """
     if not fields and session_id is None:
         return NO_HINTS
@@ -122,7 +124,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     else:
         job_id = job_id or session_id
     if tenant is not None:
-        # Both are printable, so neither contains a tab. Each pair of tenant and job gets a unique id.
+        # Both are printable, so neither contains a tab, and each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
     found: dict[str, Any] = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
@@ -131,7 +133,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
-    """The request fields for these hints, in the types that `vllm_xargs` allows; `parse_hints` reads them."""
+    """The request fields for these hints, in types that `vllm_xargs` allows. `parse_hints` reads them."""
     said = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
     said[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
     return {
@@ -172,7 +174,7 @@ def get_bounded_id(value: Any) -> str | None:
     """A usable id of bounded length, or None for an empty or unusable one."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
-    # Python refuses to convert an int of thousands of digits to a string, and only strings get a digest.
+    # Python refuses to convert an int of thousands of digits to a string.
     if isinstance(value, int) and abs(value) >= 10**MAX_ID_CHARS:
         return None
     text = str(value).strip()
@@ -226,7 +228,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     CONVERSATION_FIELD: ("conversation", get_bounded_id),
     WISH_FIELD: ("wish", normalize_wish),
 }
-"""By request field: the hint that it carries, and what reads it."""
+"""By request field: the hint that it carries, and the function that reads it."""
 HINT_FIELDS = tuple(_FIELDS)
 """Request fields that carry hints, in `vllm_xargs` or at the top level of the body."""
 
@@ -241,7 +243,7 @@ def read_hints(
 ) -> Hints:
     """The hints in a request's body, its headers (names in lower case) and its path.
 
-    `unix_s`: the time of day, which wishes until a time need.
+    `unix_s`: the current Unix time, for wishes that name a time.
     """
     xargs = request.get("vllm_xargs")
     xargs = xargs if isinstance(xargs, dict) else {}
@@ -252,11 +254,11 @@ def read_hints(
 
 
 JOB_HEADER = "X-Tenuto-Job"
-"""The header of an answer that says which job the request belongs to."""
+"""The response header that names the request's job."""
 
 
 def make_job_header(name: str | None) -> tuple[str, str] | None:
-    """The header with a job's name; None without a name, or for one that a header cannot hold."""
+    """The header with a job's name; None without a name, or if a header cannot hold it."""
     is_possible = name is not None and name.isascii() and name.isprintable()
     return (JOB_HEADER, name) if is_possible and name is not None else None
 
@@ -315,7 +317,7 @@ def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
     metadata = request.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     candidates = (
-        request.get("session_id"),  # reached only if vLLM does not pass it on itself
+        request.get("session_id"),  # reached only if vLLM does not pass it to the scheduler itself
         metadata.get("session_id"),
         _get_claude_session(metadata.get("user_id")),
     )
@@ -339,23 +341,23 @@ def _get_claude_session(user_id: Any) -> Any:
     return decoded.get("session_id") if isinstance(decoded, dict) else None
 
 
-# A conversation's name, for clients that send no id.
+# Names of conversations, for clients that send no id.
 #
-# Most agent frameworks send the whole conversation with every request and name it nowhere. What comes before
-# the model's first answer (instructions, the task) is the same in every request of a conversation. Its digest
-# is the conversation's name. Finding it needs no memory, so every server process and every router finds the
-# same name. Conversations that begin alike, such as several attempts at one task, share it, unless the client
-# sends a key with each, such as `prompt_cache_key`. A key alone is not a name: many applications send one for
-# all their jobs. The name is weaker than what the engine knows: see `tenuto.core.jobs`.
+# Most agent frameworks send the whole conversation with every request, but no name. The part before the
+# model's first answer (instructions, the task) is the same in every request of a conversation. Its digest is
+# the conversation's name. This needs no memory, so every server process and every router finds the same name.
+# Conversations that begin alike, such as several attempts at one task, share a name, unless the client sends
+# a different key with each, such as `prompt_cache_key`. A key alone is not a name, because many applications
+# send the same key for all their jobs. The engine can recognise jobs better: see `tenuto.core.jobs`.
 
 PREFIX = "conv-"
 MAX_HEAD_MESSAGES = 256
-"""A conversation in which more messages come before the first answer is named by the first ones."""
+"""Most messages that count for a conversation's name; later ones are ignored."""
 
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{24}}")
 _ANSWER_ROLES = ("assistant", "model", "tool", "function")
 _HEAD_TYPES = (None, "message")
-"""Of OpenAI's Responses API: other items (function calls, reasoning) are the model's, or answer it."""
+"""Item types of OpenAI's Responses API that may come before the first answer. Others follow the model."""
 
 
 def get_conversation_id(request: Mapping[str, Any]) -> str | None:
@@ -368,7 +370,7 @@ def get_conversation_id(request: Mapping[str, Any]) -> str | None:
         return None
     digest = hashlib.blake2b(digest_size=12)
     try:
-        # The Anthropic API has `system`, OpenAI's Responses API `instructions`, beside the messages.
+        # Besides messages, the Anthropic API has `system`, and OpenAI's Responses API has `instructions`.
         for part in (*_get_parts(request.get("system")), *_get_parts(request.get("instructions"))):
             digest.update(part)
         for name, key in _get_keys(request):
@@ -387,17 +389,17 @@ def get_conversation_id(request: Mapping[str, Any]) -> str | None:
 
 
 def is_conversation_id(name: str) -> bool:
-    """Whether a session's id is a conversation's name, which something before the server has found."""
+    """Whether a session id is a conversation's name, which a proxy or router may have set."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_head(message: Mapping[str, Any]) -> bool:
-    """Whether a message comes from the client, as all do before the model's first answer."""
+    """Whether a message is the client's, as all messages before the model's first answer are."""
     return message.get("role") not in _ANSWER_ROLES and message.get("type") in _HEAD_TYPES
 
 
 def _get_keys(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys for routing and billing: the same in all of a conversation, and maybe in many conversations."""
+    """Keys for routing and billing: equal in all requests of a conversation, maybe in many conversations."""
     metadata = request.get("metadata")
     named = {name: request.get(name) for name in ("prompt_cache_key", "safety_identifier", "user")}
     if isinstance(metadata, dict):
@@ -406,11 +408,11 @@ def _get_keys(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 BILLING_TEXT = "x-anthropic-billing-header"
-"""A part of the system prompt that begins so is another one in each request of Claude Code; vLLM drops it."""
+"""Claude Code sends a system prompt part that begins so and differs in each request. vLLM drops that part."""
 
 
 def _get_parts(content: Any) -> Iterator[bytes]:
-    """The content's texts and other parts, however the client writes them.
+    """The texts and other parts of a message's content, in one form.
 
     Clients write the same text as a string or as a list of parts, and move markers such as `cache_control`
     from message to message.
@@ -425,15 +427,15 @@ def _get_parts(content: Any) -> Iterator[bytes]:
             yield json.dumps(rest, sort_keys=True).encode()
 
 
-# Hints in the forms of others: vllm-router's `agentic_context`, and upstream vLLM's `kv_hints`. How they are
-# read, and where they come from, is in `tenuto.core.wishes`, for both may wish something too. vLLM leaves it
-# to others to carry an envelope's actions out; here each becomes a hint about the request's own job.
+# Hints in foreign formats: vllm-router's `agentic_context`, and vLLM's `kv_hints`. Both may contain wishes
+# too, so `tenuto.core.wishes` reads them and names their sources. vLLM does not execute the actions of
+# `kv_hints` itself. Here each action becomes a hint about the request's own job.
 
 
 def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The hint fields that a request's `agentic_context` and `kv_hints` amount to, not bounded yet.
+    """The hint fields that correspond to a request's `agentic_context` and `kv_hints`, not bounded yet.
 
-    The context wins, because it is about the program and not about one moment of its cache.
+    The context has precedence, because it describes the whole program.
     """
     context = _read_context(agentic_context.get_context(request, xargs))
     said = {name: value for name, value in context.items() if value is not None}
@@ -441,7 +443,7 @@ def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) ->
 
 
 def write_context_as_text(xargs: Any) -> Any:
-    """`vllm_xargs` with its context as text: vLLM 0.33 and older refuse objects there, which routers send."""
+    """`vllm_xargs` with its context as text. Routers send an object, which vLLM 0.33 and older refuse."""
     name = agentic_context.FIELD
     if not isinstance(xargs, dict) or not isinstance(xargs.get(name), dict):
         return xargs
@@ -464,23 +466,23 @@ def _read_context(context: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join_program(context: Mapping[str, Any]) -> Any:
-    """A program that has no id of its own: a task or session, and the agent that works on it."""
+    """An id for a program without one: from its task or session, and the agent that works on it."""
     whole, agent = context.get("task_id") or context.get("session_id"), context.get("agent_id")
     return f"{whole}:{agent}" if isinstance(whole, str) and isinstance(agent, str) and agent else whole
 
 
 def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
-    """What an envelope's actions say together. Of two that contradict each other, the later one holds."""
+    """The combined meaning of an envelope's actions. If two contradict each other, the later one counts."""
     fields: dict[str, Any] = {}
     for kind, ttl in kv_hints.list_actions(envelope, own_id):
         match kind:
             case "retain" | "pin":
                 fields |= {"is_last_step": False, **_keep_for(ttl)}
             case "prefetch":
-                # Nothing can be loaded without a request. But the job will come back.
+                # Nothing can be loaded before a request, but the action shows that the job will come back.
                 fields |= {"is_last_step": False}
             case "demote":
-                # Its blocks go to the tiers below like all others, and are not held on the GPU.
+                # Its blocks are stored in the tiers below like all others, and are not held on the GPU.
                 fields |= {"is_last_step": False, "retain_seconds": 0}
             case "evict" | "release":
                 fields |= {"is_last_step": True}
@@ -488,7 +490,7 @@ def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
 
 
 def _keep_for(ttl: Any) -> dict[str, Any]:
-    """A time to keep the cache: the job is expected back by then, and no lease is to last longer."""
+    """The hint fields for a retention time: the job is expected back by then, and no lease lasts longer."""
     return {"expected_tool_seconds": ttl, "retain_seconds": ttl}
 
 

@@ -1,11 +1,11 @@
-"""How many tokens a turn could reuse, and how many were computed a second time. docs/glossary.md explains.
+"""How many tokens a turn could reuse, and how many were computed a second time. See docs/glossary.md.
 
 turn 1   prompt 100, output 20   →  119 tokens have KV: the last output token is never computed
 turn 2   prompt 150, its first 120 tokens are turn 1's prompt and output
 
 blocks of 16 tokens: min(120, 119, 150 − 1) = 119 tokens, 7 full blocks  →  112 reusable tokens
 the engine finds 64 of them                                              →   48 recomputed tokens
-turn 2 is preempted with 155 computed tokens and hits 144 when it is back →   11 more: 59
+turn 2 is preempted at 155 computed tokens and hits 144 when it resumes  →   11 more: 59
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def count_lost_tokens(num_computed_tokens: int, num_hit_tokens: int) -> int:
 
 
 LEAST_LENGTH = 0.8
-"""A prompt of less than this share of the job's last prompt was shortened, not changed."""
+"""A prompt shorter than this share of the job's last prompt counts as shortened, not changed."""
 
 
 class PrefixMarks:
-    """Some block hashes of a finished turn. They tell how much of the turn a later prompt shares.
+    """Some block hashes of a finished turn, which show how much of the turn a later prompt shares.
 
-    All hashes of ten thousand long turns would take gigabytes, so only some are kept, the *marks*. The
-    hashes at the end of the computed tokens and at the end of the prompt are kept. They are exact for a
-    prompt that extends the whole turn or only its prompt. Of the other hashes, O(log n) are kept: a prompt
-    that differs in the middle of the turn counts as shared only up to the last mark before the difference.
-    Each hash also covers the blocks before its own.
+    All hashes of ten thousand long turns would take gigabytes, so only some are kept, the *marks*. The hashes
+    at the end of the computed tokens and at the end of the prompt are kept. They are exact for a prompt that
+    extends the whole turn or only its prompt. Of the other hashes, O(log n) are kept. A prompt that differs
+    in the middle of the turn counts as shared up to the last mark before the difference. Each hash also
+    covers the blocks before its own.
     """
 
     __slots__ = ("_block_size", "_hashes", "_num_computed_tokens", "_num_prompt_tokens", "_positions")
@@ -77,9 +77,9 @@ class PrefixMarks:
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
         self._positions = tuple([each for each in sorted(positions, reverse=True) if each > 0])
-        """For each kept prefix, longest first: its number of blocks."""
+        """The number of blocks of each kept prefix, longest first."""
         self._hashes = tuple([hashes[each - 1] for each in self._positions])
-        """The hash of its last block; in two tuples, because there is one such object for each idle job."""
+        """The hash of each kept prefix's last block. Two tuples need less memory than a list of pairs."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
@@ -94,10 +94,10 @@ class PrefixMarks:
         )
 
     def find_parting(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
-        """The token at which a later prompt of the job first differs; None if it continues this prompt.
+        """The first token at which a later prompt of the job differs; None if it continues this prompt.
 
-        In tokens, from below: the last mark before the difference. A prompt that is much shorter does not
-        count: there the client dropped history on purpose. Nor does a prompt with no full block.
+        It is a lower bound: the last mark before the difference. None also for a much shorter prompt, because
+        the client dropped history on purpose, and for a prompt without a full block.
         """
         num_blocks = self._num_prompt_tokens // self._block_size
         if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
@@ -108,8 +108,8 @@ class PrefixMarks:
     def is_followed_by(self, hashes: Sequence[Hashable]) -> bool:
         """Whether a prompt with these block hashes continues this turn's prompt.
 
-        A prompt of less than two full blocks is followed by any. A chat template may drop the end of the
-        prompt, so its last full block may differ.
+        If this turn's prompt has fewer than two full blocks, every prompt continues it. A chat template may
+        drop the end of the prompt, so its last full block may differ.
         """
         return self._count_shared_blocks(hashes) >= self._num_prompt_tokens // self._block_size - 1
 

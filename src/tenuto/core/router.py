@@ -1,8 +1,8 @@
 """The router interface: what a router sees, what it may answer, and its hooks.
 
-A router sees what a real one can see: requests as they come, its own history, what the operator told it of
-the engines, and the engines' metrics as they were last read. Times are seconds on the router's own clock.
-The dispatcher (`tenuto.core.dispatcher`) calls the hooks; `tenuto.core.loader` finds routers by name.
+A router sees what a real router can see: requests as they arrive, its own history, the operator's facts about
+the engines, and the engines' metrics as they were last read. Times are seconds on the router's own clock. The
+dispatcher (`tenuto.core.dispatcher`) calls the hooks. `tenuto.core.loader` finds routers by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 class Part(NamedTuple):
     """A piece of a prompt: the first `num_tokens` tokens of the text with this name.
 
-    Two prompts share a prefix as far as their parts are equal. A name may be a message's hash.
+    Two prompts share a prefix up to the first part that differs. A name may be a message's hash.
     """
 
     name: str
@@ -32,18 +32,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the operator tells of an engine, or the engine of itself when it starts."""
+    """Facts about an engine, from the operator or from the engine at its start."""
 
     name: str
     speed: float = 1.0
-    """Work per second, as a multiple of any other engine's."""
+    """Work per second, relative to the other engines."""
     num_kv_tokens: int | None = None
-    """Tokens that its KV cache holds; None if that is not known."""
+    """Tokens that its KV cache has room for; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """An engine's own figures, as they were when they were last read."""
+    """An engine's metrics, as they were last read."""
 
     read_s: float
     num_running: int
@@ -58,13 +58,13 @@ class EngineSeen:
 
     info: EngineInfo
     num_open: int = 0
-    """Turns that were sent there and are not answered yet."""
+    """Turns that were sent to it and are not answered yet."""
     num_unstarted: int = 0
-    """Those of them whose first token has not come."""
+    """Those of the open turns whose first token has not arrived."""
     num_unstarted_tokens: int = 0
-    """The prompts' tokens of those."""
+    """Prompt tokens of these unstarted turns."""
     metrics: EngineMetrics | None = None
-    """None if they are not read, or were not read yet."""
+    """None if metrics are not read, or were not read yet."""
 
     @property
     def name(self) -> str:
@@ -74,44 +74,44 @@ class EngineSeen:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The engines that take turns now. At least one does when a router is asked."""
+    """The engines that take turns now. When a router is asked, there is at least one."""
 
     now_s: float
     engines: Mapping[str, EngineSeen]
-    """By name, in the order in which they joined. An engine that drains or died is not here."""
+    """By name, in the order in which they joined, without engines that drain or died."""
     copy_token_s: float | None = None
     """Seconds per token to copy KV from one engine to another; None if that is not possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTurn:
-    """A turn that is to be sent to an engine, and what the router remembers of its job."""
+    """A turn to send to an engine, and what the dispatcher remembers of its job."""
 
     turn_id: str
     job_id: str
-    """The client's id of the job. A job without one is known by its content, else it is a new one."""
+    """The client's job id. Without one, the job is recognised by its content, or else is new."""
     arrival_s: float
     num_prompt_tokens: int
     parts: Sequence[Part] = field(default=(), repr=False)
-    """The prompt in pieces; empty if the caller does not look into prompts."""
+    """The prompt in pieces; empty if the caller does not read prompts."""
     parent: str | None = None
     """The id of the job that started this one as a sub-agent."""
     tenant: str | None = None
     num_turns: int = 1
-    """Turns of the job that have come, this one included."""
+    """Number of the job's turns that have arrived, including this one."""
     engine: str | None = None
     """The engine of the job's last turn, if it takes turns now. None for a job's first turn."""
     num_context_tokens: int = 0
-    """The last answered turn's prompt and answer: the KV that `engine` may still hold."""
+    """Tokens of the last answered turn's prompt and answer, whose KV `engine` may still hold."""
     num_open: int = 0
-    """The job's other turns that are not answered yet. If there are none, this one ends a tool call."""
+    """Number of the job's other unanswered turns. If it is 0, this turn follows a tool call."""
     num_attempts: int = 0
-    """How often it was sent before, and failed."""
+    """How often it was sent before and failed."""
     must_go: bool = False
     """Whether `Hold` is no longer allowed: the turn was held for too long."""
     cached_tokens: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS, repr=False)
-    """By engine, the tokens of its prompt that are in the cache there, as the engines' KV events say. Empty
-    unless the router needs them and the engines send them; an engine that has none may be missing."""
+    """By engine: tokens of its prompt that are cached there, from the engines' KV events. Empty unless the
+    router needs them and the engines send them. Engines with none may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class AnsweredTurn:
     first_token_s: float | None
     num_output_tokens: int
     num_hit_tokens: int | None = None
-    """Prompt tokens that were cached, as the answer's usage says; None if it does not say."""
+    """Cached prompt tokens, from the answer's usage; None if the usage lacks them."""
     is_last: bool | None = None
     """Whether the client said that the job ends with this turn; None if it said nothing."""
 
@@ -135,22 +135,22 @@ class Send:
 
     engine: str
     copy_from: str | None = None
-    """The engine whose KV of the job is copied there first. Without, what is missing is computed again."""
+    """The engine from which the job's KV is copied first. If None, missing KV is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep the turn back until something ends somewhere; only for a job's first turn."""
+    """Hold the turn back until some turn ends; only for a job's first turn."""
 
 
 Route = Send | Hold
 
 
 class Arrival(NamedTuple):
-    """A turn that came in, as the client sent it."""
+    """A turn that arrived, as the client sent it."""
 
     turn_id: str
-    """Not that of any other turn that is open."""
+    """Unique among open turns."""
     job_id: str | None
     num_prompt_tokens: int
     parts: Sequence[Part] = ()
@@ -165,7 +165,7 @@ class Sending(NamedTuple):
     turn_id: str
     engine: str
     copy_from: str | None = None
-    """The engine whose KV of the job is copied there first; only if the fleet can copy."""
+    """The engine from which the job's KV is copied first; only if the fleet can copy."""
     num_copied_tokens: int = 0
 
 
@@ -182,13 +182,13 @@ class RouterNeeds:
 
 
 def draw(*names: object) -> int:
-    """A 64-bit number that looks random and depends on the names alone: the same in every process and run."""
+    """A pseudo-random 64-bit number that depends only on the names: the same in every process and run."""
     text = "\0".join(map(str, names)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def get_least_loaded(engines: Iterable[EngineSeen]) -> EngineSeen:
-    """The engine with the fewest open turns; of several, the one that joined first."""
+    """The engine with the fewest open turns; among equals, the one that joined first."""
     return min(engines, key=lambda engine: engine.num_open)
 
 
@@ -197,8 +197,9 @@ class Router:
     """Sends each turn to the engine with the fewest open turns. A subclass is a dataclass.
 
     Fields made with `setting` are the router's parameters. Fields with `init=False` hold what it learns.
-    *Asked* hooks return a decision and change nothing: asked again, they answer the same. So a router that
-    draws lots draws them from the turn's id (`draw`). *Told* hooks (`on_…`) update what the router remembers.
+    *Asked* hooks return a decision and change nothing; asked again, they answer the same. So a router that
+    needs random numbers derives them from the turn's id (`draw`). *Told* hooks (`on_…`) update what it
+    remembers.
     """
 
     needs: ClassVar[RouterNeeds] = RouterNeeds()
@@ -206,20 +207,20 @@ class Router:
     # Asked.
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
-        """Where a turn goes. `Hold` is for a job's first turn, and not if `turn.must_go`."""
+        """Where a turn goes. `Hold` is allowed for a job's first turn, unless `turn.must_go`."""
         return Send(get_least_loaded(fleet.engines.values()).name)
 
     def held_key(self, turn: RoutedTurn, now_s: float) -> Key:
-        """The key that orders turns that are held: the smallest is asked about first."""
+        """The key that orders held turns; the router is asked about the smallest first."""
         return (turn.arrival_s,)
 
     # Told.
 
     def on_turn_sent(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """A turn was sent to an engine. `turn.engine` is where the job was before."""
+        """A turn was sent to an engine. `turn.engine` is the job's engine before that."""
 
     def on_first_token(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """The first token of a turn's answer came."""
+        """The first token of a turn's answer arrived."""
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
         """A turn's answer is complete. The job's tool call begins, unless the job ends."""
@@ -228,10 +229,10 @@ class Router:
         """A turn got no answer from its engine, or its client left."""
 
     def on_job_ended(self, job_id: str, now_s: float) -> None:
-        """A job ended, or it is forgotten because it was idle for too long."""
+        """A job ended, or was forgotten because it was idle for too long."""
 
     def on_tick(self, now_s: float) -> None:
-        """Time passes: told every second or so while turns are held, before they are asked about again."""
+        """Told about every second while turns are held, before the router is asked about them again."""
 
     def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
         """An engine takes turns from now on."""
@@ -253,4 +254,4 @@ class Router:
 HOOKS = {
     name: hook for name, hook in vars(Router).items() if inspect.isfunction(hook) and not name.startswith("_")
 }
-"""All hooks by name; those that are told begin with `on_`."""
+"""All hooks by name. Told hooks begin with `on_`."""

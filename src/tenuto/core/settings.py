@@ -1,7 +1,7 @@
-"""Settings: dataclass fields that carry their own help and bounds, and the checks that read them.
+"""Settings: dataclass fields with their help texts and bounds, and checks of their values.
 
-`setting` declares a field of a policy or of the plugin, which is given as JSON. `option` declares a field
-that a command line gives; `tenuto.cli.command` makes the flag from it.
+`setting` declares a field of a policy or of the plugin, whose value comes from JSON. `option` declares a
+field whose value comes from a command line; `tenuto.cli.command` makes the flag from it.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def setting(
 
 
 class Form(TypedDict, total=False):
-    """How a command line gives an option, and what it may be."""
+    """How an option is written on the command line, and its allowed values."""
 
     flag: str
     """The flag. By default it is made from the field's name: `window_s` gives `--window`."""
     alias: str
     """Another name for the flag."""
     metavar: str
-    """What the help shows in place of the value."""
+    """The placeholder for the value in the help."""
     group: str
-    """The help's heading for it; without, the class's `GROUP`."""
+    """Its heading in the help; by default the class's `GROUP`."""
     is_positional: bool
     """Whether the option is positional: it has no flag, and `metavar` is its name."""
     is_repeatable: bool
-    """For a tuple: the flag may be given again. Without: one list with commas."""
+    """For a tuple: whether the flag may be repeated. If not, the value is one list with commas."""
     takes_several: bool
     """For a tuple: several values, with spaces or commas between them, may follow the flag."""
     is_written: bool
-    """Whether the option is a file that the command writes at its end."""
+    """Whether the option names a file that the command writes at its end."""
     read: Callable[[Any], Any]
-    """Makes the field's value from the text, or from the list of texts where the flag is repeatable."""
+    """Converts the text, or the list of texts if the flag is repeatable, to the field's value."""
     environment: str
     """The environment variable that is used if the flag is not given."""
     shown_default: str
@@ -73,20 +73,20 @@ class Form(TypedDict, total=False):
 def option(default: Any, help: str, **form: Unpack[Form]) -> Any:
     """Declare one option of a command: a dataclass field.
 
-    With `dataclasses.MISSING` as default it must be given; a class as default is called for each new value.
+    If the default is `dataclasses.MISSING`, the option is required. If it is a class, the class is called.
     """
     kind = "default_factory" if isinstance(default, type) else "default"
     return dataclasses.field(**{kind: default}, metadata={"help": help, "is_option": True, **form})
 
 
 class Options:
-    """Base of a command's options: frozen dataclasses whose fields are checked when one is made."""
+    """Base class of commands' options: frozen dataclasses that check their fields when they are made."""
 
     GROUP = "options"
     """The help's heading for the fields that a class declares."""
 
     def __post_init__(self) -> None:
-        """Check what `option` and the types say of each field. Raises ConfigError naming the flag."""
+        """Check each field against its `option` and its type. Raises ConfigError naming the flag."""
         kinds = _get_kinds(type(self))  # type: ignore[arg-type]  # a type is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             if not field.metadata.get("is_option"):
@@ -104,7 +104,7 @@ def _get_kinds(cls: type) -> dict[str, Any]:
 
 
 def get_choices(field: dataclasses.Field[Any], kind: Any) -> tuple[str, ...] | None:
-    """What a field may be by its declaration or its type, a Literal or one or None; None for anything."""
+    """The allowed values of a field, by its declaration or its Literal type; None for any value."""
     if declared := field.metadata.get("choices"):
         return tuple(declared)
     for each in (kind, *get_args(kind)):
@@ -114,7 +114,7 @@ def get_choices(field: dataclasses.Field[Any], kind: Any) -> tuple[str, ...] | N
 
 
 def get_flag(field: dataclasses.Field[Any]) -> str:
-    """How the command line names a field."""
+    """The flag of a field."""
     if field.metadata.get("is_positional"):
         return str(field.metadata["metavar"])
     flag = field.metadata.get("flag")
@@ -122,7 +122,7 @@ def get_flag(field: dataclasses.Field[Any]) -> str:
 
 
 def find_problem(value: Any, metadata: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value by its field's bounds and choices, in words; None if nothing is."""
+    """What is wrong with a value, by its field's bounds and choices, as text; None if it is valid."""
     if value is None:
         return None
     choices = metadata.get("choices")
@@ -140,7 +140,7 @@ def find_problem(value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def parse_policy_options(given: Iterable[str], policy: str) -> dict[str, Any]:
-    """One policy's options from a command line's `KEY=VALUE` and `POLICY:KEY=VALUE`. Raises ConfigError."""
+    """One policy's options, from a command line's `KEY=VALUE` and `POLICY:KEY=VALUE`. Raises ConfigError."""
     options = {}
     for text in given:
         key, value = parse_option(text)
@@ -151,7 +151,10 @@ def parse_policy_options(given: Iterable[str], policy: str) -> dict[str, Any]:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """A command line's `KEY=VALUE`, the value JSON or else the text itself. Raises ConfigError."""
+    """Parse `KEY=VALUE` from a command line. The value is read as JSON, or else is the text itself.
+
+    Raises ConfigError.
+    """
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--option wants KEY=VALUE or POLICY:KEY=VALUE, got {text!r}")
@@ -164,7 +167,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 def check_settings(cls: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check configured values against a dataclass of settings; returns them as its keyword arguments.
 
-    `where` says in messages whose settings these are. Raises ConfigError naming the key.
+    `where`: the owner of the settings, for messages. Raises ConfigError naming the key.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}: must be an object of settings, got {given!r}")

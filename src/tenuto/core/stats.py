@@ -1,4 +1,4 @@
-"""What the driver did: counts and distributions for an engine to export."""
+"""Counts and distributions of what the driver did, for an engine to export."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class GroupStats:
 
 @dataclass
 class ShadowStats:
-    """What a policy in shadow mode would have changed, beside the leases it would have granted."""
+    """What a policy in shadow mode would have changed, apart from leases."""
 
     num_gained_tokens: int = 0
-    """Prompt tokens that leases would have kept for turns that came back, and that stock did not have."""
+    """Prompt tokens that turns would have hit with their leases, and did not hit in stock."""
     num_delayed_turns: dict[str, int] = field(default_factory=lambda: {"order": 0, "admission": 0})
     """Turns that would have waited longer, by what would have held them back."""
 
@@ -85,7 +85,7 @@ class DriverStats:
         default_factory=lambda: dict.fromkeys(LeaseRefusal, 0)
     )
     num_takes: dict[TakenBy, int] = field(default_factory=lambda: dict.fromkeys(TakenBy, 0))
-    """How often a lease lost blocks before its end, all of them or its last ones, by who took them."""
+    """How often a lease lost all or its last blocks before its end, by who took them."""
     num_revoked_blocks: int = 0
     num_hit_tokens: int = 0
     """Prompt tokens that started turns found in cache."""
@@ -100,16 +100,16 @@ class DriverStats:
     num_short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens after a hit that a layer group still had, by the group that lacked them."""
     num_prefixes_pinned: int = 0
-    """Prefixes that several jobs use, pinned (`tenuto.core.leases`)."""
+    """Pins of prefixes that several jobs use (`tenuto.core.leases`)."""
     num_prefixes_demoted: int = 0
-    """Those of them that were released again."""
+    """Pins that were released again."""
     num_admission_waits: int = 0
     num_overdue_turns: int = 0
-    """Turns moved ahead of the policy's order, because they would already have started in stock vLLM."""
+    """Turns moved ahead of the policy's order, because they were overdue (`tenuto.core.stock_queue`)."""
     groups: dict[str, GroupStats] = field(
         default_factory=lambda: {"policy": GroupStats(), "stock": GroupStats()}
     )
-    """Turns of jobs under the policy, and turns of jobs that run as in stock; counted with a canary only."""
+    """Totals of jobs under the policy, and of jobs that run as in stock; counted only with a canary."""
     parted_at: Histogram = field(default_factory=_histogram(PARTED_BUCKETS))
     """For turns whose prompt changes text of the job's last prompt: the first token that differs."""
     tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))

@@ -1,28 +1,28 @@
 """An estimate of how long each waiting turn would wait in stock vLLM, which starts turns in arrival order.
 
-This queue runs beside the policy's own queue. In stock vLLM a turn waits until the turns before it, the
-*backlog*, have started. The queue measures time as the work that the engine has begun. It therefore needs
-no step times, and it moves exactly as fast as the engine:
+This virtual queue runs in parallel with the policy's own queue. In stock vLLM a turn waits until the turns
+before it, the *backlog*, have started. The queue measures time as the work that the engine has begun. It
+therefore needs no step times, and it advances exactly as fast as the engine:
 
     began     work of all turns that have started so far, in prefill tokens
     backlog   work that stock vLLM would have to do for the turns that wait now
-    saved     work that stock would still have to do, because hits of the policy's leases saved it here
+    saved     further work of stock vLLM, which the policy's leases saved here by hits
     due       began + 1.1 × turns to come × (backlog + saved) + one turn of service, fixed on arrival
 
-In stock every turn of a job waits. A policy that completes jobs one after the other lets them wait once,
-before their first turn. So a turn may wait as long as all turns that jobs of its kind still send
-(`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in stock. While such
-one-shot jobs get most of the engine, no turn may wait longer than in stock, because the extra time is meant
-for jobs that come back.
+In stock vLLM, every turn of a job waits. A policy that completes jobs one after the other makes a job wait
+only once, before its first turn. So a turn may wait as long as all the turns together that its job is
+expected to send (`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in
+stock. While such one-shot jobs get most of the engine, no turn may wait longer than in stock, because the
+extra time is meant for jobs that come back.
 
-A turn with a short prompt costs others little if it starts on time. So the shorter it is, the less of the
-time beyond `began` + backlog it may wait. Short means short compared with the latest turns, so a flood of
-short turns gets no advantage.
+A turn with a short prompt delays others little if it starts on time. So the shorter its prompt, the smaller
+the share of the extra time (beyond `began` + backlog) that it may wait. A prompt is short in comparison with
+the latest turns, so a flood of short turns gets no advantage.
 
-A turn that still waits when `began` reaches its `due` is *overdue*: other turns went before it, and their
-prefix hits saved less work than that took. A preempted turn goes before all others in stock, so its backlog
-is empty. If nothing starts for the time of one turn of service, `began` stands still; then the turn that has
-waited longest is overdue too. Every event takes O(log n) time in the number of waiting turns.
+A turn that still waits when `began` reaches its `due` is *overdue*: the turns that went before it took more
+work than their prefix hits saved. In stock, a preempted turn goes before all others, so its backlog is empty.
+If no turn starts for the time of one turn of service, `began` does not advance; then the turn that has waited
+longest is overdue too. Every event takes O(log n) time in the number of waiting turns.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tenuto.core.policy import Policy
 from tenuto.core.turn_work import MIN_WEIGHT, KindCounts, MovingMean, get_work
 
 SHORT = 0.25
-"""A turn whose prompt is shorter than this share of the mean may be made to wait less."""
+"""A turn whose prompt is shorter than this share of the mean gets less extra time."""
 LEAST_TURNS = 1.5
-"""Kinds that are expected to send fewer turns count as single requests."""
+"""Jobs that are expected to send fewer turns count as single requests."""
 
 PRIOR_TURNS = 2.0
-"""A new kind starts with this many turns after which no job came back."""
+"""A new kind starts with this many assumed turns after which no job came back."""
 MAX_TURNS = 32.0
-"""The most turns that a job is expected to send: it bounds what an error can cost."""
+"""Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
 NO_KIND = ""
-"""The name for jobs without a kind that came back."""
+"""The kind of jobs without a kind that came back."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
@@ -69,37 +69,37 @@ class _Wait:
     work: float = 0.0
     """The work that stock vLLM would do for this turn, in prefill tokens."""
     due: float = math.inf
-    """Work that the engine will have begun when this turn has waited too long."""
+    """The value of `began` from which this turn has waited too long."""
     began: float = 0.0
     """Work that the engine had begun before this turn started."""
     start_s: float = 0.0
-    """When it got its first step."""
+    """When it got its first step, in seconds."""
     started_overdue: bool = False
 
 
 @dataclass(slots=True)
 class _JobMark:
-    """What the queue remembers of one job."""
+    """What the queue remembers of one job between turns."""
 
     evicted_at: float | None = None
-    """Total tokens that stock vLLM will have allocated when it evicts the last finished turn's blocks."""
+    """The value of `_num_allocated` at which stock vLLM evicts the last finished turn's blocks."""
     saved: float = 0.0
-    """Work that the job's latest turn saved by hits that stock vLLM would not have."""
+    """Work that the job's latest turn saved by hits that stock vLLM would not have had."""
     period: int = -1
-    """When that was; see `StockQueue`."""
+    """The period in which `saved` was counted; see `StockQueue`."""
 
 
 class StockQueue:
     """Finds the turns that have waited longer than in stock vLLM by more than the operator allows."""
 
     def __init__(self, limits: Limits, num_cache_tokens: int) -> None:
-        """`num_cache_tokens`: size of the KV cache; it determines what stock vLLM would hit."""
+        """`num_cache_tokens`: size of the KV cache, which determines what stock vLLM would hit."""
         self._over = limits.max_wait_over_stock
         self._max_wait_s = limits.max_held_back_s
         self._num_cache_tokens = num_cache_tokens
         self._num_arrived = 0
         self._num_live_tokens = 0
-        """Prompt tokens of all turns that wait or run."""
+        """Prompt tokens of all waiting and running turns."""
         self._num_live = 0
         self._num_running = 0
         self._max_running = 0
@@ -107,38 +107,38 @@ class StockQueue:
         self._began = 0.0
         self._backlog = 0.0
         self._saved = 0.0
-        """What the latest turn of each job saved, since a turn last arrived at an empty queue."""
+        """Sum of the work that the latest turn of each job saved in this period."""
         self._period = 0
-        """How often the queue was empty so far."""
+        """A period ends when a turn arrives at an empty queue; this is the number of the current one."""
         self._num_allocated = 0.0
         """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
         self._prompt = MovingMean()
-        """Prompt tokens of a turn."""
+        """Mean prompt tokens of a turn."""
         self._output = MovingMean()
-        """Output tokens of a turn; used for turns whose output is not known yet."""
+        """Mean output tokens of a turn; used for turns whose output is not known yet."""
         self._service = MovingMean()
-        """Work that the engine begins from a turn's start, this turn included, to its end."""
+        """Mean work that the engine begins from a turn's start, including this turn, to its end."""
         self._service_s = MovingMean()
-        """Time from a turn's start to its end, in seconds."""
+        """Mean time from a turn's start to its end, in seconds."""
         self._last_start_s = 0.0
         self._live: dict[str, _Wait] = {}
         """The turns in the engine."""
         self._jobs: dict[str, _JobMark] = {}
         self._due: list[tuple[float, int, _Wait]] = []
-        """A heap of turns by `due`, then by when it was fixed. Turns that no longer wait are skipped."""
+        """A heap of turns by `due`, then by insertion. Turns that no longer wait are skipped."""
         self._num_fixed = 0
         self._waiting: dict[str, _Wait] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
         self._overdue: dict[str, _Wait] = {}
         self._to_come = TurnsToCome()
         self._work = MovingMean()
-        """Work of the turns that started."""
+        """Mean work of the turns that started."""
         self._work_of_jobs = MovingMean()
-        """The part of it from kinds whose jobs send more turns."""
+        """The part of that mean that comes from jobs expected to send more turns."""
 
     def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
-        """A turn arrived. `num_leased_tokens`: tokens that leases keep now; no more can have been saved."""
+        """A turn arrived. `num_leased_tokens`: tokens that leases keep now, an upper bound of the savings."""
         self._num_arrived += 1
         self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
@@ -190,7 +190,7 @@ class StockQueue:
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
-            # In stock vLLM, the turns after this one would now start sooner by this turn's work.
+            # In stock vLLM, the turns after this one would now start earlier, by this turn's work.
             self._began += (1 + (self._over or 0.0)) * wait.work
             self._stop_waiting(wait)
             return
@@ -203,13 +203,13 @@ class StockQueue:
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         mark = self._jobs.setdefault(turn.job.job_id, _JobMark())
-        # It would run as many turns now as have run at once.
+        # Stock vLLM would run as many turns now as have ever run at once.
         num_running = min(self._num_live, self._max_running)
         num_held = self._num_live_tokens / self._num_live * num_running if num_running else 0.0
         mark.evicted_at = num_allocated + self._num_cache_tokens - num_held
 
     def forget_job(self, job_id: str) -> None:
-        """A job is not remembered any more."""
+        """A job was forgotten."""
         self._jobs.pop(job_id, None)
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
@@ -224,7 +224,7 @@ class StockQueue:
             yield wait.turn
 
     def is_overdue(self, turn_id: str) -> bool:
-        """Whether a turn waits for too long; if so, it goes before turns that are not overdue."""
+        """Whether a turn has waited too long, so that it goes before turns that are not overdue."""
         return turn_id in self._overdue
 
     def started_overdue(self, turn_id: str) -> bool:
@@ -236,36 +236,36 @@ class StockQueue:
         return self._live[turn_id].number
 
     def get_next_s(self) -> float:
-        """When the next turn is overdue if nothing starts until then; infinity if no turn waits."""
+        """When the next turn becomes overdue if nothing starts before; infinity if no turn waits."""
         wait = next(iter(self._waiting.values()), None)
         return math.inf if wait is None else self._get_latest_s(wait)
 
     def _get_latest_s(self, wait: _Wait) -> float:
-        """When the longest waiting turn has waited for too long, in seconds.
+        """The time at which the longest waiting turn becomes overdue, in seconds.
 
-        If nothing has started for the time of one turn of service, the queue stands still: the policy keeps
-        all turns waiting.
+        If nothing starts for the time of one turn of service, the policy is keeping all turns waiting, and
+        `began` does not advance.
         """
         latest_s = wait.since_s + self._max_wait_s
         if self._over is None or self._overdue or not self._service_s.value > 0:
             return latest_s
         return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
 
-    # The bound. To have another one, replace these two methods; nothing else depends on how it is made.
+    # The bound. Another bound needs other versions of only the next two methods.
 
     def _get_due(self, wait: _Wait, over: float, num_leased_tokens: int) -> float:
-        """What the engine will have begun when a turn that arrives now has waited too long."""
+        """`due` of a turn that arrives now."""
         turn = wait.turn
-        # A turn whose cache is kept gets no extra time: the longer it waits, the longer memory is idle.
+        # A turn with a lease gets no extra time: while it waits, its leased memory is idle.
         saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
-        # In stock, every turn of a job waits. Here they may all wait at once, before the first of them.
+        # In stock, every turn of a job waits. Here a job may wait for all of them at once, before its first.
         num_waits = 1 + self._get_trust() * (self._to_come.get(turn.job) - 1)
         most = (1 + over) * num_waits * (self._backlog + saved)
         more = most - self._backlog + self._get_service(wait)
         return self._began + self._backlog + self._get_share(turn) * more
 
     def _get_due_again(self, wait: _Wait) -> float:
-        """The same for a turn that is preempted now: in stock it would go first."""
+        """`due` of a turn that is preempted now: in stock it would go first."""
         return self._began + self._get_share(wait.turn) * self._get_service(wait)
 
     def _get_service(self, wait: _Wait) -> float:
@@ -273,15 +273,15 @@ class StockQueue:
         return self._service.value if self._service.num_values else wait.work
 
     def _get_share(self, turn: TurnState) -> float:
-        """The share of the extra time that a turn may be made to wait: less if its prompt is short.
+        """The share of the extra time that a turn may wait; smaller if its prompt is short.
 
-        A short prompt costs others little, and a late start hurts its client more.
+        A short prompt delays others little, and its client suffers more from a late start.
         """
         num_tokens, mean = turn.arrival.num_prompt_tokens, self._prompt.value
         return min(1.0, num_tokens / (SHORT * mean)) if mean > 0 else 1.0
 
     def _get_trust(self) -> float:
-        """From 0, if one-shot jobs get half of the engine's recent work or more, to 1, if they get none."""
+        """From 1, if one-shot jobs get none of the engine's recent work, to 0, if they get half or more."""
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
@@ -291,7 +291,7 @@ class StockQueue:
         heapq.heappush(self._due, (due, self._num_fixed, wait))
 
     def _find_due(self) -> _Wait | None:
-        """The waiting turn whose `due` has been reached first, if any has."""
+        """The waiting turn with the smallest `due`, if `began` has reached it; else None."""
         heap = self._due
         while heap and heap[0][0] <= self._began:
             due, _, wait = heapq.heappop(heap)
@@ -300,7 +300,7 @@ class StockQueue:
         return None
 
     def _count_hits(self, turn: TurnState) -> int:
-        """Tokens that stock vLLM would hit: all reusable ones until it evicts the earlier turn's blocks."""
+        """Tokens that stock vLLM would hit: all reusable ones, until it evicts the earlier turn's blocks."""
         mark = self._jobs.get(turn.job.job_id)
         end = None if mark is None else mark.evicted_at
         return turn.num_reusable_tokens if end is not None and self._num_allocated < end else 0
@@ -314,7 +314,7 @@ class StockQueue:
         return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
 
     def _save(self, wait: _Wait, num_hit_tokens: int) -> None:
-        """A turn hit what stock would not. In stock, its job could not have sent its next turn already."""
+        """Count the work that a turn saved by hits that stock would not have had."""
         turn, mark = wait.turn, self._jobs.setdefault(wait.turn.job.job_id, _JobMark())
         if mark.period == self._period:
             self._saved -= mark.saved
@@ -324,7 +324,7 @@ class StockQueue:
         self._saved += mark.saved
 
     def _stop_waiting(self, wait: _Wait) -> bool:
-        """A turn no longer waits; return whether it did. Without waiting turns, stock has no backlog."""
+        """A turn no longer waits. Return whether it did. Without waiting turns, stock has no backlog."""
         turn_id = wait.turn.turn_id
         was_overdue = self._overdue.pop(turn_id, None) is not None
         if self._waiting.pop(turn_id, None) is None and not was_overdue:
@@ -339,17 +339,17 @@ class StockQueue:
 
 
 class TurnsToCome:
-    """How many turns a job of a kind still sends; by tenant and kind, O(1) a turn.
+    """Estimates how many more turns a job sends, by tenant and kind, in O(1) time per turn.
 
-    Jobs of one tenant whose prompts begin alike are of one kind. Of each kind, it counts the turns that
-    finished and those after which the job came back. If a share p comes back, a job still sends 1 / (1 - p)
-    turns, this one included. A kind that was not seen before counts as single requests, so a client cannot
-    make others wait longer by new kinds.
+    Jobs of one tenant whose prompts begin alike are of one kind. For each kind, it counts the finished turns,
+    and those of them after which the job came back. If the share of the latter is p, a job still sends 1 / (1
+    - p) turns, including the current one. Jobs of an unknown kind count as single requests, so clients gain
+    nothing by inventing kinds.
     """
 
     def __init__(self) -> None:
         self._kinds = KindCounts()
-        """Finished turns; those after which the job came back are marked."""
+        """Finished turns. Those after which the job came back are marked."""
 
     def finish(self, job: JobState) -> None:
         """A turn of this job finished."""
@@ -358,13 +358,13 @@ class TurnsToCome:
             self._kinds.observe(job.tenant, name)
 
     def follow(self, job: JobState) -> None:
-        """The job sent another turn after one that finished."""
+        """The job came back after a finished turn."""
         counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns - 1))
         if counts is not None:
             counts.marked += 1
 
     def get(self, job: JobState) -> float:
-        """Turns that the job still sends, the one that arrives now included; 1 for an unknown kind."""
+        """Turns that the job will probably send, including the current one; 1 for an unknown kind."""
         counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns))
         if counts is None:
             return 1.0
@@ -373,5 +373,5 @@ class TurnsToCome:
 
 
 def _get_name(kind: str | None, num_turns: int) -> str | None:
-    """What the turns of a job are counted under; None if they are not."""
+    """The kind under which a job's turns are counted; None if they are not counted."""
     return kind if kind is not None or num_turns < 2 else NO_KIND

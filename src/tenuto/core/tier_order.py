@@ -1,4 +1,4 @@
-"""The order in which a tier below the GPU stores and evicts chunks, simulated and inside vLLM."""
+"""The order in which a tier below the GPU stores and evicts chunks, in the simulator and in vLLM."""
 
 from __future__ import annotations
 
@@ -12,102 +12,102 @@ from tenuto.core.policy import Key
 from tenuto.core.wishes.wish import Wish
 
 MIN_HEAP = 64
-"""The heap is rebuilt only when it is larger than this, and most of its entries are out of date."""
+"""The heap is rebuilt only if it is larger than this and most of its entries are stale."""
 MAX_STORING_S = 0.1
-"""Further stores wait once those under way will take this long, so that no load waits long for them."""
+"""New stores wait while those in flight need longer than this, so that loads do not wait long for stores."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """One request's use of a tier: what ranks its chunks."""
+    """One request's use of a tier, which determines the rank of its chunks."""
 
     key: Key = ()
-    """The policy's (`Policy.tier_key`)."""
+    """The policy's key (`Policy.tier_key`)."""
     owner: str | None = None
-    """The request's job; None for a request that belongs to none."""
+    """The request's job; None if it belongs to none."""
     tenant: str = ""
     """The tenant of the job; empty if there is none."""
     wished: tuple[tuple[float, float], ...] = ()
-    """What its client would like to be kept: until when, and how many tokens."""
+    """The client's wishes, each as (deadline in seconds, number of tokens)."""
 
     def get_kept_until_s(self, end: int) -> float:
-        """Until when a chunk that ends after this many tokens goes last; 0 if its client does not wish it."""
+        """The deadline until which a chunk that ends at token `end` is kept; 0 without a wish for it."""
         return max((until_s for until_s, num_tokens in self.wished if end <= num_tokens), default=0.0)
 
 
 def list_wished(wish: Wish | None, now_s: float) -> tuple[tuple[float, float], ...]:
-    """What a wish asks for, for `Use`."""
+    """The spans of a wish, as in `Use.wished`."""
     return () if wish is None else tuple((now_s + span.keep_s, span.extent) for span in wish.spans)
 
 
 class Way(NamedTuple):
-    """What a store may add, and what went for it."""
+    """The chunks that a store may add, and those that were evicted for it."""
 
     new: list[Hashable]
     gone: list[Hashable]
     num_refused: int
-    """Chunks that could follow, but all that could make room for them ranks above them."""
+    """Chunks that were not added, because everything that could be evicted for them ranks higher."""
 
 
 class HeldChanges:
-    """By owner, how many chunks more or less a tier has of it since somebody asked."""
+    """The change in each owner's number of chunks since the last `take`."""
 
     def __init__(self) -> None:
         self._by_owner: dict[Hashable, int] = {}
 
     def count(self, owner: Hashable | None, change: int) -> None:
-        """So many chunks more of this owner; None is nobody, and not counted."""
+        """An owner's number of chunks changed by `change`. An owner of None is not counted."""
         if owner is not None:
             self._by_owner[owner] = self._by_owner.get(owner, 0) + change
 
     def take(self) -> dict[Hashable, int]:
-        """The changes since this was last asked."""
+        """The changes since the last call."""
         changes, self._by_owner = self._by_owner, {}
         return changes
 
 
 Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
-"""What goes first: the policy's key, the number of the use, and the chunk's in the sequence, negative; then
-its layer group, where there are several."""
+"""The smallest rank is evicted first: the policy's key, the number of the use, the negative index in the
+sequence, and with several layer groups the group's index."""
 
 
 @dataclass(slots=True)
 class _Chunk:
     before: Hashable | None
-    """The chunk that this one continues."""
+    """The chunk before this one in its sequence."""
     needs_before: bool
-    """Whether this chunk is worth nothing without the one before it."""
+    """Whether this chunk is useless without the one before it."""
     rank: Rank
     owner: Hashable | None
     num_pins: int = 0
 
 
 class TierOrder:
-    """The chunks of a tier, in the order of their eviction.
+    """The chunks of a tier, in order of eviction.
 
-    The turn that used a chunk last gives it its rank: the policy's key first, then how recently it was used.
-    A chunk goes only after all chunks that continue it: tails before prefixes, whatever their ranks.
-    So the chunks of a sequence that are present are always its first ones. Without keys this is the order
-    of the least recently used.
+    The turn that used a chunk last determines its rank: the policy's key, then recency. A chunk is evicted
+    only after all chunks that continue it, whatever their ranks. So a tier always has the first chunks of a
+    sequence, without gaps. If all keys are equal, the order is least recently used first.
 
-        A ── B ── C        C goes before B, and D before B; A goes last
+        A ── B ── C        C and D are evicted before B, and A last
               └── D
 
-    A chunk under a client's wish (`keep`) goes after all chunks without one, until its time; then it goes
-    like any other.
+    Until its deadline, a chunk with a client's wish (`keep`) is evicted after all chunks without one. Then it
+    is evicted like any other.
 
-    Every operation takes O(log n) time per chunk. Layer groups whose chunks do not build on each other
-    (sliding windows) put them with `needs_before=False`: then only rank counts, and rank goes from the tail.
+    Every operation takes O(log n) time per chunk. In layer groups with sliding windows, chunks do not need
+    the ones before them. They are put with `needs_before=False`: then only the rank counts, which puts tails
+    first.
     """
 
     def __init__(self) -> None:
         self.changes = HeldChanges()
-        """Whose chunks became more or fewer."""
+        """Changes in owners' numbers of chunks."""
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
         self._heap: list[tuple[bool, Rank, int, Hashable]] = []
-        """By whether the chunk is kept, then by rank."""
+        """Evictable chunks: those that are not kept first, then by rank."""
         self.kept = KeptChunks()
         self._num_uses = 0
         self._num_pushed = 0
@@ -122,7 +122,7 @@ class TierOrder:
         return iter(self._chunks)
 
     def begin_use(self) -> int:
-        """The number of one use, later than all before it."""
+        """The number of a new use, higher than all before it."""
         self._num_uses += 1
         return self._num_uses
 
@@ -138,7 +138,7 @@ class TierOrder:
     ) -> None:
         """Add a chunk, or give it a new rank.
 
-        `owner`: the job that used it last. Keys of one tier are comparable.
+        `owner`: the job that used it last. All keys of one tier must be comparable.
         """
         if chunk not in self._chunks:
             self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
@@ -148,7 +148,7 @@ class TierOrder:
         self.rank(chunk, rank, owner)
 
     def rank(self, chunk: Hashable, rank: Rank, owner: Hashable | None) -> None:
-        """Give a chunk that is there a new rank and owner, as `put`."""
+        """Give a present chunk a new rank and owner, as `put`."""
         known = self._chunks[chunk]
         known.rank = rank
         if known.owner != owner:
@@ -159,7 +159,7 @@ class TierOrder:
             self._offer(chunk)
 
     def get_rank(self, chunk: Hashable) -> Rank:
-        """The rank of a chunk that is there."""
+        """The rank of a present chunk."""
         return self._chunks[chunk].rank
 
     def use(
@@ -172,8 +172,8 @@ class TierOrder:
     ) -> None:
         """A turn used these chunks from number `first` to `end`; new ones are added.
 
-        They follow each other from the turn's start. The same as to `put` each, in fewer steps: only a chunk
-        that nothing continues is offered.
+        `chunks` follow each other from the turn's start. This is a faster way to `put` each of them: only a
+        chunk that no other continues is added to the heap.
         """
         use, last = self.begin_use(), len(chunks) if end is None else end
         known_chunks, num_behind = self._chunks, self._num_behind
@@ -203,29 +203,29 @@ class TierOrder:
                 self._offer(before)
 
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
-        """Let a present chunk go last until a time. `end`: where it ends in its sequence, in tokens."""
+        """Keep a present chunk: evict it last until `until_s`. `end`: its end in the sequence, in tokens."""
         owner = self._chunks[chunk].owner
         for changed in (chunk, *self.kept.keep(chunk, until_s, tenant, end, owner)):
             self._offer_again(changed)
 
     def expire(self, now_s: float) -> None:
-        """What was kept until now goes as any other."""
+        """Chunks whose deadline has passed are evicted like any others."""
         for chunk in self.kept.expire(now_s):
             self._offer_again(chunk)
 
     def pin(self, chunk: Hashable) -> None:
-        """Do not give this chunk up: it is being copied."""
+        """Do not evict this chunk, because it is being copied."""
         self._chunks[chunk].num_pins += 1
 
     def unpin(self, chunk: Hashable) -> None:
-        """Take one pin back."""
+        """Undo one `pin`."""
         found = self._chunks[chunk]
         found.num_pins -= 1
         assert found.num_pins >= 0, f"{chunk!r} has no pin"
         self._offer(chunk)
 
     def remove(self, chunk: Hashable) -> None:
-        """Forget a chunk, pinned or not; those that continue it stay."""
+        """Remove a chunk, pinned or not. Chunks that continue it stay."""
         found = self._chunks.pop(chunk)
         self.changes.count(found.owner, -1)
         self.kept.discard(chunk)
@@ -237,11 +237,11 @@ class TierOrder:
     def make_way(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
     ) -> Way:
-        """Make way for what a store may add of these chunks.
+        """Evict chunks to make room for those of these chunks that a store may add.
 
-        `befores`: the chunk without which each is worth nothing, or None. A chunk is added only after the
-        one it needs. Beyond the `num_free` it takes the place of a chunk whose key is not greater than `key`.
-        So a tier never holds what cannot be hit.
+        `befores`: for each chunk, the chunk that it needs, or None. A chunk is added only after the one that
+        it needs. Beyond `num_free`, it takes the place of a chunk whose key is not greater than `key`. So a
+        tier never holds chunks that cannot be hit.
         """
         present = set[Hashable]()
         new: list[Hashable] = []
@@ -258,16 +258,16 @@ class TierOrder:
         return Way(new[:num_new], gone, len(new) - num_new)
 
     def pop_first(self, up_to: Key | None = None, spared: Container[Hashable] = ()) -> Hashable | None:
-        """Remove and return the chunk that goes first, None if none may go.
+        """Remove and return the chunk to evict first; None if none may be evicted.
 
-        `up_to`: only a chunk whose key is not greater. `spared`: chunks that stay.
+        `up_to`: the greatest key of a chunk to evict. `spared`: chunks that stay.
         """
         return next(iter(self._pop_firsts(1, up_to, spared)), None)
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
-        """Remove and return the first `number` chunks; None, and all stay, if fewer may go.
+        """Remove and return the first `number` chunks. If fewer may be evicted, return None and remove none.
 
-        Kept chunks (`keep`) lose this state: call it only where no client's wish counts.
+        Kept chunks (`keep`) lose their deadlines, so call this only where wishes do not count.
         """
         removed: list[_Chunk] = []
         gone = self._pop_firsts(number, None, spared, removed)
@@ -278,10 +278,10 @@ class TierOrder:
         return None
 
     def drop(self, owner: Hashable) -> list[Hashable]:
-        """Remove what nobody but this owner used, from the end of its sequence backwards; returns the chunks.
+        """Remove and return the chunks that only this owner used, from the end of its sequence backwards.
 
-        It ends at a chunk that another one continues, that another owner used later or wished to be kept, or
-        that is pinned. What was kept for the owner goes too.
+        It stops at a chunk that another one continues, that another owner used later or wished to keep, or
+        that is pinned. Chunks that were kept for this owner are removed too.
         """
         dropped: list[Hashable] = []
         chunk = self._tails.pop(owner, None)
@@ -306,11 +306,11 @@ class TierOrder:
         return dropped
 
     def has_chunks(self, owner: Hashable) -> bool:
-        """Whether the last use of some chunk was this owner's."""
+        """Whether this owner is the last user of any chunk."""
         return owner in self._tails
 
     def forget_keys(self) -> None:
-        """From here on, only recency counts for what is there: another policy's keys will follow."""
+        """Rank present chunks only by recency, because another policy's keys will follow."""
         self._heap.clear()
         for chunk, found in self._chunks.items():
             found.rank = ((), *found.rank[1:])
@@ -326,11 +326,11 @@ class TierOrder:
         self._heap.clear()
         self.kept.clear()
 
-    # Inside.
+    # Internal.
 
     def _change_owner(self, chunk: Hashable, known: _Chunk, owner: Hashable | None) -> None:
         if self._tails.get(known.owner) == chunk:
-            # Its last owner used nothing after it, and all chunks before it are the new owner's too.
+            # Its last owner used no chunk after it, and the chunks before it have the new owner too.
             del self._tails[known.owner]
         self.changes.count(known.owner, -1)
         self.changes.count(owner, 1)
@@ -343,9 +343,9 @@ class TierOrder:
         spared: Container[Hashable],
         removed: list[_Chunk] | None = None,
     ) -> list[Hashable]:
-        """Remove and return the chunks that go first: so many, or as many as may go. See `pop_first`.
+        """Remove and return the chunks to evict first, up to `number`. See `pop_first`.
 
-        `removed`: gets what was known of them.
+        `removed`: a list that receives their records.
         """
         gone: list[Hashable] = []
         passed: list[tuple[bool, Rank, int, Hashable]] = []
@@ -368,7 +368,7 @@ class TierOrder:
         return gone
 
     def _leave(self, found: _Chunk) -> bool:
-        """A chunk is gone; whether nothing continues the chunk before it any more."""
+        """A chunk was removed. Return whether no chunk continues the one before it any more."""
         if found.before is None or not found.needs_before:
             return False
         num_behind = self._num_behind[found.before] - 1
@@ -379,7 +379,7 @@ class TierOrder:
         return not num_behind
 
     def _move_tail(self, owner: Hashable, before: Hashable | None) -> None:
-        """The owner's last chunk goes; the one before it is the last now, if it is the owner's too."""
+        """An owner's last chunk is removed. The one before it becomes its last, if it has the same owner."""
         found = self._chunks.get(before) if before is not None else None
         if found is not None and found.owner == owner and before is not None:
             self._tails[owner] = before
@@ -387,7 +387,7 @@ class TierOrder:
             del self._tails[owner]
 
     def _offer(self, chunk: Hashable) -> None:
-        """Put a chunk into the heap, if it may go."""
+        """Add a chunk to the heap if it may be evicted."""
         found = self._chunks[chunk]
         if found.num_pins or chunk in self._num_behind:
             return
@@ -398,7 +398,7 @@ class TierOrder:
         heapq.heappush(self._heap, (chunk in self.kept, found.rank, self._num_pushed, chunk))
 
     def _offer_again(self, chunk: Hashable) -> None:
-        """Whether a chunk is kept may have changed."""
+        """Update a chunk's place in the heap after `keep` or its deadline."""
         if chunk in self._chunks:
             self._offer(chunk)
 

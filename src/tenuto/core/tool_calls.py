@@ -1,9 +1,9 @@
 """Finds the tool call at the end of a turn, in the tail of its decoded output (with special tokens).
 
-Only the tool's name and its command are needed, so one small reader serves many models. The formats differ
-in the marker in front of a call; `FORMS` is a table of the markers. The reader tries, in this order:
-gpt-oss messages, marked calls, a bare call that is the whole text, and a fenced block. If there are several
-calls, the *last* one is used: the agent waits for all of them, and a short tail always contains the last.
+Only the tool's name and its command are needed, so one small reader serves many models. The formats differ in
+the marker in front of a call; `FORMS` is a table of the markers. The reader tries, in this order: gpt-oss
+messages, marked calls, a bare call that is the whole text, and a fenced block. If there are several calls,
+the *last* one is used: the agent waits for all of them, and even a short tail contains the last one.
 
 The name of a shell call is the first word of its command, unchanged (`cd` for `cd /src && make`), as in
 Continuum. If the first word is an assignment, its value is left out (`TOKEN=` for `TOKEN=x make`). The result
@@ -99,7 +99,7 @@ def _read_mistral(text: str) -> Found | None:
 
 
 def _read_hermes(text: str) -> Found | None:
-    """Read JSON, or GLM's syntax: a name, then pairs of `<arg_key>` and `<arg_value>`."""
+    """Read JSON or GLM's syntax: a name, then pairs of `<arg_key>` and `<arg_value>`."""
     match = _GLM_NAME.match(text)
     return read_json(text) if match is None else (match[1], text[match.end(1) :])
 
@@ -141,7 +141,7 @@ class Form:
     closing: str | None
     """None if nothing marks the end."""
     read: Callable[[str], Found | None]
-    """Reads the text between the markers, or up to the end of the text; None if it is not a call."""
+    """Reads the text from the opening marker to the closing one or the end; None if it is not a call."""
 
 
 FORMS = (
@@ -259,8 +259,7 @@ def find_tool_call(text: str) -> ToolCall | None:
 def is_cut(text: str) -> bool:
     """Whether the text contains only the end of a call, so that a longer tail is needed.
 
-    Sometimes true for a text that needs no longer tail, such as a structured answer. The only cost is that
-    a longer tail is read.
+    It may be true for other texts, such as a structured answer. Then a longer tail is read without need.
     """
     text = _drop_thinking(text)
     ends = {closing: text.rfind(closing) for closing in _OPENINGS if closing in text}

@@ -1,12 +1,12 @@
-"""What a turn costs the engine, in prefill tokens, and running statistics for what is not known yet."""
+"""A turn's work for the engine, in prefill tokens, and running means for what is not known yet."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 DECODE_TOKENS = 8.0
-"""Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. Work is
-compared with work only, so it need not be exact."""
+"""Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. It need not
+be exact, because work is only compared with work."""
 MIN_WEIGHT = 0.05
 """Smallest weight of the latest value in a moving mean; the first values weigh more."""
 
@@ -21,7 +21,7 @@ class MovingMean:
         self.num_values = 0
 
     def observe(self, value: float) -> None:
-        """Take in one more value."""
+        """Add a value."""
         self.num_values += 1
         self.value += max(MIN_WEIGHT, 1 / self.num_values) * (value - self.value)
 
@@ -35,12 +35,12 @@ def get_work(num_prompt_tokens: int, num_hit_tokens: int, num_output_tokens: flo
 MEMORY_TURNS = 500.0
 """Counts of a kind fade to 1/e over this many of its turns."""
 MAX_KINDS = 4096
-"""Tenants and prompts are made up by clients, so kinds are bounded; the one seen longest ago goes first."""
+"""Most kinds, because clients can invent tenants and prompts. The least recently seen is forgotten first."""
 _FADE = 1 - 1 / MEMORY_TURNS
 
 
 class Counts:
-    """The number of turns, and of marked ones; both decay."""
+    """The numbers of all turns and of marked turns. Both decay."""
 
     __slots__ = ("marked", "turns")
 
@@ -48,15 +48,15 @@ class Counts:
         self.turns = self.marked = 0.0
 
     def observe(self, *, is_marked: bool) -> None:
-        """One more turn."""
+        """Count a turn."""
         self.turns = _FADE * self.turns + 1
         self.marked = _FADE * self.marked + is_marked
 
 
 class KindCounts:
-    """Turns by tenant and kind of job, and how many are marked. Bounded; counts fade; O(1) a turn.
+    """Counts turns, and marked turns, by tenant and kind of job. Memory is bounded; O(1) time per turn.
 
-    Jobs of one tenant whose prompts begin alike are of one kind. What a mark means is up to the caller.
+    Jobs of one tenant whose prompts begin alike are of one kind. The caller decides what a mark means.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class KindCounts:
         return len(self._kinds)
 
     def get(self, tenant: str | None, kind: str | None) -> Counts | None:
-        """The counts of a kind; None if it was not seen, or was forgotten."""
+        """The counts of a kind; None if it was never seen or was forgotten."""
         return self._kinds.get((tenant, kind))
 
     def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> bool:
-        """One more turn of this kind; returns whether the kind is new."""
+        """Count a turn of this kind. Returns whether the kind is new."""
         name = tenant, kind
         counts = self._kinds.get(name)
         is_new = counts is None

@@ -13,10 +13,11 @@ from typing import NamedTuple, Self
 
 
 class Yields(Enum):
-    """When a lease yields to an allocation that does not fit otherwise."""
+    """When a lease yields to an allocation that would not fit otherwise."""
 
     FIRST = "first"
-    """Before all other leases, to any turn: only its client's wish keeps it (`tenuto.core.wishes`)."""
+    """Before all other leases, to any turn, because only its client's wish keeps it
+    (`tenuto.core.wishes`)."""
     ALWAYS = "always"
     """Before any allocation fails."""
     ON_DEADLOCK = "on-deadlock"
@@ -24,12 +25,12 @@ class Yields(Enum):
 
 
 class Reason(Enum):
-    """Why something happened to a lease: its name in records and metrics, and its meaning in plain words."""
+    """A reason for an event of a lease: its name in records and metrics, and its meaning in words."""
 
     words: str
 
     def __new__(cls, name: str, words: str) -> Self:
-        """A reason that is found by its name."""
+        """Make a reason that can be looked up by its name."""
         reason = object.__new__(cls)
         reason._value_, reason.words = name, words
         return reason
@@ -86,7 +87,7 @@ class TakenBy(Reason):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One agent task, as far as it is known now."""
+    """One agent task, as known now."""
 
     job_id: str
     arrival_s: float
@@ -95,7 +96,7 @@ class Job:
     """Turns that have arrived, the current one included."""
     tenant: str | None = None
     kind: str | None = None
-    """A name shared by all jobs that begin their first prompt with the same block; None if it is unknown."""
+    """A name that all jobs share whose first prompts begin with the same block; None if unknown."""
 
     @property
     def came_back(self) -> bool:
@@ -137,8 +138,8 @@ class Turn:
     expected_tool_s: float | None = None
     """The client's estimate, in seconds, of the coming tool call's duration; a hint, already bounded."""
     is_parted: bool = False
-    """Whether its prompt does not continue its job's last one, so little of what the job computed is of
-    use to it: a compacted history, or one id for requests that have nothing in common."""
+    """Whether its prompt does not continue its job's last prompt, so that little of the job's KV can be
+    reused. Examples: a compacted history, or one id for unrelated requests."""
     is_aborted: bool = False
     """Whether the turn ended because its client left or because the request failed."""
 
@@ -146,8 +147,8 @@ class Turn:
     def ends_job(self) -> bool:
         """Whether no later turn will reuse what this turn computes.
 
-        A job's only turn does not count: clients may call every plain request a last one, and others may
-        share its prompt.
+        Always false for a job's only turn: clients may mark every plain request as last, and other requests
+        may share its prompt.
         """
         return bool(self.is_last) and self.job.came_back
 
@@ -175,7 +176,7 @@ class TierView:
     s_per_block: float
     """Seconds to copy one block over the tier's link, in either direction."""
     wait_s: float
-    """Seconds until a copy that is queued now would begin."""
+    """Seconds until a copy that is queued now will begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,9 @@ class LoadOffer:
     """The tokens that a waiting turn could load from lower tiers instead of computing them."""
 
     num_tokens: int
-    """Tokens in the tiers that follow the tokens in the GPU's own cache."""
+    """Tokens in the tiers that follow those in the GPU's cache."""
     load_s: float
-    """Seconds until all of it is loaded, including the wait for the link."""
+    """Seconds until all of these tokens are loaded, including the wait for the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +206,11 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Steps one after the other that were computed, each with one token for the same requests."""
+    """Consecutive computed steps, each with one token for each of the same requests."""
 
     ends_s: Sequence[float]
     durations_s: Sequence[float]
-    """As `StepView.duration_s`, of each."""
+    """`StepView.duration_s` of each step."""
     num_requests: int
     is_full: bool
 
@@ -249,10 +250,11 @@ class Keep:
     value: float = 0.0
     yields: Yields = Yields.ALWAYS
     why: LeaseRefusal | None = field(default=None, compare=False)
-    """Why the lease is not worth its memory, if so. For metrics and traces; not part of the decision."""
+    """Why the lease is not worth its memory, if it is not. For metrics and traces; not part of the
+    decision."""
 
     def __post_init__(self) -> None:
-        """Refuse values that the lease table cannot use, so that the error shows where the policy made it."""
+        """Refuse values that the lease table cannot use, so that the traceback points to the policy."""
         if not isinstance(self.yields, Yields):
             raise TypeError(f"yields must be a Yields, got {self}")
         if not (math.isfinite(self.until_s) and math.isfinite(self.value)):
@@ -282,12 +284,12 @@ Decision = Keep | Offload | Release
 
 
 class ShortHit(NamedTuple):
-    """A hit that ends early because one layer group has less of the prompt in the cache than another has."""
+    """A hit that ends early because one layer group has less of the prompt cached than another."""
 
     group: str
     """The group with the least: "window 1024" for a sliding window of 1,024 tokens, "state", …"""
     num_tokens: int
-    """Prompt tokens that another group has after the hit, and that are computed again."""
+    """Prompt tokens after the hit that another group has cached, but that are computed again."""
 
 
 _KINDS: Mapping[type[Reason], str] = {
@@ -298,9 +300,9 @@ _KINDS: Mapping[type[Reason], str] = {
 WORDS: Mapping[str, Mapping[str, str]] = {
     what: {reason.value: reason.words for reason in reasons} for reasons, what in _KINDS.items()
 }
-"""By what happened to a lease: each reason as records and metrics name it, and what it means."""
+"""By kind of event: the reasons, by their names in records and metrics, and their meanings."""
 
 
 def name_reason(reason: Reason | None) -> tuple[str, str] | tuple[None, None]:
-    """What happened to a lease and why, as `WORDS` has them; None for both if nothing did."""
+    """The kind of event and the reason, as in `WORDS`; None for both if nothing happened."""
     return (None, None) if reason is None else (_KINDS[type(reason)], reason.value)

@@ -1,37 +1,37 @@
-"""How many blocks of a sliding window or a state a hit needs, and what a lease on such layers may keep."""
+"""How many blocks of a sliding window or a state a hit needs, and what leases on such layers may keep."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Layers = int | Literal["state"] | None
-"""What a layer, or a group of layers, has: a sliding window of N tokens, a recurrent state, or None for
-full attention."""
+"""The kind of a layer or layer group: a sliding window of N tokens, a recurrent state, or None for full
+attention."""
 STATE: Literal["state"] = "state"
 STATE_WINDOW = 2
-"""A state is like a window that sees one token before the next: a hit needs the one block before its end."""
+"""A state behaves like a window of two tokens: a hit needs the one block before its end."""
 MOST_STATES = 3
-"""Of a request that is alone: its state, the one that it is made from, and that of a step in flight."""
+"""Most states of one request: its current state, the state before it, and that of a step in flight."""
 
 
 def get_window(layers: Layers) -> int | None:
-    """The window that a kind of layers behaves like; None for full attention."""
+    """The window of a kind of layers, in tokens; None for full attention."""
     return STATE_WINDOW if layers == STATE else layers
 
 
 def count_skipped_blocks(window: int | None, block_size: int, num_tokens: int) -> int:
-    """Blocks before the next token's window."""
+    """Number of blocks before the next token's window."""
     return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
 def count_loaded_blocks(window: int | None, block_size: int, first: int, end: int) -> int:
-    """Blocks that a load of the tokens from `first` to before `end` brings to a group: what it still sees."""
+    """Number of blocks in a group's window that a load of tokens `first` to before `end` copies."""
     num_there = max(first // block_size, count_skipped_blocks(window, block_size, end))
     return max(0, -(-end // block_size) - num_there)
 
 
 def count_tail_blocks(window: int, block_size: int) -> int:
-    """Blocks before a hit's end that a sliding window needs: the next token sees `window` - 1 others."""
+    """Number of blocks before a hit's end that a window needs: the next token sees `window` - 1 others."""
     return -(-(window - 1) // block_size)
 
 
@@ -52,9 +52,9 @@ def count_spare_blocks(window: int, block_size: int, alignment: int) -> int:
 def count_behind_kept_state(
     num_tokens: int, num_prompt_tokens: int, block_size: int, num_kept: int = 1
 ) -> int:
-    """Up to how many of its first `num_tokens` tokens a running request may give states back.
+    """The number of leading tokens, of `num_tokens`, whose states a running request may free.
 
-    It keeps the last `num_kept` states of its answer that end where a block does, for its job's next turn.
+    It keeps the last `num_kept` states of its answer that end at a block boundary, for its job's next turn.
 
         prompt and answer   ├──────────────┼─────────────────────┤ num_tokens
         blocks              │       │       │       │       │       │
@@ -69,11 +69,13 @@ def count_behind_kept_state(
 def choose_checkpoint_tokens(
     num_checkpoint_blocks: int, full_blocks_per_token: float, alignment: int
 ) -> int | None:
-    """Tokens that take as many blocks in full attention as one checkpoint takes: no two are nearer.
+    """The shortest distance between two checkpoints, in tokens.
 
-    `num_checkpoint_blocks`: what one checkpoint takes in all windows and states. `full_blocks_per_token`:
-    what a token takes in all full-attention groups. Hits end at multiples of `alignment` tokens. None if
-    there is nothing to choose: no window and no state, or nothing else.
+    That many tokens take as many blocks in full attention as one checkpoint does.
+
+    `num_checkpoint_blocks`: blocks of one checkpoint in all windows and states. `full_blocks_per_token`:
+    blocks of a token in all full-attention groups. Hits end at multiples of `alignment` tokens. None if the
+    model has no window and no state, or has only these.
     """
     if not num_checkpoint_blocks or not full_blocks_per_token:
         return None
@@ -82,10 +84,10 @@ def choose_checkpoint_tokens(
 
 
 def get_next_checkpoint(before: int, tokens: int, alignment: int) -> int:
-    """The first checkpoint after the one at token `before`: `tokens` later, or half as far again.
+    """The next checkpoint after token `before`: `tokens` later, or at 1.5 × `before` if that is later.
 
-    The larger of both. So long prompts have few of them, and the last one before any place is at two thirds
-    of it or later.
+    So long prompts have few checkpoints, and the last one before any token is at two thirds of its position
+    or later.
     """
     return before + max(tokens, before // 2 // alignment * alignment)
 
@@ -101,19 +103,19 @@ def get_checkpoints(tokens: int, alignment: int, end: int) -> tuple[int, ...]:
 
 
 MIN_STEP_SHARE = 1 / 16
-"""A step back frees at least this share of the lease's tokens. Each step costs a look-up of the whole
-prefix, and this bounds how many a lease can take."""
+"""The least share of a lease's tokens by which it is shortened at once. Each time costs a look-up of the
+whole prefix, so this bounds the number of look-ups per lease."""
 
 
 def get_max_tokens(num_tokens: int, num_blocks: int, tokens_per_block: int) -> int:
     """The longest prefix that a lease of `num_tokens` may keep if it must free `num_blocks` blocks.
 
-    On a model with several kinds of layers, a hit ends where all layer groups are cached, and each shorter
-    prefix needs other blocks of the sliding windows. So such a lease steps back from one possible hit to an
+    On a model with several kinds of layers, a hit ends where all layer groups are cached. Each shorter prefix
+    needs other blocks of the sliding windows. So such a lease is shortened from one possible hit to an
     earlier one, in all layer groups together.
 
-    `tokens_per_block`: tokens of the sequence that free one block; with two full-attention groups that is
-    half a block's tokens.
+    `tokens_per_block`: how many fewer tokens free one block. With two full-attention groups, that is half a
+    block's tokens.
     """
     num_fewer = max(num_blocks * tokens_per_block, int(num_tokens * MIN_STEP_SHARE), 1)
     return max(0, num_tokens - num_fewer)

@@ -419,7 +419,7 @@ class _DrivenScheduler(PrivateHooks):
         released: bool = self.driver.release(job_id, time.monotonic())
         return released
 
-    # Inside.
+    # Internal.
 
     def _make_hooks(self, settings: Settings, policy: Policy) -> Hooks:
         log = self._write_record if self._trace else None

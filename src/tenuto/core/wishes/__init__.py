@@ -1,4 +1,4 @@
-"""Clients' wishes that their cache be kept: one `Wish`, and one small reader for each dialect."""
+"""Clients' wishes to keep their cache: one class `Wish`, and a small reader for each dialect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.core.wishes import (
 from tenuto.core.wishes.wish import MAX_SPANS, Place, Said, Span, Wish, make_mark, parse_wish, write_wish
 
 Read = Callable[[Said, Mapping[str, Any], Mapping[str, Any], float | None], None]
-"""Adds what a body says, given its `vllm_xargs` and the Unix time, if that is known."""
+"""Adds the wishes of a body, given its `vllm_xargs` and the Unix time, or None if the time is unknown."""
 
 MODULES: tuple[ModuleType, ...] = (
     anthropic,
@@ -34,10 +34,10 @@ DIALECTS = tuple(READERS)
 
 
 def read_wish(body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> Wish | None:
-    """A request's wish, read from all dialects; None if it has none. Nothing raises.
+    """A request's wish, read from all dialects; None if it has none. Never raises.
 
-    `unix_s`: the time of day; None if it is not known. Of more than `MAX_SPANS` spans the longest wanted are
-    taken; of those that are wanted equally long, the largest.
+    `unix_s`: the current Unix time; None if unknown. If there are more than `MAX_SPANS` spans, those with the
+    longest times are taken, the largest first among equal times.
     """
     found: dict[tuple[float, type], tuple[str, Place | int | None]] = {}
     malformed = []
@@ -49,7 +49,7 @@ def read_wish(body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float |
         for keep_s, end in said.asked:
             key = keep_s, type(end)
             if key not in found or not isinstance(end, int) or end > found[key][1]:  # type: ignore[operator]
-                # Places come in the order of the prompt.
+                # Places are in the order of the prompt.
                 found[key] = dialect, end
     if not found and not malformed:
         return None
@@ -64,11 +64,11 @@ def _make_span(body: Mapping[str, Any], keep_s: float, end: Place | int | None) 
 
 
 def normalize_wish(text: Any) -> str | None:
-    """A wish as text, as anybody may have written it; None if it is none."""
+    """An untrusted text of a wish, in the form of `write_wish`; None if it is not a wish."""
     wish = parse_wish(text, DIALECTS)
     return None if wish is None else write_wish(wish)
 
 
 def read_wish_text(text: Any) -> Wish | None:
-    """The wish that a text of `write_wish` says; None for any other text."""
+    """Read a text that `write_wish` wrote; None for any other text."""
     return parse_wish(text, DIALECTS)

@@ -1,8 +1,8 @@
-"""verl's uni-agent: `agent_hint` in `kv_transfer_params` says until when a job wants its cache, in Unix time.
+"""verl's uni-agent: `agent_hint` in `kv_transfer_params` has the Unix time until which a job wants its cache.
 
     "kv_transfer_params": {"agent_hint": {"schema_version": 1, "lease_until": 1788840000.0, …}}
 
-A time in the past is not a wish. `kv_priority` is not compared: every client would ask for the most.
+A time in the past is not a wish. `kv_priority` is ignored, because every client would ask for the highest.
 Source: https://github.com/verl-project/uni-agent/pull/179
 """
 
@@ -22,11 +22,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"agent_hint": {**_HINT, "lease_until": SAMPLE_UNIX_S - 1}}, 0.0),
     ({"agent_hint": {"schema_version": 1, "kv_priority": 65}}, 0.0),
 )
-"""Bodies, and the longest time that each asks for at `SAMPLE_UNIX_S`, in seconds."""
+"""Sample bodies, and the longest time that each asks for at `SAMPLE_UNIX_S`, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says, unless it is not known what time it is."""
+    """Add a request's wishes, if the current time is known."""
     del xargs
     params = body.get("kv_transfer_params")
     hint = params.get("agent_hint") if isinstance(params, dict) else None

@@ -2,9 +2,9 @@
 
     "vllm_xargs": {"agentic_context": {"program_id": "p", "kv_retention_ttl_seconds": 30, …}}
 
-It may be at the top level too, and it may be text. A program is Tenuto's job. Its other fields are hints
-(`tenuto.core.requests`).
-Source: https://github.com/vllm-project/router/blob/main/docs/program_scheduling.md
+It may also be at the top level, and it may be JSON text. A program is what Tenuto calls a job. The other
+fields are hints (`tenuto.core.requests`). Source:
+https://github.com/vllm-project/router/blob/main/docs/program_scheduling.md
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({FIELD: {"program_id": "p", "kv_retention_ttl_seconds": 0}}, 0.0),
     ({FIELD: {"program_id": "p"}}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says; a time of 0 wishes nothing."""
+    """Add a request's wish. A time of 0 is not a wish."""
     del unix_s
     context = get_context(body, xargs)
     if not context and xargs.get(FIELD, body.get(FIELD)) not in (None, {}, "{}"):
@@ -39,7 +39,7 @@ def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: 
 
 
 def get_context(body: Mapping[str, Any], xargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A request's context; empty if it has none that can be read."""
+    """A request's context; empty if it has no readable one."""
     context = xargs.get(FIELD, body.get(FIELD))
     if isinstance(context, str) and len(context) <= MAX_CHARS:
         try:

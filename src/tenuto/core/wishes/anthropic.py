@@ -26,11 +26,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"messages": [{"role": "user", "content": _SYSTEM}]}, 3600.0),
     ({"cache_control": {"type": "ephemeral"}, "messages": _HELLO}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says."""
+    """Add a request's wishes."""
     del xargs, unix_s
     _read(said, body.get("cache_control"), None)
     for place, part in list_parts(body):

@@ -1,10 +1,10 @@
-"""`kv_hints`: vLLM's envelope of actions on the cache, and Dynamo's of a retention of the whole prompt.
+"""`kv_hints`: vLLM's envelope of actions on the cache, and Dynamo's retention of the whole prompt.
 
     "kv_hints": {"actions": [{"action_type": "retain", "payload": {"ttl_seconds": 300}}]}
     "kv_hints": {"retain_full_prompt": {"ttl_seconds": 300}}
 
-An action about another session is not read: no client decides about others. An action without a time is no
-wish. What actions say about the job itself are hints (`tenuto.core.requests`).
+Actions about another session are ignored, because no client decides about others. An action without a time is
+not a wish. What actions say about the job itself counts as hints (`tenuto.core.requests`).
 Source: https://github.com/vllm-project/vllm/issues/53421, https://github.com/ai-dynamo/dynamo/pull/11534
 """
 
@@ -25,14 +25,14 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"kv_hints": {"retain_full_prompt": {"ttl_seconds": 1800}}}, 1800.0),
     ({"kv_hints": {"actions": [{"action_type": "retain"}, {"action_type": "prefetch"}]}}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 _TTL_NAMES = ("ttl_seconds", "ttl_s", "ttl", "duration_seconds", "duration", "bound_seconds")
 _TARGET_NAMES = ("session_id", "session", "program_id", "job_id")
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says. Of actions that contradict each other, the last one holds."""
+    """Add a request's wishes. If actions contradict each other, the last one counts."""
     del unix_s
     envelope = body.get("kv_hints")
     if not isinstance(envelope, dict):
@@ -49,7 +49,7 @@ def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: 
 
 
 def list_actions(envelope: Any, own_id: Any) -> Iterator[tuple[str, Any]]:
-    """Each action about the request's own session: its kind in lower case, and its time as it was sent."""
+    """Each action on the request's own session: its type in lower case, and its time as it was sent."""
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
     for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
         if not isinstance(action, dict) or not isinstance(action.get("action_type"), str):

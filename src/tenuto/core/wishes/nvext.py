@@ -2,7 +2,7 @@
 
     "nvext": {"cache_control": {"type": "ephemeral", "ttl": "30m"}, "agent_hints": {…}}
 
-Without `ttl` it is not a wish. `agent_hints` (priority, expected length, latency sensitivity) name no time.
+Without `ttl` it is not a wish. `agent_hints` (priority, expected length, latency sensitivity) have no time.
 Source: https://github.com/ai-dynamo/dynamo/pull/6213,
 https://github.com/NVIDIA/NeMo-Agent-Toolkit/pull/1648
 """
@@ -21,11 +21,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"nvext": {"cache_control": {"type": "ephemeral"}}}, 0.0),
     ({"nvext": {"agent_hints": {"latency_sensitivity": 1.0, "priority": 5}}}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says."""
+    """Add a request's wish."""
     del xargs, unix_s
     extension = body.get("nvext")
     if extension is None:

@@ -3,8 +3,8 @@
     "prompt_cache_retention": "24h"
     "prompt_cache_options": {"mode": "explicit", "ttl": "30m"}, and parts with "prompt_cache_breakpoint": {…}
 
-Options without `ttl` are not a wish. In mode `explicit` the wish covers only the text before a breakpoint.
-`prompt_cache_key` asks for no time: it routes, and tells conversations apart that begin alike
+Options without `ttl` are not a wish. In mode `explicit`, the wish covers only the text before a breakpoint.
+`prompt_cache_key` has no time: it serves for routing, and to distinguish conversations that begin alike
 (`tenuto.core.requests`).
 Source: https://developers.openai.com/api/docs/guides/prompt-caching
 """
@@ -18,7 +18,7 @@ from tenuto.core.wishes.wish import Said, list_parts, read_duration
 
 NAME = "openai"
 RETENTION_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
-"""In memory means five minutes without use, says the source. Older clients write it with a hyphen."""
+"""In memory means five minutes without use, according to the source. Older clients write a hyphen."""
 MODES = (None, "implicit", "explicit")
 _PARTS = [{"type": "text", "text": "Be brief.", "prompt_cache_breakpoint": {"mode": "explicit"}}]
 _HELLO = {"role": "user", "content": "Hello."}
@@ -36,11 +36,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"prompt_cache_options": {"mode": "implicit"}, "input": "Hello."}, 0.0),
     ({"prompt_cache_key": "app", "messages": [_HELLO]}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says."""
+    """Add a request's wishes."""
     del xargs, unix_s
     if not isinstance(body.get("prompt_cache_key"), str | None):
         said.refuse()

@@ -2,9 +2,10 @@
 
     "retention_directives": [{"start": 0, "end": 2048, "priority": 80, "duration": 300}]
 
-A hit needs all that is before a range, so each asks for the prompt up to its end. Without a duration, or with
-a priority of 0, it is not a wish. Priorities are not compared: every client would say 100.
-Source: https://github.com/vllm-project/vllm/issues/37003, https://github.com/vllm-project/vllm/pull/38514
+A hit needs all tokens before a range, so each range asks for the prompt up to the range's end. Without a
+duration, or with a priority of 0, it is not a wish. Priorities are not compared, because every client would
+send 100. Source: https://github.com/vllm-project/vllm/issues/37003,
+https://github.com/vllm-project/vllm/pull/38514
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ SAMPLES: tuple[tuple[dict[str, Any], float], ...] = (
     ({"retention_directives": [{"start": 0, "end": None, "duration": 12.8}], "retention_scope": "s"}, 12.8),
     ({"retention_directives": [{"start": 0, "end": 16, "priority": 80}]}, 0.0),
 )
-"""Bodies, and the longest time that each asks for, in seconds."""
+"""Sample bodies, and the longest time that each asks for, in seconds."""
 
 
 def read(said: Said, body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float | None) -> None:
-    """Add what a request says."""
+    """Add a request's wishes."""
     del xargs, unix_s
     directives = body.get("retention_directives")
     if directives is None:

@@ -1,12 +1,12 @@
-"""A client's wish that its cache be kept, read from any dialect, and what becomes of it.
+"""A client's wish to keep its cache, read from any dialect, and what becomes of it.
 
-A wish is one or more spans: a part of the prompt, from its start, and the seconds for which it is wanted.
-It is never a promise and never a pin:
+A wish has one or more spans. Each is a part of the prompt, from its start, and the seconds for which it is
+wanted. Tenuto never guarantees a wish:
 
     on the GPU    held for at most `limits.max_lease_s`, and revoked before any lease that the policy wants
-    below it      goes last, for as long as was asked, within `limits.max_wished_share` and the tenant's part
+    below it      evicted last for as long as asked, within `limits.max_wished_share` and the tenant's part
 
-A reader of a dialect fills a `Said`; `read_wish` in this package makes one wish of what all readers found.
+The reader of each dialect fills a `Said`. `read_wish` in this package combines them into one wish.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 from tenuto.core.types import LeaseEnd, LeaseRefusal
 
 MAX_KEEP_S = 86_400.0
-"""A wish for more is one for a day: the most that any of the dialects defines."""
+"""Longer times are shortened to this, one day: the longest that any dialect defines."""
 MAX_SPANS = 4
-"""Of one request; Anthropic and OpenAI allow as many breakpoints. The longest wanted are taken."""
+"""Most spans of one request, as many as Anthropic and OpenAI allow breakpoints. The longest times are
+taken."""
 MAX_MARKS = 64
-"""Breakpoints of one request that are looked at; further ones are not read."""
+"""Most breakpoints of one request that are read."""
 MAX_VALUES = 200_000
-"""Values of one body that are looked through for breakpoints and before them: the server waits meanwhile."""
+"""Most values of one body that are searched for breakpoints, because the server waits meanwhile."""
 MAX_TAIL_CHARS = 48
 MAX_TEXT_CHARS = 2048
 MAX_PROMPT_TOKENS = 2**31
@@ -39,62 +40,62 @@ _DURATION = re.compile(r"([0-9]{1,6})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 Place = tuple[str | int, ...]
-"""A breakpoint's place in a body, after this part: `("system", 0)`, `("messages", 3, 1)`."""
+"""The part of a body after which a breakpoint is: `("system", 0)`, `("messages", 3, 1)`."""
 
 
 class Mark(NamedTuple):
-    """The end of a part of a prompt, of which only the text is known."""
+    """The end of a span that is known only in the text, not in tokens."""
 
     share: float
-    """How much of the request's text is before it, in characters: from 0 to 1."""
+    """The share of the request's characters that are before it, from 0 to 1."""
     tail: str = ""
-    """The last characters before it; empty if they are not text."""
+    """The last characters before it; empty if it does not follow a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a prompt, and for how long it is wanted."""
+    """A part of a prompt, and the time for which it is wanted."""
 
     keep_s: float
     num_tokens: int | None = None
-    """Where it ends; None: at the turn's end, answer and all."""
+    """Where it ends; None: at the end of the turn, including the answer."""
     mark: Mark | None = None
-    """Where it ends, if that is not known in tokens yet."""
+    """Where it ends, if the end is not known in tokens yet."""
 
     @property
     def extent(self) -> float:
-        """Its length in tokens, for comparisons."""
+        """Its length in tokens, for comparisons; infinite if it covers the whole turn."""
         return math.inf if self.num_tokens is None else self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request wishes; without spans, it only tried to."""
+    """A request's wish. It has no spans if all that the request asked for is malformed."""
 
     dialect: str
-    """That of the longest span; of `malformed` if there is none."""
+    """The dialect of the longest span; without spans, a malformed one."""
     spans: tuple[Span, ...] = ()
     malformed: tuple[str, ...] = ()
-    """Dialects in which the request said something that makes no sense."""
+    """Dialects in which the request has malformed values."""
 
     @property
     def keep_s(self) -> float:
-        """The longest time that is asked for; 0 without spans."""
+        """The longest time asked for, in seconds; 0 without spans."""
         return max((span.keep_s for span in self.spans), default=0.0)
 
     @property
     def num_tokens(self) -> int | None:
-        """How much is wanted at all; None: all of it."""
+        """The number of tokens that are wanted; None: all."""
         span = self.get_span(0.0)
         return None if span is None else span.num_tokens
 
     def get_span(self, age_s: float) -> Span | None:
-        """The longest part that is still wanted after this many seconds; None if there is none."""
+        """The largest span that is still wanted after `age_s` seconds; None if there is none."""
         wanted = [span for span in self.spans if span.keep_s > age_s]
         return max(wanted, key=lambda span: span.extent) if wanted else None
 
     def resolve(self, find: Callable[[Mark], int]) -> Wish:
-        """The same with every end in tokens. `find`: where a mark is; 0 if that is not known."""
+        """The wish with every end in tokens. `find`: returns a mark's position, or 0 if it is not found."""
         if all(span.mark is None for span in self.spans):
             return self
         return replace(self, spans=tuple(_resolve(span, find) for span in self.spans))
@@ -104,7 +105,7 @@ def _resolve(span: Span, find: Callable[[Mark], int]) -> Span:
     return span if span.mark is None else Span(span.keep_s, find(span.mark))
 
 
-# What readers find.
+# For the readers.
 
 
 @dataclass
@@ -112,29 +113,29 @@ class Said:
     """The wishes that one reader found in a request."""
 
     asked: list[tuple[float, Place | int | None]] = field(default_factory=list)
-    """Seconds, and the part that is wanted: up to a place in the body, a number of tokens, or all of it."""
+    """Seconds, and the end of the wanted part: a place in the body, a number of tokens, or None for all."""
     num_malformed: int = 0
 
     def ask(self, keep_s: float | None, end: Place | int | None = None) -> None:
-        """It asks for this many seconds. None, or no time at all, is malformed."""
+        """Add a wish for this many seconds. None, or a time that is not positive, is malformed."""
         if keep_s is None or not 0 < keep_s < math.inf:
             self.num_malformed += 1
         elif len(self.asked) < MAX_MARKS:
             self.asked.append((min(keep_s, MAX_KEEP_S), end))
 
     def refuse(self) -> None:
-        """It says something that makes no sense."""
+        """The request has a malformed value."""
         self.num_malformed += 1
 
 
 def read_duration(value: Any) -> float | None:
-    """Seconds of a text such as `5m`; None for anything else."""
+    """The seconds of a text such as `5m`; None for anything else."""
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else float(int(match[1]) * _UNIT_S[match[2]])
 
 
 def read_number(value: Any) -> float | None:
-    """Seconds as a number; None for anything else."""
+    """A number of seconds; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -145,9 +146,9 @@ def read_number(value: Any) -> float | None:
 
 
 def list_parts(body: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Every part of a prompt that can have a breakpoint, in the order of the prompt, and where it stands.
+    """Every part of a prompt that can have a breakpoint, with its place, in the order of the prompt.
 
-    At most the first `MAX_VALUES` are listed.
+    At most the first `MAX_VALUES` parts are listed.
     """
     return islice(_list_parts(body), MAX_VALUES)
 
@@ -167,11 +168,11 @@ def _list_objects(values: Any, place: Place) -> Iterator[tuple[Place, Mapping[st
             yield (*place, number), value
 
 
-# Where a breakpoint stands in the prompt's text.
+# The position of a breakpoint in the prompt's text.
 
 
 def cut(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The body without the part of its prompt after a place of `list_parts`."""
+    """The body without the part of its prompt that is after a place of `list_parts`."""
     name, number, *inside = place
     names = ("tools", "system", "messages", "input")
     later = names[names.index(str(name)) + 1 :]
@@ -183,9 +184,9 @@ def cut(body: Mapping[str, Any], place: Place) -> dict[str, Any]:
 
 
 def make_mark(body: Mapping[str, Any], place: Place) -> Mark:
-    """The mark of a place of `list_parts`; one that is never found if the body is too large to count.
+    """The mark of a place of `list_parts`. If the body is too large to count, the mark will not be found.
 
-    Takes time in proportion to the body, up to `MAX_VALUES`.
+    Takes time linear in the size of the body, up to `MAX_VALUES`.
     """
     num_all = _count_all(body)
     if num_all is None:
@@ -199,11 +200,11 @@ def make_mark(body: Mapping[str, Any], place: Place) -> Mark:
 
 
 _NO_TEXT = ("cache_control", "prompt_cache_breakpoint", "type", "role", "id")
-"""Fields that are not text of the prompt: those about caching, and the words of the protocol."""
+"""Fields that are not text of the prompt: those about caching, and protocol fields."""
 
 
 def _count_all(body: Mapping[str, Any]) -> int | None:
-    """Characters of all texts of a prompt; None if it has more than `MAX_VALUES` values."""
+    """Number of characters of a prompt's texts; None if it has more than `MAX_VALUES` values."""
     names = ("tools", "system", "instructions", "messages", "input")
     inner: list[Iterator[Any]] = [iter([body.get(name) for name in names])]
     num_chars = 0
@@ -232,34 +233,35 @@ def _get_text(part: Any, depth: int = 0) -> str | None:
 
 
 class MarkFinder:
-    """Finds marks among a prompt's tokens, and remembers where the last ones were.
+    """Finds marks among a prompt's tokens, and remembers the positions of the last ones.
 
-    The mark's share of the text says roughly where it is, and its last characters say it exactly. These are
-    looked for as tokens first, which is quick. A tokenizer may split them otherwise in the prompt; then the
-    text around is read. Both are bounded, because the engine waits meanwhile, and take no longer in a longer
-    prompt. Misses are not remembered: another prompt may have the mark.
+    The mark's share of the text gives its approximate position, and its last characters give it exactly.
+    First, the tokens of these characters are searched, which is fast. In the prompt, a tokenizer may split
+    them differently; then the text around the position is decoded. The time of both is bounded whatever the
+    prompt's length, because the engine waits meanwhile. Misses are not remembered, because another prompt may
+    have the mark.
     """
 
     WINDOW = 1024
-    """Tokens whose text is read. Twice as many are looked through."""
+    """Number of tokens whose text is read. Twice as many tokens are searched."""
     NUM_KNOWN = 256
     MIN_CORE = 3
-    """Fewer tokens than this are in too many places."""
+    """Fewest tokens to search for; fewer would occur in too many places."""
     MAX_PLACES = 64
-    """Of a mark's tokens, that are looked at."""
+    """Most places with a mark's tokens that are checked."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], encode: Callable[[str], Sequence[int]]
     ) -> None:
-        """`decode`, `encode`: the tokenizer's, without tokens of its own."""
+        """`decode`, `encode`: the tokenizer's functions, without special tokens."""
         self._decode = decode
         self._encode = encode
         self._known: OrderedDict[str, int] = OrderedDict()
 
     def find(self, mark: Mark, prompt: Sequence[int]) -> int:
-        """How many of a prompt's tokens are before a mark; 0 if it is not found."""
+        """Number of a prompt's tokens before a mark; 0 if the mark is not found."""
         if mark.share >= 1.0:
-            # Agents mark the end of each prompt, and some mark the same place in the next one.
+            # Agents mark the end of each prompt, and some mark the same place again in the next prompt.
             self._remember(mark.tail, len(prompt))
             return len(prompt)
         if not mark.tail:
@@ -269,7 +271,7 @@ class MarkFinder:
             self._known.move_to_end(mark.tail)
             return known
         tail = list(self._encode(mark.tail))
-        # Its first tokens and its last may be others in the prompt, where text goes on before and behind.
+        # Its first and last tokens may differ in the prompt, where text precedes and follows it.
         num_before = max(2, len(tail) - 10)
         core = tail[num_before:-2]
         found = self._search(mark, prompt, core, num_before) or self._look(mark, prompt, core)
@@ -284,9 +286,9 @@ class MarkFinder:
             self._known.popitem(last=False)
 
     def _search(self, mark: Mark, prompt: Sequence[int], core: list[int], num_before: int) -> int:
-        """Look for the tail's tokens around where it should be; 0 if they are not there.
+        """Search for the tail's tokens around its expected position; 0 if they are not there.
 
-        `core`: some of them, after `num_before` others.
+        `core`: some of the tokens, which follow `num_before` others.
         """
         if len(core) < self.MIN_CORE:
             return 0
@@ -310,10 +312,10 @@ class MarkFinder:
         return first + self._count(part, len(before) + len(found), behind - first) if found else 0
 
     def _look(self, mark: Mark, prompt: Sequence[int], core: Sequence[int]) -> int:
-        """Look for the tail in the text around where it should be; 0 if it is not there."""
+        """Search for the tail in the text around its expected position; 0 if it is not there."""
         first = max(0, int(mark.share * len(prompt)) - self.WINDOW // 2)
         window = prompt[first : first + self.WINDOW]
-        # Tokenizers split some places of a text otherwise, not all. Reading the text takes far longer.
+        # Tokenizers split a text differently only at some places. To read the text takes far longer.
         if len(core) >= self.MIN_CORE and set(pairwise(core)).isdisjoint(pairwise(window)):
             return 0
         text = self._decode(window)
@@ -324,7 +326,7 @@ class MarkFinder:
         return first + self._count(window, min(ends, key=lambda each: abs(each - guess)))
 
     def _count(self, tokens: Sequence[int], end: int, low: int = 0) -> int:
-        """The most tokens whose text is no longer than `end` characters; `low` or more of them."""
+        """The most tokens, `low` or more, whose text is not longer than `end` characters."""
         high = len(tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -339,17 +341,17 @@ class MarkFinder:
         return tail in self._decode(prompt[max(0, end - MAX_TAIL_CHARS - 1) : end + 1])
 
 
-# As text, for a field of the request that the engine gets.
+# Wishes as text, for a field of the request that reaches the engine.
 
 
 def write_wish(wish: Wish) -> str:
-    """A wish as text; `parse_wish` reads it."""
+    """A wish as text, which `parse_wish` reads."""
     spans = [[span.keep_s, span.num_tokens, *(span.mark or ())] for span in wish.spans]
     return json.dumps({"dialect": wish.dialect, "spans": spans, "malformed": wish.malformed})
 
 
 def parse_wish(text: Any, dialects: Sequence[str]) -> Wish | None:
-    """Read a wish that anybody may have written; None if it is none."""
+    """Read an untrusted text of a wish; None if it is not a wish."""
     if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS:
         return None
     try:
@@ -380,18 +382,17 @@ def _parse_span(said: Any) -> Span:
     return Span(keep_s, num_tokens)
 
 
-# What becomes of it.
+# What becomes of a wish.
 
 WISH_HEADER = "X-Tenuto-Wish"
-"""The header of an answer that says what becomes of the request's wish."""
 RESULTS = ("accepted", "clipped", "refused")
 
 
 class Verdict(NamedTuple):
-    """What becomes of a wish. All of it may still be revoked earlier."""
+    """What becomes of a wish. Its lease may still be revoked, and its chunks evicted, earlier."""
 
     result: str
-    """One of `RESULTS`. Clipped: less of the time than was asked."""
+    """One of `RESULTS`. Clipped: for less time than was asked."""
     dialect: str
     asked_s: float
     gpu_s: float
@@ -401,17 +402,17 @@ class Verdict(NamedTuple):
     reason: LeaseRefusal | LeaseEnd | None = None
 
     def describe(self) -> dict[str, Any]:
-        """All of it in JSON types."""
+        """The verdict in JSON types."""
         return {**self._asdict(), "reason": None if self.reason is None else self.reason.value}
 
 
 def judge(
     wish: Wish, max_lease_s: float, *, has_tier: bool, refusal: LeaseRefusal | None = None
 ) -> Verdict | None:
-    """What becomes of a wish under these limits; None if it asks for nothing.
+    """What will become of a wish under these limits; None if it asks for nothing.
 
-    `has_tier`: whether there is host memory or a disk below the GPU that keeps wishes.
-    `refusal`: why nothing is kept.
+    `has_tier`: whether there is host memory or a disk that keeps chunks for wishes. `refusal`: the reason why
+    nothing is kept, or None.
     """
     asked_s = wish.keep_s
     if not wish.spans:
@@ -428,7 +429,7 @@ def judge(
 
 
 def make_wish_header(wish: Wish | None, verdict: Verdict | None) -> tuple[str, str] | None:
-    """The header of an answer to a request that wished something; None for others."""
+    """The response header for a request with a wish; None for other requests."""
     if wish is None:
         return None
     parts = ["refused", "reason=malformed"]

@@ -403,7 +403,7 @@ class HostManagerHooks:
         """The number of chunks that host memory has room for, and the number that it holds."""
         return self._num_chunks, len(self._policy.order)
 
-    # Inside.
+    # Internal.
 
     def _begin(self, req_context: Any) -> Chains:
         use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
@@ -980,7 +980,7 @@ class ConnectorPort:
         self._manager.on_request_finished(context)
         return job_id
 
-    # Inside.
+    # Internal.
 
     def _name_chunks(self, copy_id: str, hashes: Sequence[Any], end: int) -> tuple[Any, list[Any]]:
         """A substitute for a request's context, and the keys of the first `end` chunks."""

@@ -263,7 +263,7 @@ class Prefetch:
         if load is not None:
             self._port.give_back_blocks(load.blocks)
 
-    # Inside.
+    # Internal.
 
     def _is_current(self, due_s: float, number: int, job_id: str) -> bool:
         away = self._away.get(job_id)

@@ -219,7 +219,7 @@ class HostTier:
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
         self._tell_held()
 
-    # Inside.
+    # Internal.
 
     def _tell_held(self) -> None:
         """Tell the driver how each job's number of chunks in the tiers has changed since the last call."""

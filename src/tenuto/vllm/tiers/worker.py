@@ -147,7 +147,7 @@ class Copies:
             self._changed.notify_all()
         self._thread.join(timeout=10)
 
-    # Inside.
+    # Internal.
 
     def _is_pending(self, job_id: int) -> bool:
         return job_id in self._loads or job_id in self._stores
