@@ -66,11 +66,11 @@ _HOST = "127.0.0.1"
 
 
 def run_ab(options: AbOptions) -> int:
-    """Run what is still missing, print the verdict and write the files; return the command's exit status.
+    """Make the missing runs, print the verdict and write the files; return the command's exit status.
 
     Raises TenutoError if an arm could not be run. The folder then holds the earlier runs and their verdict.
     """
-    make_workload(options.bench.load)  # what is wrong with the load is said before a server is started
+    make_workload(options.bench.load)  # report errors in the load before a server is started
     for arm in options.arms:
         check_arm(arm, options.bench.api_key)
     slots = make_order([arm.name for arm in options.arms], options.repeats, options.runs_per_start)
@@ -99,7 +99,7 @@ def say(text: str) -> None:
 
 
 def describe(options: AbOptions) -> dict[str, Any]:
-    """Describe what is compared and under which load. Runs belong together only if all of this is equal."""
+    """The arms and the load, in JSON types. Runs belong to one comparison only if all of this is equal."""
     bench = {name: value for name, value in asdict(options.bench).items() if name not in _UNLIKE}
     return {
         "arms": [str(arm) for arm in options.arms],
@@ -120,7 +120,7 @@ def run_slots(
     slots: Sequence[Slot],
     after: Callable[[Slot, Ready], bool] = lambda slot, server: True,
 ) -> None:
-    """Make the runs that are missing. `after` is told of each while its server is up; False ends them all."""
+    """Make the missing runs. Calls `after` after each, while its server is up; False ends the comparison."""
     arms = {arm.name: arm for arm in options.arms}
     todo = [slot for slot in slots if not folder.has_run(slot)]
     if len(todo) < len(slots):
@@ -136,7 +136,7 @@ def run_slots(
 
 
 def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -> None:
-    """Do one run and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
+    """Make one run, and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
     arm = next(arm for arm in options.arms if arm.name == slot.arm)
     run_options = options.get_run_options(
         arm, server.url, slot.repeat, f"ab-{secrets.token_hex(4)}-{slot.name}"
@@ -177,10 +177,10 @@ def measure_run(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
 
 
 class Conclusion(NamedTuple):
-    """What all runs so far say."""
+    """The conclusions from all runs so far."""
 
     done: Mapping[str, Sequence[Mapping[str, Any]]]
-    """By arm, the results of its complete runs."""
+    """The results of complete runs, by arm."""
     pairs: Sequence[Mapping[str, Values]]
     """The repeats that ran on all arms."""
     comparisons: Sequence[Comparison]
@@ -194,7 +194,7 @@ class Conclusion(NamedTuple):
 
 
 def conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> Conclusion:
-    """Compare what has run; write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
+    """Compare the runs so far. Write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
     folder.write_results(slots, _describe_terms(options))
     pairs = _read_pairs(options.arms, folder, options.repeats)
     done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
@@ -291,8 +291,8 @@ class Slot(NamedTuple):
 def make_order(arms: Sequence[str], repeats: int, runs_per_start: int = 1) -> list[Slot]:
     """Order the runs so that each repeat reverses the order of the one before: A B, B A, A B.
 
-    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally. With
-    several runs on one start of a server, so many repeats are one: A A B B, B B A A.
+    If the machine becomes slower or faster at a constant rate, two repeats affect all arms equally. If a
+    server start serves several runs, that many repeats count as one here: A A B B, B B A A.
     """
     return [
         Slot(repeat, arm)
@@ -423,7 +423,7 @@ class Ready:
 
     url: str
     is_fresh: bool
-    """The server has not run anything for us yet."""
+    """Whether the server has not made any run yet."""
     local: LocalServer | None = None
 
     def check(self) -> None:
@@ -435,7 +435,7 @@ class Ready:
 class Servers:
     """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager.
 
-    Where a start serves several runs, the last server stays up until another arm's is opened.
+    If a start serves several runs, the last server stays up until another arm's server is opened.
     """
 
     def __init__(
@@ -450,7 +450,7 @@ class Servers:
         self._stack = ExitStack()
 
     def __enter__(self) -> Servers:
-        """Start nothing; servers start when they are needed."""
+        """Start nothing yet; a server starts when it is needed."""
         return self
 
     def __exit__(self, *_: object) -> None:

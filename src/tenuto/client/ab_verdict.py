@@ -1,4 +1,4 @@
-"""The verdict of `tenuto ab`: what is compared, the ratios with their intervals, and notes.
+"""The verdict of `tenuto ab`: the measures, their ratios with intervals, and notes.
 
 Values come from the jobs that finished on every arm. Each arm is compared with the first one.
 """
@@ -23,7 +23,7 @@ from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.text import MIN_PAIRS
 
 VERDICT = "verdict.json"
-"""Its file in the folder of a comparison."""
+"""The verdict's file in the folder of a comparison."""
 CONFIDENCE = 0.95
 POWER = 0.8
 PLANNED_CHANGE = 0.05
@@ -43,7 +43,7 @@ class Estimate:
     num_pairs: int
     num_pairs_needed: int | None
     """About how many pairs are needed to detect a difference of 5 % with a probability of 80 %, if the ratios
-    scatter as these do. None with fewer than two pairs."""
+    vary as these do. None with fewer than two pairs."""
 
     @property
     def is_trusted(self) -> bool:
@@ -183,7 +183,7 @@ _LOST = ("failed", "cancelled", "not_sent")
 
 
 def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """What a reader must know beside the ratios. `results`: by arm, its runs' results."""
+    """Notes that a reader of the ratios must know. `results`: the runs' results by arm."""
     return [
         *find_invalid(results),
         *describe_errors(results),
@@ -195,7 +195,7 @@ def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 
 
 def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """One sentence per arm that lost turns, or one if no arm did."""
+    """One sentence for each arm that lost turns, and one for the arms without errors."""
     lines = []
     for arm, runs in results.items():
         planned = sum(run["turns"]["planned"] for run in runs)
@@ -240,7 +240,7 @@ def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Whether the client's delays were too large for its times to describe the servers."""
+    """A note if the client's delays were so large that its times do not describe the servers."""
     lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
     worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:
@@ -252,7 +252,7 @@ def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
 
 
 def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """One sentence for each arm with runs whose figures do not describe its server."""
+    """One sentence for each arm with INVALID runs, whose figures do not describe its server."""
     lines = []
     for arm, runs in results.items():
         reasons = [run["client"]["invalid"] for run in runs if run["client"].get("invalid")]
@@ -281,7 +281,7 @@ def describe_caches(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 
 
 SAME = 0.0005
-"""A ratio that is nearer to 1 prints as 0.0 %."""
+"""A ratio that is closer to 1 than this is printed as 0.0 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class Comparison:
     """The ratio of the arm's value to the baseline's."""
     threshold: float
     is_valid: bool = True
-    """No run's figures are INVALID."""
+    """Whether no run's figures are INVALID."""
 
     @property
     def differs(self) -> bool:
@@ -342,7 +342,7 @@ def compare(
 ) -> list[Comparison]:
     """Make all comparisons. Each pair contains the values of all arms, with the baseline first.
 
-    `is_valid`: no run's figures are INVALID. Otherwise nothing is proved.
+    `is_valid`: whether no run's figures are INVALID. Otherwise nothing is proved.
     """
     if not pairs:
         return []
@@ -358,7 +358,7 @@ def compare(
 def compare_one(
     pairs: Sequence[Mapping[str, Values]], arms: tuple[str, str], measure: Measure, threshold: float
 ) -> Comparison:
-    """One measure of the second arm against the first, from one pair at least. All values are above 0."""
+    """Compare one measure of the second arm with the first. Needs one pair or more, with values above 0."""
     baseline, arm = arms
     values = tuple(pair[arm][measure.name] for pair in pairs)
     baseline_values = tuple(pair[baseline][measure.name] for pair in pairs)

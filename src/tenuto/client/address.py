@@ -20,7 +20,7 @@ def check_url(url: str, option: str = "--url") -> None:
 
 
 def get_base_url(url: str) -> str:
-    """The address without a path: users give it with `/v1`, or with the page that they looked at."""
+    """The address without a path, because users may give it with `/v1` or with the path of a page."""
     return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""`tenuto bench`: from options to a result. The one runner of live loads: `ab` and sweeps use it too."""
+"""`tenuto bench`: from options to a result. `ab` and sweeps use this runner of live loads too."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ from tenuto.workload.schema import Workload
 from tenuto.workload.turn_driver import TurnDriver
 
 INVALID = 3
-"""Exit status: every turn was answered, but the figures do not describe the server."""
+"""Exit status if every turn was answered, but the figures do not describe the server."""
 SETTLE_S = 1.0
-"""Seconds to wait after the load: servers update their metrics some time after the last token."""
+"""Seconds to wait after the load, because servers update their metrics some time after the last token."""
 SAMPLE_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAX_SIGNALS = 2
-"""Signals handled here. The next signal has its default effect: it ends the process without a result."""
+"""Number of signals handled here. The next one has its default effect: it ends the process without a
+result."""
 Result = dict[str, Any]
 """A run's record in JSON types."""
 
@@ -142,9 +143,9 @@ class _Setup:
     server: Server
     writer: RequestWriter
     engines: Engines
-    """Whose metrics are read: the server's own, or those of the engines behind a router."""
+    """The engines whose metrics are read: the server itself, or the engines behind a router."""
     servers: OneServer | RoutedServers
-    """Where turns go."""
+    """The server, or servers, to which turns are sent."""
 
 
 def _make_client(options: BenchOptions, url: str) -> Client:
@@ -182,7 +183,7 @@ async def _prepare(
 
 
 async def _read_engines(server: Server, engines: Engines) -> Server:
-    """What a router's engines report takes the place of the router's own page."""
+    """The server, with the reports of a router's engines in place of the router's own page."""
     try:
         pages = await engines.get_pages()
         totals = await engines.get_totals()
@@ -260,7 +261,7 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
 
 
 def _summarise(setup: _Setup) -> dict[str, Any] | None:
-    """What the engines did, and the router if the bench itself was one."""
+    """What the engines did, and what the router did if the bench routed the turns itself."""
     fleet = setup.engines.summarise()
     if fleet is not None and isinstance(setup.servers, RoutedServers):
         fleet |= setup.servers.summarise()
@@ -270,8 +271,8 @@ def _summarise(setup: _Setup) -> dict[str, Any] | None:
 async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run the load, with the companions running at the same time."""
     tasks = [asyncio.create_task(companion) for companion in companions]
-    # Garbage collection takes up to 0.1 s, and during this time nothing is sent or read. A run leaves almost
-    # no garbage that reference counts do not free.
+    # Garbage collection takes up to 0.1 s, during which nothing is sent or read. Reference counting frees
+    # almost all memory of a run.
     gc.collect()
     gc.disable()
     try:
@@ -287,7 +288,7 @@ async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) ->
 
 
 async def _get_growth(engines: Engines, server: Server, interruption: Interruption) -> Totals | None:
-    """Growth of the server's metrics. None if the server does not report them or the user interrupts."""
+    """Growth of the server's metrics; None if the server does not report them, or if the user interrupts."""
     if server.totals is None:
         return None
     if interruption.has_come:
@@ -328,7 +329,7 @@ async def sample_lag(lags_s: array[float]) -> None:
     due_s = loop.time() + SAMPLE_S
     while True:
         await asyncio.sleep(due_s - loop.time())
-        # All moments that passed in the meantime count: one long stall must not look like one late moment.
+        # Every moment that was missed counts, so that one long stall does not look like one late moment.
         while (late_s := loop.time() - due_s) >= 0:
             lags_s.append(late_s)
             due_s += SAMPLE_S
@@ -337,14 +338,14 @@ async def sample_lag(lags_s: array[float]) -> None:
 class Interruption:
     """Handles SIGINT and SIGTERM while its block runs. The block must run in an event loop.
 
-    The first signal stops the load. The second one stops the queries to the server after the load. So a user
-    who presses Ctrl-C twice does not lose the result.
+    The first signal stops the load. The second signal stops the queries to the server after the load. So a
+    user who presses Ctrl-C twice does not lose the result.
     """
 
     def __init__(self) -> None:
         self.has_come = False
         self.on_signal: Callable[[], Any] = lambda: None
-        """Stops what is running now."""
+        """Stops the load, or the queries after it."""
         self._num_left = _MAX_SIGNALS
         self._loop = asyncio.get_running_loop()
 
@@ -373,7 +374,7 @@ class Interruption:
 
 
 class Engines:
-    """The metrics of the engines behind one URL, added up. One engine that fails does not lose the others."""
+    """The sum of the metrics of the engines behind one URL. If one engine fails, the others still count."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = tuple(clients)
@@ -388,7 +389,7 @@ class Engines:
     def summarise(self) -> dict[str, Any] | None:
         """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
 
-        A client does not see jobs by engine, nor what the router did.
+        A client sees neither the engine of a job nor the router's decisions.
         """
         if len(self._clients) < 2:
             return None
@@ -429,7 +430,7 @@ class Engines:
 
 
 async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """Like `find_engines`, for the bench's client."""
+    """As `find_engines`, with the bench's client."""
     if given:
         return tuple(map(get_base_url, given))
     try:
@@ -447,7 +448,7 @@ def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
         "turns": round(growth.get("vllm:request_success_total", 0.0)),
         "computed_tokens": None if looked_up is None else round(looked_up - hits),
         "output_tokens": round(growth.get("vllm:generation_tokens_total", 0.0)),
-        # Of an engine that does not answer, only its counters are kept.
+        # For an engine that does not answer, only the last counters are used.
         "died": all(map(is_counter, last)),
     }
 
@@ -463,19 +464,19 @@ async def follow(
         try:
             totals = await get_totals()
         except RequestFailed:
-            totals = {}  # a server under load may not answer; the sample stays in the file, empty
+            totals = {}  # a server under load may not answer; the file then has an empty sample
         on_sample({"at_s": get_now_s(), **totals})
         await asyncio.sleep(interval_s)
 
 
 def run_sweep(runs: Sequence[BenchOptions]) -> int:
-    """Run the loads that DIR does not have yet, print a table, write the files; return the exit status.
+    """Make the runs that DIR does not have yet, print a table and write the files; return the exit status.
 
-    `runs`: equal in everything but the load. Raises ConfigError for a folder with other runs in it, and what
-    `run_bench` raises.
+    `runs`: the options of each run, equal except for the load. Raises ConfigError if the folder has other
+    runs, and all errors of `run_bench`.
     """
     for options in runs:
-        make_workload(options.load)  # what is wrong with a load is said before the first run
+        make_workload(options.load)  # report errors in the loads before the first run
     results: list[Result] = []
     is_written = True
     for number, options in enumerate(runs, 1):
@@ -508,7 +509,7 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
 
 
 def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
-    """A run that is there and whole. Raises ConfigError if it is of another load."""
+    """The record of an earlier complete run, or None. Raises ConfigError if it has another load."""
     if folder is None or not (folder / RESULT).exists():
         return None
     values = read_first(folder / RESULT).values
@@ -549,7 +550,7 @@ COLUMNS = (
 
 
 def format_sweep(results: Sequence[Result]) -> str:
-    """A row for each load, and below it what a reader must know about it."""
+    """The table: a row for each load, then notes that a reader must know."""
     heads = ("jobs/s", "done/s", "jobs", *(head for head, *_ in COLUMNS), "tok/s", "hits")
     goodput = any(result["goodput"] for result in results)
     rows = [(*heads, *(("good/s",) if goodput else ()))]

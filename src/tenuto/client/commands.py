@@ -1,8 +1,8 @@
 """Tool calls as real commands: runs the command lines of a trace, with a temporary folder for each job.
 
-This is not a sandbox. A command runs as the user, can read the user's files and can reach the network. These
-are limited: its time, its output, its working folder, its environment (only PATH is passed on, so no keys),
-and its processes. All processes end with the command unless they leave its process group.
+This is not a sandbox. A command runs as the user, can read the user's files and can reach the network. Its
+time, output and working folder are limited. Its environment has only PATH, so no keys. Its processes end with
+it, unless they leave its process group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Job, Workload
 
 MAX_OUTPUT_BYTES = 2**20
-"""A command that writes more than this is stopped: no agent reads that much."""
+"""A command that writes more than this is stopped. No agent reads that much."""
 PIECE_BYTES = 2**16
 """Bytes of a command's output that are read at a time."""
 
@@ -36,7 +36,7 @@ class CommandRecord:
 
     job: str
     after_turn: int
-    """The turn whose answer called the command, counted from 1."""
+    """The number, from 1, of the turn whose answer called the command."""
     command: str
     end: End
     exit_status: int | None
@@ -109,7 +109,7 @@ class CommandRunner:
                 stderr=output.write_end,
                 start_new_session=True,
             )
-        except (OSError, ValueError):  # a folder that was removed, a NUL character, too many processes
+        except (OSError, ValueError):  # no folder, a NUL character, too many processes
             return "not started", None
         output.close_write_end()
         try:
@@ -139,8 +139,8 @@ class CommandRunner:
 class _Output:
     """Counts the bytes that a command writes and keeps none of them. A context manager.
 
-    This uses a pipe instead of a file: a command that writes without end must wait for the reader and cannot
-    fill the disk. Asyncio's own pipe would also wait for processes that the command left running.
+    This is a pipe instead of a file, so that a command that writes without end cannot fill the disk.
+    asyncio's own pipe would also wait for processes that the command left running.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`tenuto control`: its options, and asking a server's control addresses (`tenuto.vllm.control_http`)."""
+"""`tenuto control`: its options, and its requests to a server (`tenuto.vllm.control_http`)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ControlOptions(Options):
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
@@ -91,7 +91,7 @@ class ControlOptions(Options):
             raise ConfigError(f"only set takes --policy, --option, --limit and --canary-…, not {self.action}")
 
     def get_change(self) -> dict[str, Any]:
-        """The change to ask the server for. Raises ConfigError for an option that is not K=V."""
+        """The change, as the server expects it. Raises ConfigError for an option that is not K=V."""
         return {"mode": self.action} if self.action in ("on", "off", "shadow") else self._get_settings()
 
     def get_operator(self) -> str:
@@ -126,9 +126,9 @@ class ControlOptions(Options):
 
 
 def control(options: ControlOptions, client: httpx.Client | None = None) -> tuple[int, str]:
-    """Ask the server; the exit status, and what to print.
+    """Send the request to the server. Returns the exit status and the text to print.
 
-    Status 0: done on every rank. 1: a rank did not confirm. Raises TenutoError if the server refuses, or
+    Status 0: every rank confirmed. 1: a rank did not confirm. Raises TenutoError if the server refuses or
     does not answer.
     """
     url = options.url.rstrip("/").removesuffix("/v1")
@@ -147,7 +147,7 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
 
 
 def format_status(answer: Mapping[str, Any]) -> str:
-    """What runs on each rank, as text."""
+    """The status of each rank, as text."""
     lines = []
     for rank in answer.get("ranks", ()):
         head = f"rank {rank['rank']}"

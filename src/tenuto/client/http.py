@@ -1,15 +1,16 @@
-"""One request to an OpenAI-compatible server: how it is written and sent, and its answer or what went wrong.
+"""Requests to an OpenAI-compatible server: how they are written and sent, and their answers or errors.
 
-A prompt's texts are a fixed function of the run's salt and their content ids. Of two texts with the same id,
-the longer one begins with the shorter one. So prompts share the same prefixes on the server as their spans
-do. Another run uses another salt and gets no prefix hits from this one. (By chance, 1 of 10,000 pairs of
+A prompt's texts are a fixed function of the run's salt and their content ids. If two texts have the same id,
+the longer one begins with the shorter one. So prompts share prefixes on the server exactly as the workload
+says. Another run uses another salt and gets no prefix hits from this one. (By chance, 1 of 10,000 pairs of
 texts has the same first token; no pair has the same first block.)
 
-- `TokenIds` sends prompts of token ids to `/v1/completions`. Prompt lengths are exact on every server without
-  a tokenizer. The answer in the next prompt is also exact, because it is made of the server's own token ids.
-- `Words` sends messages of words to `/v1/chat/completions`. Each word is one token in the common
-  vocabularies. A prompt has about the planned length, plus the tokens of the chat template. The records then
-  contain the server's counts.
+- `TokenIds` sends prompts of token ids to `/v1/completions`. Prompt lengths are exact on every server,
+  without a tokenizer. The answer in the next prompt is also exact, because it consists of the server's own
+  token ids.
+- `Words` sends messages of words to `/v1/chat/completions`. Each word is one token in common vocabularies. A
+  prompt has about the planned length, plus the tokens of the chat template. The records then contain the
+  server's counts.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 KEEP_ALIVE_S = 3.0
-"""Idle connections are not used after this time. Uvicorn, under vLLM and SGLang, closes them after 5 s, and a
-request sent while the connection closes is lost."""
+"""Idle connections are not used after this time. Uvicorn, which vLLM and SGLang use, closes them after 5 s. A
+request that is sent while the connection closes is lost."""
 AFTER_DONE_S = 1.0
 """How many seconds a connection may stay open after the last event before the client drops it."""
 SHORT_REQUEST_S = 10.0
@@ -62,7 +63,7 @@ _RETRIED_STATUS = frozenset({408, 409, 425, 429})
 
 
 class RequestFailed(TenutoError):
-    """A request did not bring a complete answer.
+    """A request got no complete answer.
 
     `kind` is one of: `connect` (no connection), `reset` (the connection broke), `timeout`, `http N` (an error
     status), `malformed` (not HTTP, or not an event stream), `cut off` (the stream ended early), `empty` (no
@@ -77,7 +78,7 @@ class RequestFailed(TenutoError):
         self.can_retry = can_retry
         """False if the same request would fail again, because the server understood and refused it."""
         self.retry_after_s = retry_after_s
-        """How many seconds the server asks to wait."""
+        """Seconds that the server asks to wait before a retry; None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ class AnswerStream:
 
 
 def _write_text(response: Response) -> str:
-    """All that the model wrote, as the next prompt quotes it."""
+    """The model's complete text, as the next prompt quotes it."""
     calls = [
         {"index": key, "function": {"name": name, **({"arguments": arguments} if arguments else {})}}
         for key, name, arguments in response.calls
@@ -305,7 +306,7 @@ def _show(data: bytes) -> str:
 
 
 SESSION_HEADER = "X-Session-ID"
-"""By which routers pin sessions."""
+"""The header by which routers pin sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +348,13 @@ class RequestWriter:
         if hints.job_id is not None:
             hints = replace(hints, job_id=self._make_job_id(hints.job_id))
         hint_fields = make_fields(hints)
-        if hint_fields.keys() - {"job_id"}:  # if there is only the id, the header is enough
+        if hint_fields.keys() - {"job_id"}:  # if the hints have only the id, the header is enough
             fields["vllm_xargs"] = hint_fields
         # Join the parts as text: prompts are long, and most of the text was written for an earlier turn.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
 
     def _make_job_id(self, job_id: str) -> str:
-        # A trace's ids may be invalid in a header. The length limit turns those into a digest.
+        # A trace's ids may be invalid in a header. Those are replaced by a digest.
         return get_bounded_id(f"{self.run_id}/{job_id}") or self.run_id
 
 
@@ -426,8 +427,8 @@ class TokenIds:
 
     def write_text(self, name: str, num_tokens: int) -> str:
         """The first token ids of the text with that name, separated by commas."""
-        # Compute each digit for all ids at once. This is 100 times as fast as one id at a time. A client that
-        # is busy with writing prompts delays everything else.
+        # Compute each digit for all ids at once, which is 100 times as fast as one id at a time. While the
+        # client writes prompts, everything else is delayed.
         digits = _make_bytes(name, NUM_DIGITS * num_tokens).translate(_DIGITS)
         text = bytearray(b"1....," * num_tokens)
         for place in range(NUM_DIGITS):
@@ -460,7 +461,7 @@ class Words:
         return answer.text or None
 
     def write_prompt(self, parts: Iterable[Part]) -> str:
-        """The same: messages with alternating roles, which some chat templates require."""
+        """The request's field for a prompt: messages with alternating roles, as some chat templates need."""
         by_role = groupby(parts, lambda part: "assistant" if part.is_answer else "user")
         return openai_chat.write_prompt(
             Message(role, [" ".join(part.text for part in group)]) for role, group in by_role

@@ -1,4 +1,4 @@
-"""`tenuto ledger`: what jobs and tenants used on a live server, as a table. Simulations write it too."""
+"""`tenuto ledger`: a table of what jobs and tenants used on a live server. Simulations write it too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LedgerOptions(Options):
     timeout_s: float = option(90.0, "longest wait for the server's answer, seconds", above=0)
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
@@ -53,7 +53,7 @@ class LedgerOptions(Options):
 
 
 def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> tuple[list[Row], str | None]:
-    """The accounts of a server, and what its answer leaves out. Raises TenutoError if it gives none."""
+    """A server's accounts, and a note on what its answer leaves out. Raises TenutoError if it has none."""
     url = options.url.rstrip("/").removesuffix("/v1")
     path = "/tenuto/ledger" if options.job is None else f"/tenuto/jobs/{quote(options.job, safe='')}"
     key = options.api_key if options.job is not None and options.api_key else options.admin_key
@@ -80,7 +80,7 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
 
 
 def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | None]:
-    """The accounts of a server's data-parallel ranks together: all, tenants, jobs; and what is left out."""
+    """The sums over a server's data-parallel ranks: total, tenants, jobs; and a note on what is left out."""
     tenants: dict[str, list[Mapping[str, float]]] = {}
     jobs: dict[tuple[str | None, str], list[Mapping[str, float]]] = {}
     for rank in ranks:
@@ -98,7 +98,7 @@ def make_rows(
     tenants: Mapping[str, Iterable[Mapping[str, float]]],
     jobs: Mapping[tuple[str | None, str], Iterable[Mapping[str, float]]],
 ) -> list[Row]:
-    """A row for all, for each tenant, and for each job."""
+    """A row for the total, for each tenant, and for each job."""
     return [
         {"kind": "total", "tenant": None, "job": None, **add_figures(totals)},
         *(
@@ -113,7 +113,7 @@ def make_rows(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write the accounts as CSV; `-` is the output. Raises ConfigError if the file cannot be written."""
+    """Write the accounts as CSV, with `-` to standard output. Raises ConfigError if that fails."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
@@ -128,7 +128,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _bound(value: Any) -> Any:
-    """A cell: names come from clients, and a spreadsheet must not take one for a formula."""
+    """A safe cell: names come from clients, and a spreadsheet must not read one as a formula."""
     if isinstance(value, float):
         return round(value, 3)
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
@@ -136,7 +136,7 @@ def _bound(value: Any) -> Any:
 
 
 def format_rows(rows: Sequence[Row], most: int = 20) -> str:
-    """The accounts as a table: all, tenants, and the jobs that computed most."""
+    """The accounts as a table: the total, the tenants, and the jobs that computed most."""
     jobs = sorted(
         (row for row in rows if row["kind"] == "job"), key=lambda row: row["computed_tokens"], reverse=True
     )

@@ -1,9 +1,9 @@
 """Runs a workload against servers: sends each turn when it is due and records the result.
 
-A turn is a task only while it is in flight. A job in a tool call costs only one timer, so one process can run
-thousands of jobs. Turns go to one server, or to several, among which one of Tenuto's routers chooses. Then
-the client is the router. It keeps the same accounts as a simulated router, and sees what any router sees:
-which turn it sent where, and the answers.
+A turn is an asyncio task only while it is in flight. A job in a tool call costs only one timer, so one
+process can run thousands of jobs. With several servers, one of Tenuto's routers in the client chooses the
+server of each turn. It keeps the same records as a simulated router, and sees what any router sees: which
+turn it sent where, and the answers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tenuto.workload.turn_driver import Due, TurnDriver
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 AWAY_S = 10.0
-"""A server that refuses connections gets no turns for this long."""
+"""Seconds for which a server that refuses a connection gets no turns."""
 TERMINAL_S = 1.0
-"""Seconds between two views on a terminal, where each view replaces the one before it."""
+"""Seconds between two progress lines on a terminal, where each replaces the one before it."""
 LOG_S = 10.0
-"""Seconds between two lines if stderr is not a terminal."""
+"""Seconds between two progress lines if stderr is not a terminal."""
 _NUM_RECENT = 1000
 _CLEAR_LINE = "\r\x1b[2K"
 
@@ -68,7 +68,7 @@ class Load:
         commands: CommandRunner | None = None,
     ) -> None:
         self.num_in_flight = 0
-        """Turns that were sent, or are about to be sent, and have not ended."""
+        """Number of turns that were sent, or are about to be sent, and have not ended."""
         self.num_started_jobs = 0
         self._turns = turns
         self._servers = servers
@@ -79,7 +79,7 @@ class Load:
         """Seconds between the tokens of each answer."""
         self._commands = commands
         self._last_finished: dict[str, int] = {}
-        """By job, the index of its most recently finished turn."""
+        """The index of each job's most recently finished turn."""
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,7 +178,7 @@ class Load:
             else:
                 for gap_s in answer.gaps_s:
                     self.gaps.add(gap_s)
-                # Answers that later prompts quote are kept; their gaps are counted and need not be.
+                # Answers that later prompts quote are kept, without their gaps, which are counted already.
                 flight.answer = replace(answer.since(self._start_s), gaps_s=())
                 return
 
@@ -210,17 +210,17 @@ def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
 
 
 class Sender(Protocol):
-    """Carries one turn."""
+    """Sends one turn, with one or more attempts."""
 
     async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Send the turn and read its whole answer; to be tried again, if at all. Raises RequestFailed."""
+        """Send the turn and read its whole answer. May be called again for a retry. Raises RequestFailed."""
 
 
 class Servers(Protocol):
-    """What a load runs against."""
+    """The server or servers of a load."""
 
     def open_turn(self, due: Due) -> AbstractContextManager[Sender]:
-        """What carries a turn, until the block ends."""
+        """The sender of a turn, inside the block."""
 
 
 class OneServer:
@@ -231,12 +231,12 @@ class OneServer:
 
     @contextmanager
     def open_turn(self, due: Due) -> Iterator[Sender]:
-        """All turns go there."""
+        """Its sender always uses this server."""
         yield self._client
 
 
 class RoutedServers:
-    """Several servers. A new job is never held back here: the engines have their own admission."""
+    """Several servers. New jobs are never held back here, because the engines have their own admission."""
 
     def __init__(self, clients: Sequence[Client], router: str, say_hints: SayHints) -> None:
         """Raises PolicyError or ConfigError for a router that does not exist."""
@@ -244,15 +244,15 @@ class RoutedServers:
         self._dispatcher = Dispatcher(load_router(router), FleetLimits(max_held=0))
         self._say_hints = say_hints
         self._where: dict[str, str] = {}
-        """By open turn, the server that it was sent to."""
+        """The server of each open turn."""
         self._away: dict[str, float] = {}
-        """Servers that refused a connection, and until when they get no turns."""
+        """The time until which each server that refused a connection gets no turns."""
         for url in self._clients:
             self._dispatcher.join(EngineInfo(url), 0.0)
 
     @contextmanager
     def open_turn(self, due: Due) -> Iterator[Sender]:
-        """The router chooses, for each attempt."""
+        """Its sender lets the router choose a server for each attempt."""
         turn = _RoutedTurn(self, due)
         try:
             yield turn
@@ -272,7 +272,7 @@ class RoutedServers:
         }
 
     def choose(self, due: Due) -> Client | None:
-        """The server for a turn. None while none takes turns."""
+        """The server for a turn; None while no server takes turns."""
         now_s, turn_id = _get_now_s(), get_turn_id(due)
         for url in [url for url, until_s in self._away.items() if until_s <= now_s]:
             del self._away[url]
@@ -286,7 +286,7 @@ class RoutedServers:
         return None if found is None else self._clients[found]
 
     def fail(self, due: Due, client: Client, error: RequestFailed) -> None:
-        """A server did not answer a turn: the turn goes elsewhere next time, or there again."""
+        """A server did not answer a turn, so that the router chooses again for the next attempt."""
         now_s, turn_id = _get_now_s(), get_turn_id(due)
         if error.kind == "connect" and client.url not in self._away:
             self._away[client.url] = now_s + AWAY_S
@@ -294,7 +294,7 @@ class RoutedServers:
             for each in lost:
                 del self._where[each]
             self._note(self._dispatcher.die(client.url, now_s))
-        elif self._where.get(turn_id) == client.url:  # else it was routed again when the server died
+        elif self._where.get(turn_id) == client.url:  # otherwise it was routed again when the server died
             del self._where[turn_id]
             self._note(self._dispatcher.fail(turn_id, now_s))
 
@@ -371,7 +371,8 @@ class Progress:
         return " | ".join(parts)
 
     def _format_rates(self, now_s: float) -> str:
-        # The period starts at the end of the first of these turns. At least 1 s, to avoid misleading rates.
+        # The period starts at the end of the first of these turns. It is at least 1 s, to avoid misleading
+        # rates.
         span_s = max(now_s - (self._recent[0].last_token_s or 0.0), 1.0)
         num_output_tokens = sum(record.output_tokens or 0 for record in self._recent)
         return f"{len(self._recent) / span_s:.1f} turns/s, {num_output_tokens / span_s:.0f} tok/s"
@@ -382,7 +383,7 @@ class Progress:
 
 
 async def show(progress: Progress, load: Load, stream: TextIO) -> None:
-    """Print the view repeatedly until cancelled; on a terminal, each view overwrites the last one."""
+    """Print a progress line repeatedly until cancelled; on a terminal, each line overwrites the last one."""
     is_terminal = stream.isatty()
     start, end = (_CLEAR_LINE, "") if is_terminal else ("", "\n")
     try:

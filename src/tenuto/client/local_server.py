@@ -37,7 +37,7 @@ class LocalServer:
         os.killpg(self.process.pid, number)
 
     def stop(self) -> None:
-        """Ask the server to end, like a service manager does. Kill it if that takes too long."""
+        """Ask the server to end, as a service manager does. Kill it if that takes too long."""
         if self.process.poll() is None:
             self.process.terminate()
         try:

@@ -1,11 +1,11 @@
-"""A server's metrics as its clients read them: one page, a load's growth, the KV cache, engines behind a URL.
+"""Reads a server's metrics as a client: pages, their growth during a load, the KV cache, a router's engines.
 
 Pages read during a load are parsed by hand. A Prometheus parser takes tens of milliseconds for a page of
 vLLM, and during this time the client could not read tokens or send turns.
 
-A router's own `/metrics` says nothing about its engines. vllm-router and SGLang's router list them at
-`/list_workers`. (vllm-router answers `/metrics` with the page of one engine, whichever it is.) For other
-routers the user names the engines: `--engine-url`.
+A router's own `/metrics` does not describe its engines. vllm-router and SGLang's router list their engines at
+`/list_workers`. (vllm-router answers `/metrics` with the page of an arbitrary engine.) For other routers, the
+user names the engines with `--engine-url`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Buckets = dict[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The samples of one reading. Sums run over all labels that are not named. None if nothing matches."""
+    """The samples of one page. Sums are over all labels that are not named; None if nothing matches."""
 
     at_s: float
     """Unix time."""
@@ -62,7 +62,7 @@ class Page:
         return sorted({own[label] for own, _ in self.samples.get(name, ()) if label in own})
 
     def active(self, name: str, label: str) -> list[str]:
-        """The values of one label among the samples that are not 0, sorted: of what runs, of several."""
+        """The values of one label among samples that are not 0, sorted, such as the policies that run."""
         return [value for value, total in sorted(self.by_label(name, label).items()) if total]
 
     def buckets(self, name: str) -> Buckets:
@@ -92,7 +92,7 @@ def parse_page(text: str, at_s: float) -> Page:
 
 
 def join_pages(pages: Mapping[str, Page]) -> Page:
-    """The pages of several servers as one; the label `engine` then begins with the server's name."""
+    """Join the pages of several servers into one. The label `engine` then begins with the server's name."""
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     for name, page in pages.items():
         for metric, values in page.samples.items():
@@ -106,7 +106,7 @@ def join_pages(pages: Mapping[str, Page]) -> Page:
 def _keep_ours(text: str) -> str:
     """Keep only vLLM's and Tenuto's metrics.
 
-    The parser takes tens of microseconds per line, and half of a page is about the Python process.
+    The parser takes tens of microseconds per line, and half of a page describes the Python process.
     """
     comments = tuple(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in _WRITTEN)
     lines = [line for line in text.splitlines() if line.startswith((*_WRITTEN, *comments))]
@@ -120,7 +120,7 @@ _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="([1-9]\d{0,5
 _SIM_SPEED = re.compile(r"^tenuto:sim_speed\b.*$", re.MULTILINE)
 
 Totals = dict[str, float]
-"""By metric, the sum over its labels (engines, models, reasons)."""
+"""The sum of each metric over its labels (engines, models, reasons)."""
 
 
 def parse_totals(text: str) -> Totals:
@@ -174,24 +174,25 @@ def _get_value(line: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The KV cache of a server at one moment: of one engine, or the sum over all engines."""
+    """The state of a server's KV cache, for one engine or as the sum over all engines."""
 
     block_size: int
     num_blocks: int
     """Number of KV blocks, without the null blocks."""
     num_used_blocks: int
-    """Blocks in use as the server reports it. With Tenuto, blocks that only leases hold are not in use."""
+    """Blocks in use, as the server reports. With Tenuto, blocks that only leases hold do not count as
+    used."""
     num_retained_blocks: int | None
-    """None if the server has no such metric (stock vLLM)."""
+    """Blocks that leases hold; None if the server has no such metric (stock vLLM)."""
     num_faults: float = 0.0
-    """Policy hooks that failed."""
+    """Number of policy hook calls that failed."""
     policy: str | None = None
-    """None if the server has no `tenuto:info` (stock vLLM)."""
+    """The policy's name; None if the server has no `tenuto:info` (stock vLLM)."""
     mode: str = "on"
     """The mode that an operator chose: on, off or shadow."""
     num_short_tokens: Mapping[str, float] = field(default_factory=dict)
-    """By kind of layer group that can end a hit, such as `window 1024`: tokens that another group still had.
-    Empty if all layers have full attention, and on stock vLLM."""
+    """By kind of layer group that ended hits, such as `window 1024`: tokens after the hit that another group
+    had. Empty if all layers have full attention, and on stock vLLM."""
     engines: tuple[str, ...] = ()
     """The labels of all engines, one for each data-parallel rank."""
 
@@ -243,7 +244,7 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
 
 
 def add_states(states: Sequence[CacheState]) -> CacheState:
-    """The state of several servers together."""
+    """The sum of the states of several servers."""
     first = states[0]
     if len(states) == 1:
         return first
@@ -252,7 +253,7 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
         name: sum(getattr(state, name) for state in states)
         for name in ("num_blocks", "num_used_blocks", "num_faults")
     }
-    # Policies of one fleet are the same. If they differ, one that promises nothing decides what is expected.
+    # A fleet usually has one policy. If policies differ, one that promises nothing decides what is expected.
     policies = [state.policy for state in states]
     return replace(
         first,
@@ -271,22 +272,23 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
 
 @dataclass(frozen=True, slots=True)
 class OwnJob:
-    """What a server holds for one job of the client that asks: on one engine, or the sum over all."""
+    """What a server holds for one job of this client, on one engine or as the sum over all engines."""
 
     num_leased_blocks: int = 0
     news: str | None = None
-    """What happened to its lease (`tenuto.core.types.WORDS`); None if it is whole, or there was none."""
+    """What happened to its lease (`tenuto.core.types.WORDS`); None if it is complete or there was none."""
     reason: str | None = None
     num_cached_tokens: int = 0
-    """What its turns found in the cache, or loaded; without a ledger, only of what it had computed."""
+    """Tokens that its turns found in the cache or loaded. Without a ledger, only those that the job had
+    computed."""
     num_short_tokens: Mapping[str, float] | None = None
-    """As `CacheState.num_short_tokens`, of its turns only; None if the server does not tell."""
+    """As `CacheState.num_short_tokens`, for its turns only; None if the server does not report it."""
 
 
 def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
     """What a server holds for a job; None if the server has no such address (stock vLLM).
 
-    Raises httpx.HTTPError if there is no answer or a refusal, DataError for an answer that makes no sense.
+    Raises httpx.HTTPError if the server refuses or does not answer, DataError for a malformed answer.
     """
     response = client.get(f"/tenuto/jobs/{quote(job_id, safe='')}")
     if response.status_code in (404, 405):
@@ -310,7 +312,7 @@ def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
 
 
 def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
-    """A job that several engines know."""
+    """The sum of what several engines hold for a job."""
     told = [job for job in jobs if job.news is not None]
     return OwnJob(
         sum(job.num_leased_blocks for job in jobs),
@@ -322,7 +324,7 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
 
 
 def add_short_tokens(counts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """The sums by group; None if the server does not show them."""
+    """The sums by group; None if the server does not report them."""
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)
@@ -339,22 +341,22 @@ def _get_int(labels: Mapping[str, str], name: str) -> int:
 
 
 def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Client:
-    """A client for what a server says of itself. It sends the key, if there is one."""
+    """An HTTP client for a server's status pages. It sends the key, if there is one."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.Client(base_url=get_base_url(url), headers=headers, timeout=timeout_s)
 
 
 LIST_PATH = "/list_workers"
 MAX_ENGINES = 1024
-"""More names than this in one answer are not read."""
+"""Most names that are read from one answer."""
 
 
 def parse_engines(text: str) -> tuple[str, ...]:
-    """The engines that a router's answer to `/list_workers` names; empty for any other answer."""
+    """The engines in a router's answer to `/list_workers`; empty for any other answer."""
     try:
         found = json.loads(text)
         urls = found["urls"][:MAX_ENGINES]
-        # vllm-router writes a data-parallel rank behind the address: http://host:8000@1.
+        # vllm-router appends a data-parallel rank to the address: http://host:8000@1.
         named = dict.fromkeys(get_base_url(url.rpartition("@")[0] or url) for url in urls)
         for url in named:
             check_url(url)
@@ -364,7 +366,7 @@ def parse_engines(text: str) -> tuple[str, ...]:
 
 
 def find_engines(client: httpx.Client, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """The engines behind a server: those given, else those that it names; empty if it is not a router."""
+    """The engines behind a server: `given`, or else those that it lists; empty if it is not a router."""
     if given:
         return tuple(map(get_base_url, given))
     try:
@@ -379,11 +381,11 @@ RESET_LIMIT_S = 30.0
 
 
 def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
-    """Empty the prefix caches of servers, or those of the engines behind routers.
+    """Empty the prefix caches of servers, or of the engines behind routers.
 
-    False if a server does not support this or keeps holding blocks.
+    Returns False if a server does not support this or continues to hold blocks.
     """
-    emptied = []  # a list: all are emptied, even if one of them cannot be
+    emptied = []  # a list, not a generator: all caches are emptied, even if one of them fails
     for url in map(get_base_url, urls):
         with connect(url, api_key) as client:
             emptied += [_empty_one(client, each) for each in find_engines(client, engine_urls) or (url,)]

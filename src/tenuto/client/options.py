@@ -1,6 +1,6 @@
-"""The options of runs against live servers: of `bench`, `replay`, `ab` and `profile`.
+"""The options of runs against live servers, for `bench`, `replay`, `ab`, `profile` and `validate`.
 
-They need nothing but the base install, so that `--help` is quick and works without the extras.
+They need only the base install, so that `--help` is fast and works without the extras.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 
 Kind = Literal["url", "vllm", "policy", "sim"]
 THRESHOLD_PERCENT = 1.0
-"""Differences below it do not matter, unless --threshold says something else."""
+"""Smaller differences, in percent, do not count. The default of --threshold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(Options):
-    """How turns are sent; independent of the server and the run."""
+    """How turns are sent, independent of the server and the run."""
 
     GROUP = "the requests"
 
@@ -232,7 +232,7 @@ def _split(flag: str, text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmOptions(Options):
-    """What is compared: servers that are already running, and servers that are started here."""
+    """The arms: servers that are already running, and servers that are started here."""
 
     GROUP = "the arms"
 
@@ -394,7 +394,7 @@ class ProfileOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
-    """What to fit, and where to write the fit."""
+    """The options of a fit: its input and its output."""
 
     GROUP = "the fit"
 
@@ -459,5 +459,5 @@ class ValidateOptions(Options):
 
     @property
     def limit_s(self) -> float:
-        """How long it may take, in seconds."""
+        """The time limit, in seconds."""
         return 60 * (self.minutes or (6.0 if self.quick else 30.0))

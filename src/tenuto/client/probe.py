@@ -1,4 +1,4 @@
-"""Asks a server about itself before the load begins, and checks with one request that it can be measured."""
+"""Asks a server about itself before the load, and checks with one request that it can be measured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 4
 NUM_ATTEMPTS = 3
 LIMIT_S = 120.0
-"""Time limit for the probe's answer in seconds. A server's first forward pass may take a minute; more
-means that the server hangs."""
+"""Time limit for the probe's answer in seconds. A server's first forward pass may take a minute. A longer
+time means that the server hangs."""
 
 
 class ServerError(TenutoError):
@@ -36,7 +36,7 @@ class ServerError(TenutoError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server reports about itself. None for a value that it does not report."""
+    """What a server reports about itself. Values that it does not report are None."""
 
     model: str
     max_model_len: int | None
@@ -45,12 +45,12 @@ class Server:
     totals: Totals | None
     """The server's metrics before the load."""
     sends_ids: bool
-    """The server's answers include their token ids."""
+    """Whether the server's answers include their token ids."""
     sim_speed: float | None = None
     """Simulated seconds per real second of a simulated server; None for a real one."""
 
     def also(self, other: Server) -> Server:
-        """This server and another one beside it: what both can do."""
+        """The capabilities that this server and another one have in common."""
         lengths = [each for each in (self.max_model_len, other.max_model_len) if each is not None]
         return replace(
             self, max_model_len=min(lengths, default=None), sends_ids=self.sends_ids and other.sends_ids

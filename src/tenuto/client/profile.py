@@ -1,4 +1,4 @@
-"""`tenuto profile`: times a live server's steps, and its copies to and from host memory, from outside.
+"""`tenuto profile`: a client times a live server's steps, and its copies to and from host memory.
 
 A prefill step is a prompt whose answer is one token. Its time is the time to first token, including the cost
 of the request itself. The context before the timed chunk is in the prefix cache, because an earlier prompt
@@ -7,11 +7,12 @@ began last, because all the others were running during that time.
 
     ask a prompt                 its KV is computed, and stored in host memory
     ask it again                 found on the GPU:       first token after A
-    fill the cache with others   its KV leaves the GPU
-    ask it again                 comes from host memory: first token after B; the copy took B − A
+    fill the cache with others   its KV is evicted from the GPU
+    ask it again                 loaded from host memory: first token after B; the copy took B − A
 
-So the time of a copy has all that a turn waits for: the queue, the steps between, and the bytes. How many
-bytes came, vLLM's own metrics say. A server without a tier has no such metrics, and nothing is timed.
+So the time of a copy includes all that a turn waits for: the queue, the steps in between, and the transfer.
+The number of bytes comes from vLLM's own metrics. A server without a tier has no such metrics, and no copy is
+timed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OUTPUT_TOKENS = 24
 STORED = "vllm:kv_offload_store_bytes_total"
 LOADED = "vllm:kv_offload_load_bytes_total"
 MARGIN = 1.2
-"""Fill the cache this many times over: a server may hold some blocks for others."""
+"""To evict a prompt, fill the cache this many times, because the server may hold some blocks for others."""
 LIMIT_S = 600.0
 """Time limit for one answer, in seconds."""
 SHOW_EVERY = 10
@@ -119,7 +120,7 @@ def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A chunk of new tokens after a cached context."""
+    """A prefill step: a chunk of new tokens after a cached context."""
 
     num_tokens: int
     num_context_tokens: int
@@ -131,7 +132,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Conversations that decode at the same time, and the context with which each begins."""
+    """A decode step: conversations that decode at the same time, and the context with which each begins."""
 
     num_decodes: int
     num_context_tokens: int
@@ -186,7 +187,7 @@ def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens
 
 
 def _double(first: int, last: int) -> list[int]:
-    """Numbers from first to last, each twice the one before, and last itself. Empty if last < first."""
+    """Numbers from first to last, each twice the one before, then last itself. Empty if last < first."""
     values = []
     while first < last:
         values.append(first)
@@ -201,7 +202,7 @@ class Asker:
         self._client = client
         self._writer = writer
         self.num_unlike = 0
-        """Prefills whose prefix hit was not the context that had been put into the cache."""
+        """Number of prefills whose prefix hit was not the context that had been cached."""
 
     async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
         """Send a prompt; return when it was sent and its answer of `num_tokens`. Raises RequestFailed."""
@@ -214,13 +215,13 @@ class Asker:
         return sent_s, await self._client.stream_answer(writer.form.path, body, headers)
 
     async def time(self, step: TimedStep, repeat: int) -> float | None:
-        """Time one step in seconds. None if the server did something else. Raises RequestFailed."""
+        """Time one step, in seconds; None if the server did something else. Raises RequestFailed."""
         if isinstance(step, Prefill):
             return await self._time_prefill(step, repeat)
         return await self._time_decode(step, repeat)
 
     async def _time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
-        """Seconds to the first token of a chunk after its context. None if the context was not cached."""
+        """Seconds to the first token of a chunk after its context; None if the context was not cached."""
         name = f"prefill{repeat}"
         context = (Span(f"{name}/context", prefill.num_context_tokens),) if prefill.num_context_tokens else ()
         chunk = Span(f"{name}/{prefill.num_context_tokens}+{prefill.num_tokens}", prefill.num_tokens)
@@ -235,7 +236,7 @@ class Asker:
         return answer.first_token_s - sent_s
 
     async def _time_decode(self, decode: Decode, repeat: int) -> float | None:
-        """Seconds per token of conversations that decode together. None if they did not all run at once."""
+        """Seconds per token of conversations that decode together; None if they did not all run at once."""
         names = [f"decode{repeat}/{number}" for number in range(decode.num_decodes)]
         prompts = [(Span(f"{name}/context", decode.num_context_tokens),) for name in names]
         for name, prompt in zip(names, prompts, strict=True):
@@ -298,7 +299,7 @@ async def _check_hits(client: Client, before: Totals | None) -> None:
 
 
 def choose_lengths(max_context: int, num_kv_tokens: int | None) -> list[int]:
-    """Prompts to time, in tokens: four, evenly up to the longest, which half of the cache can hold."""
+    """Four evenly spaced prompt lengths to time, in tokens. The longest fits into half of the cache."""
     longest = min(max_context, (num_kv_tokens or max_context) // 2)
     return [longest * n // 4 for n in range(1, 5)]
 
@@ -311,7 +312,7 @@ async def time_copies(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """The copies as lines of an observations file; none if the server has no tier, or hides its cache's size.
+    """Time copies; returns the lines of an observations file. Empty without a tier or a reported cache size.
 
     Every prompt is evicted and loaded `repeats` times.
     """
@@ -349,6 +350,6 @@ async def _time(asker: Asker, name: str, prompt: Prompt) -> float:
 
 
 async def _fill(asker: Asker, name: str, num_kv_tokens: int, length: int) -> None:
-    """Ask other prompts until nothing older can be left on the GPU."""
+    """Send other prompts until nothing older can be left on the GPU."""
     for number in range(int(MARGIN * num_kv_tokens / length) + 1):
         await asker.ask(f"{name}/filler{number}", (Span(f"{name}/filler{number}", length),), 1)

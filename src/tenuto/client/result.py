@@ -1,7 +1,7 @@
-"""What a bench run measured: a record of each turn, a client's own metrics, and the run's record.
+"""What a bench run measured: a record of each turn, the client's own metrics, and the run's record.
 
-Metrics that every engine has are in `tenuto.records.metrics`. A metric is None if a client cannot know it.
-Delays of the client, or of a simulated server that lags, make the figures invalid.
+Metrics of all engines are in `tenuto.records.metrics`. A metric is None if a client cannot know it. The
+figures are invalid if the client, or a simulated server, was too slow.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from tenuto.workload.turn_driver import Due
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """How turns are sent. This decides what can be known about them."""
+    """How turns are sent, which determines what can be known about them."""
 
     is_exact: bool
-    """Prompts are sent as token ids, so their length and content match the plan."""
+    """Whether prompts are sent as token ids, so that their length and content match the plan."""
     has_fixed_length: bool = True
-    """An answer must have exactly the planned length. False: the planned length is only a maximum."""
+    """Whether an answer must have exactly the planned length. If not, the planned length is only a
+    maximum."""
     quotes_answers: bool = False
-    """Prompts contain the server's own answers."""
+    """Whether prompts contain the server's own answers."""
     block_size: int | None = None
     """Tokens per KV block, if the server reports it."""
     is_open_loop: bool = False
-    """A turn may be sent before the answer that its prompt contains has arrived."""
+    """Whether a turn may be sent before the answer that its prompt contains has arrived."""
     retries: int = 0
     """How often a failed turn is sent again."""
 
@@ -91,7 +92,7 @@ def make_turn_record(flight: Flight, status: Status, sending: Sending) -> TurnRe
 
 
 def try_count_reusable(before: TurnSpec | None, turn: TurnSpec, sending: Sending) -> int | None:
-    """Reusable tokens of a turn. None if its prompt's tokens or the block size are unknown."""
+    """Reusable tokens of a turn; None if its prompt's tokens or the block size are unknown."""
     if before is None:
         return 0
     if not sending.is_exact or sending.block_size is None or sending.is_open_loop:
@@ -123,9 +124,9 @@ def _is_possible(answer: Answer, num_sent: int | None) -> bool:
 
 
 MAX_SHARE = 0.05
-"""Delays may be this share of the time to first token. With more, the figures are INVALID."""
+"""Largest share of the time to first token that delays may have. With more, the figures are INVALID."""
 FLOOR_S = 0.01
-"""Delays up to this number of seconds never spoil figures. On a simulated server: simulated seconds."""
+"""Delays up to this many seconds never make figures INVALID. On a simulated server: simulated seconds."""
 _LAG = "tenuto:sim_lag_seconds"
 
 
@@ -136,11 +137,11 @@ class SimulatedServer:
     speed: float
     """Simulated seconds per real second."""
     mean_lag_s: float | None
-    """Real seconds by which its tokens came later than the simulated machine would have sent them."""
+    """Mean real seconds by which its tokens came later than the simulated machine would have sent them."""
 
 
 def read_simulated_server(speed: float | None, growth: Totals | None) -> SimulatedServer | None:
-    """The lag during a run; None for a real server. `growth`: of the server's metrics."""
+    """The lag during a run; None for a real server. `growth`: the growth of the server's metrics."""
     if speed is None:
         return None
     total_s, count = (growth or {}).get(f"{_LAG}_sum"), (growth or {}).get(f"{_LAG}_count")
@@ -150,7 +151,7 @@ def read_simulated_server(speed: float | None, growth: Totals | None) -> Simulat
 def find_invalid(
     done: Iterable[TurnRecord], loop_lags_s: Sequence[float], server: SimulatedServer | None
 ) -> tuple[str, ...]:
-    """Return why the figures do not describe the server, one sentence each. `done`: the answered turns."""
+    """Why the figures do not describe the server, one sentence for each reason. `done`: answered turns."""
     pairs = [
         (turn.ttft_s, turn.ttft_s - max(0.0, turn.lag_s))
         for turn in done
@@ -195,7 +196,7 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What happened, as far as the client saw it."""
+    """What happened in a run, as seen by the client."""
 
     workload: Workload
     records: Sequence[TurnRecord]
@@ -204,7 +205,7 @@ class Outcome:
     block_size: int | None
     """Tokens per KV block, if the server reports it."""
     is_exact: bool
-    """Prompts were sent as token ids and had exactly the planned length."""
+    """Whether prompts were sent as token ids, with exactly the planned length."""
     server: SimulatedServer | None = None
     """Set if the server is a simulated one."""
     is_interrupted: bool = False
@@ -224,12 +225,12 @@ class Outcome:
 
     @property
     def num_turns(self) -> dict[str, int]:
-        """The number of turns by job."""
+        """The number of turns of each job."""
         return {job.job_id: len(job.turns) for job in self.workload.jobs}
 
     @property
     def parents(self) -> dict[str, str | None]:
-        """By job, the job that started it."""
+        """For each job: the job that started it."""
         return {job.job_id: job.parent for job in self.workload.jobs}
 
 
@@ -240,7 +241,7 @@ def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
 
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
-    """Hit tokens by the answers' counts. If one is missing: by the server's metrics (hits and loads)."""
+    """Hit tokens, by the answers' counts. If one is missing, by the server's metrics (hits and loads)."""
     said = metrics.add_up(record.hit_tokens for record in outcome.done)
     found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
     return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
@@ -269,17 +270,17 @@ def get_notes(outcome: Outcome) -> tuple[str, ...]:
 
 
 def get_policy_faults(outcome: Outcome) -> int | None:
-    """Hooks of the server's policy that failed, by the server's count."""
+    """Number of failed calls of the policy's hooks, as counted by the server."""
     return _get_growth(outcome, "tenuto:policy_faults_total")
 
 
 def get_preemptions(outcome: Outcome) -> int | None:
-    """Turns that lost their blocks and waited again, by the server's count."""
+    """Number of preemptions, as counted by the server."""
     return _get_growth(outcome, "vllm:num_preemptions_total")
 
 
 def get_loaded_tokens(outcome: Outcome) -> int | None:
-    """Prompt tokens loaded from a tier below the GPU or from another instance, by the server's count."""
+    """Prompt tokens loaded from a tier below the GPU or from another instance, as counted by the server."""
     return _get_growth(outcome, "vllm:external_prefix_cache_hits_total")
 
 
@@ -332,9 +333,10 @@ def _get_growth(outcome: Outcome, name: str) -> int | None:
 def make_result(
     outcome: Outcome, settings: Mapping[str, object], *, server_version: str | None = None, **facts: Any
 ) -> RunRecord:
-    """Make the record. Metrics that only a client knows are under `client`.
+    """Make the run's record. Metrics that only a client knows are under `client`.
 
-    `settings`: how the client sent the load; they go there too. `facts`: as in `records.metrics.make_record`.
+    `settings`: how the client sent the load; also under `client`. `facts`: as in
+    `records.metrics.make_record`.
     """
     turns = [
         replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) if turn.status == "ok" else turn

@@ -1,15 +1,16 @@
-"""`tenuto validate`: is Tenuto faster on this machine, by how much, and did the simulator say so?
+"""`tenuto validate`: is Tenuto faster on this machine, by how much, and did the simulator predict it?
 
-    start stock ─► noise ─► profile ─► simulator: load, best steps ─► runs in turns ─► record
-                     │                                                  │  after each: plain requests
-                     └ too much: stop          3 pairs scatter too much ┘  after Tenuto's first: verify
+    start stock ─► noise ─► profile ─► simulator: load, step size ─► alternating runs ─► record
+                     │                                                 │  after each: plain requests
+                     └ too much: stop            3 pairs vary too much ┘  after Tenuto's first: verify
 
-Nothing is measured here that another command does not measure: step times as `tenuto profile`, runs in turns
-and their intervals as `tenuto ab`, leases as `tenuto verify`. The simulator runs the same jobs on the same
-machine, by the step times of the profile. The load is the simulator's choice: the highest rate at which stock
-still finishes its jobs soon after the last one arrived. The same command again goes on where it was left.
+All measurements are those of other commands: step times as in `tenuto profile`, alternating runs and their
+intervals as in `tenuto ab`, leases as in `tenuto verify`. The simulator runs the same jobs on the same
+machine, with the step times of the profile. The simulator also chooses the load: the highest rate at which
+stock still finishes its jobs soon after the last one arrived. The same command again continues where it
+stopped.
 
-validation.json    the record, made to be sent in; no text of requests, no paths, no names of hosts
+validation.json    the record, made to be published: no text of requests, no paths, no host names
 costs.json         the fitted step times
 ab/                the runs, as `tenuto ab` writes them
 """
@@ -101,23 +102,25 @@ from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 STOCK, WELL_SET, TENUTO = "stock", "stock-well-set", "tenuto"
 QUICK_PAIRS, MOST_PAIRS = 2, 12
 GOOD_RUN_S, LONG_RUN_S, LEAST_RUN_S = 40.0, 90.0, 12.0
-"""Runs on fresh servers last so long at least; longer ones make room for more pairs; shorter show nothing."""
+"""Seconds of a run: the least on fresh servers; the longest, above which more pairs are made; the least of
+all."""
 START_S, STOP_S, END_S = 60.0, 5.0, 30.0
-"""Guesses: of a server's start before the first one, of its stop, and of the predictions and the page."""
+"""Assumed seconds of a server's start before the first one, of its stop, and of the predictions and the
+page."""
 SCALES = (1.0, 0.5, 0.25, 0.1, 0.05)
-"""Lengths of the jobs' texts, until enough of them fit into a run."""
+"""Factors to shorten the jobs' texts, tried in order until enough jobs fit into a run."""
 MIN_JOBS = 8
 LOADS = (1.4, 1.2, 1.0, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3)
-"""Rates to try, over that of a machine that computes no token twice."""
+"""Rates to try, relative to the capacity of a machine that computes no token twice."""
 SLACK = 1.25
-"""Stock may take so much longer to finish the jobs than they take to arrive: it is just about full."""
+"""Stock is just about full if it takes this many times as long to finish the jobs as they take to arrive."""
 
 
 # The machine.
 
 
 def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
-    """What this machine is, and what disturbs measurements on it now, a sentence each."""
+    """Facts about this machine, and what disturbs measurements on it now, one sentence each."""
     gpus = _ask_gpus("--query-gpu=name,driver_version,memory.total")
     processes = _ask_gpus("--query-compute-apps=pid")
     load, cores = os.getloadavg()[0], os.cpu_count()
@@ -143,7 +146,7 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
 
 
 def find_throttling() -> list[str]:
-    """A sentence if a GPU slows itself down because it is hot."""
+    """A sentence if a GPU is throttled because it is hot, else None."""
     reasons = ("hw_thermal_slowdown", "sw_thermal_slowdown")
     rows = _ask_gpus("--query-gpu=" + ",".join(f"clocks_throttle_reasons.{each}" for each in reasons))
     if any("Active" in row for row in rows):
@@ -152,7 +155,7 @@ def find_throttling() -> list[str]:
 
 
 def _ask_gpus(query: str) -> list[list[str]]:
-    """Rows of `nvidia-smi`; none where there is no such GPU."""
+    """Rows of `nvidia-smi`; empty without an NVIDIA GPU."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["-i", visible]
@@ -174,7 +177,7 @@ def _read_cpu() -> str | None:
 
 
 def find_sizes(options: ValidateOptions) -> str | None:
-    """What the simulator takes for the model; None as long as it is not here. Raises ConfigError."""
+    """The model for the simulator; None while its files are not on this machine. Raises ConfigError."""
     config = options.config or find_config(options.model)
     if config is None:
         return None
@@ -186,7 +189,7 @@ def find_sizes(options: ValidateOptions) -> str | None:
 
 
 def read_server(url: str, options: ValidateOptions, start_s: float | None) -> ValidatedServer:
-    """What a server says of itself, and else its arguments. Raises TenutoError."""
+    """Facts about a server, as it reports them or else from its arguments. Raises TenutoError."""
     try:
         with connect(url, None) as client:
             _, max_model_len = read_model(client)
@@ -218,7 +221,7 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
         version=str(version) if version is not None else None,
         model=Path(options.model).name,
         block_size=state.block_size,
-        # vLLM counts its null block in the size of the cache.
+        # vLLM includes its null block in the cache's size.
         kv_tokens=(state.num_blocks + 1) * state.block_size,
         gpus=gpus if type(gpus) is int else 1,
         max_model_len=max_model_len or get("max_model_len"),
@@ -250,7 +253,7 @@ def _get_number(arguments: Sequence[str], flag: str) -> int | None:
 
 
 def describe_flags(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The flags without values, as these may name files or hosts; numbers stay."""
+    """The flags without their values, which may name files or hosts. Numbers stay."""
     shown: list[str] = []
     for each in redact(arguments):
         name, equals, value = each.partition("=") if each.startswith("-") else ("", "", each)
@@ -265,16 +268,16 @@ def describe_flags(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 class Plan(NamedTuple):
-    """How the time is divided."""
+    """How the available time is divided."""
 
     pairs: int
     runs_per_start: int
     run_s: float
-    """Of one run, from the first arrival to the last answer."""
+    """Seconds of one run, from the first arrival to the last answer."""
     num_starts: int
 
     def describe(self, num_arms: int) -> str:
-        """In a line."""
+        """The plan in one line."""
         return (
             f"{self.pairs} pairs: {self.pairs * num_arms} runs of about {self.run_s:.0f} s on "
             f"{self.num_starts} server starts"
@@ -282,20 +285,20 @@ class Plan(NamedTuple):
 
 
 def make_plan(left_s: float, start_s: float, num_arms: int, burst_s: float, *, quick: bool = False) -> Plan:
-    """Divide what is left among the runs. Raises ConfigError if that is too little.
+    """Divide the remaining time among the runs. Raises ConfigError if it is too little.
 
-    Fresh servers for all runs if there is time for them, else several runs on one start.
+    Each run gets a fresh server if there is time for that, else several runs share one start.
     """
 
     def divide(pairs: int, per_start: int) -> Plan:
         blocks = math.ceil(pairs / per_start)
-        # Two blocks in a row begin and end with the same arm, and share its server if it stays up.
+        # One block ends with the arm with which the next begins, so they can share a server.
         starts = num_arms * blocks - (blocks - 1 if per_start > 1 else 0)
         rest_s = left_s - END_S - starts * (start_s + STOP_S + burst_s)
         return Plan(pairs, per_start, rest_s / (pairs * num_arms) - burst_s, starts)
 
     fewest = QUICK_PAIRS if quick else MIN_PAIRS
-    # Two blocks at least: a drift of the machine meets the second, in reverse order, from the other side.
+    # At least two blocks: the second has the reverse order, so a drift of the machine cancels out.
     plans = [divide(fewest, per_start) for per_start in range(1, fewest // 2 + 1)]
     plan = next((plan for plan in plans if plan.run_s >= GOOD_RUN_S), plans[-1])
     while plan.runs_per_start == 1 and plan.run_s > LONG_RUN_S and plan.pairs < MOST_PAIRS and not quick:
@@ -312,19 +315,19 @@ def make_plan(left_s: float, start_s: float, num_arms: int, burst_s: float, *, q
 
 @dataclass(frozen=True)
 class Forecast:
-    """The simulator's part: what it says of each arm under a load."""
+    """The simulator's predictions for each arm under a load."""
 
     setup: Setup
-    """Stock as it is."""
+    """Stock with its own settings."""
 
     def get_setup(self, arm: str, step_tokens: int | None) -> Setup:
-        """The machine of an arm."""
+        """The simulated machine of an arm."""
         if arm == TENUTO:
             return replace(self.setup, policy="tenuto")
         return replace(self.setup, step_tokens=step_tokens)
 
     def choose_load(self, options: ValidateOptions, run_s: float) -> LoadOptions:
-        """The load under which stock is just about full, and whose run takes so long. Raises ConfigError."""
+        """The load under which stock is just about full, for a run of `run_s` seconds. Raises ConfigError."""
         longest = min(self.setup.max_model_len or math.inf, (self.setup.kv_tokens or 0) / 2)
         load = LoadOptions(workload=options.workload, jps=1.0, seed=options.seed)
         for scale in SCALES:
@@ -357,7 +360,7 @@ class Forecast:
         return load
 
     def choose_steps(self, load: LoadOptions) -> int | None:
-        """Stock's best step size under the load; None if its own is about as good."""
+        """Stock's best step size under the load; None if its own size is about as good."""
         fewest, own = self.setup.max_num_seqs or 1, self.setup.max_num_batched_tokens or 1
         means_s: dict[int | None, float] = {}
         for size in (None, *(size for size in STEP_SIZES if fewest <= size < own)):
@@ -376,20 +379,20 @@ class Forecast:
 
 RECORD, COSTS, PLAIN = "validation.json", "costs.json", "plain.json"
 OVERTIME = 1.1
-"""A run that is still going on after so much of the time is given up."""
+"""A run that takes longer than this multiple of its planned time is given up."""
 PROFILE_SHARE = 0.15
-"""Of the time, for the profile."""
+"""Share of the time for the profile."""
 NUM_BURSTS, USERS, PLAIN_JOBS = 3, 4, 8
 PLAIN_TOKENS, FEW_TOKENS, PROMPT_TOKENS = 64, 16, 4
-"""Plain requests have so many output tokens, or few on a slow machine, and four times as many in a prompt."""
+"""Output tokens of a plain request; the same on a slow machine; prompt tokens for each output token."""
 BURST_S = 15.0
-"""A burst of plain requests should not last longer."""
+"""Longest intended time of a burst of plain requests, in seconds."""
 MAX_LOAD = 2.0
-"""With a higher load average for each core, servers wait for others most of the time."""
+"""Largest load average per core. With more, servers mostly wait for other processes."""
 MAX_NOISE = 0.35
-"""Identical bursts on an idle server that differ by more make a verdict impossible."""
+"""Largest difference between identical bursts on an idle server. With more, no verdict is possible."""
 WIDEST = 0.10
-"""An interval so narrow says something even if it holds 1."""
+"""An interval that is at most this wide is informative even if it includes 1."""
 MAIN = AB_MEASURES[0]
 MEASURES = ("mean_job_s", "p95_job_s", "mean_ttft_s", "p95_ttft_s")
 PLAIN_MEASURE = Measure("plain_itl_s", "time between tokens of plain requests")
@@ -397,9 +400,9 @@ PLAIN_MEASURE = Measure("plain_itl_s", "time between tokens of plain requests")
 
 
 def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
-    """Validate; return the record, also written to the folder, and whether Ctrl-C ended it.
+    """Validate. Returns the record, which is also written to the folder, and whether Ctrl-C ended it.
 
-    Raises TenutoError if nothing could be measured. What was measured before is kept.
+    Raises TenutoError if nothing could be measured. Earlier measurements are kept.
     """
     machine, disturbances = look_at_machine()
     check(options, machine, disturbances)
@@ -434,7 +437,7 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
 
 
 def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Sequence[str]) -> None:
-    """Find before the first server is started what would make it fail. Raises TenutoError."""
+    """Check, before a server is started, for all that would make it fail. Raises TenutoError."""
     if options.engine == "vllm" and shutil.which(find_vllm()) is None:
         raise TenutoError(
             "there is no `vllm` command here. Install Tenuto beside your vLLM, or vLLM here: pip install "
@@ -470,19 +473,19 @@ class _Validation:
     record: ValidationRecord | None = None
     started_s: float = field(default_factory=time.monotonic)
     loads: list[float] = field(default_factory=list)
-    """Load averages after the runs."""
+    """The load average after each run."""
 
     def say(self, text: str) -> None:
-        """Print a message with the time that has passed, and what is left."""
+        """Print a message with the elapsed and the remaining time."""
         passed_s = time.monotonic() - self.started_s
         left_s = max(0.0, self.options.limit_s - passed_s)
         clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
         print(f"[validate {clock}] {text}", file=sys.stderr, flush=True)
 
     def end_late(self) -> None:
-        """End what runs now, as Ctrl-C does: it takes much longer than was planned."""
+        """End the current run as Ctrl-C does, because it takes much longer than planned."""
         self.stopped = "time was up"
-        # Shells ignore SIGINT in what runs behind them.
+        # Shells make background processes ignore SIGINT.
         os.kill(os.getpid(), signal.SIGTERM)
 
     @property
@@ -492,7 +495,7 @@ class _Validation:
 
     @property
     def ab(self) -> AbOptions:
-        """The runs, as `tenuto ab` would make them."""
+        """The options of `tenuto ab` for the runs."""
         record, options = self.record, self.options
         arms = record.arms if record else (ValidatedArm(name=STOCK), ValidatedArm(name=TENUTO))
         kind: Any = "vllm" if options.engine == "vllm" else "sim"
@@ -535,7 +538,7 @@ class _Validation:
 
     @cached_property
     def forecast(self) -> Forecast:
-        """The simulator, with the machine's step times."""
+        """The simulator with the machine's step times."""
         assert self.record is not None
         server, options = self.record.server, self.options
         return Forecast(
@@ -558,7 +561,7 @@ class _Validation:
     # Before the runs.
 
     def prepare(self) -> None:
-        """Profile one server, choose the load and the arms; or read what was chosen before."""
+        """Profile one server, then choose the load and the arms; or read an earlier choice."""
         options = self.options
         with writing(options.out, is_folder=True):
             (options.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -568,7 +571,7 @@ class _Validation:
                 self.say(f"going on with {options.out}")
                 return
         num_arms = 3
-        with contextlib.suppress(ConfigError):  # said for good when the start was timed
+        with contextlib.suppress(ConfigError):  # printed again once the start has been timed
             plan = make_plan(
                 self.left_s * (1 - PROFILE_SHARE) - START_S, START_S, num_arms, 5, quick=options.quick
             )
@@ -605,7 +608,7 @@ class _Validation:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say what to do about a server that finds no memory."""
+        """In this context, add advice to the error of a server that lacks memory."""
         try:
             yield
         except ServerError as error:
@@ -617,9 +620,9 @@ class _Validation:
             raise
 
     def _measure_noise(self, url: str) -> tuple[float, float, float]:
-        """Seconds of a burst, how much identical bursts differ, and about how long a prompt's token takes."""
+        """Seconds of a burst, relative difference of equal bursts, approximate seconds per prompt token."""
         assert self.record is not None
-        self._burst(url, 0)  # warms up
+        self._burst(url, 0)  # warm-up
         begin_s = time.monotonic()
         self._burst(url, 1)
         is_slow = (time.monotonic() - begin_s) * PLAIN_TOKENS / FEW_TOKENS > BURST_S
@@ -635,7 +638,7 @@ class _Validation:
         return burst_s, noise, token_s
 
     def _burst(self, url: str, number: int) -> dict[str, Any]:
-        """A few plain requests, which belong to no job."""
+        """Send a few plain requests, which belong to no job."""
         num_tokens = (self.record.plain_tokens if self.record else 0) or FEW_TOKENS
         load = LoadOptions(
             workload="random",
@@ -654,7 +657,7 @@ class _Validation:
         return result
 
     def _profile(self, server: Ready, token_s: float) -> None:
-        """Time the server's steps, as many as there is time for, and fit them."""
+        """Time as many of the server's steps as there is time for, and fit them."""
         assert self.record is not None
         known = self.record.server
         room_s = PROFILE_SHARE * self.options.limit_s
@@ -683,7 +686,7 @@ class _Validation:
         self.record = replace(self.record, fit_error=errors, poor_fit=bool(poor), notes=poor)
 
     def _choose(self, start_s: float, burst_s: float, num_arms: int) -> None:
-        """The plan, the load, and stock's best steps."""
+        """Choose the plan, the load, and stock's best step size."""
         assert self.record is not None
         options = self.options
         plan = make_plan(self.left_s, start_s, num_arms, burst_s, quick=options.quick)
@@ -720,7 +723,7 @@ class _Validation:
     # The runs.
 
     def make_runs(self) -> None:
-        """Run the arms in turns until all is done, time is up, or noise makes a verdict impossible."""
+        """Run the arms alternately until all is done, time is up, or noise makes a verdict impossible."""
         if self.stopped is not None or self.record is None:
             return
         ab = self.ab
@@ -739,7 +742,7 @@ class _Validation:
             run_slots(ab, folder, slots, after)
 
     def _ask_more(self, folder: AbFolder, slot: Slot, server: Ready) -> None:
-        """Plain requests for the cost of the hook; once, whether leases are held."""
+        """Send plain requests to measure the hook's cost. Once, verify that leases are held."""
         assert self.record is not None
         if slot.arm in (STOCK, TENUTO):
             burst = self._burst(server.url, slot.repeat)
@@ -760,7 +763,7 @@ class _Validation:
         self._write()
 
     def _find_hopeless(self, folder: AbFolder, slots: Sequence[Slot]) -> str | None:
-        """Why no verdict can come of all pairs that are planned; None while there is hope."""
+        """Why all planned pairs will not suffice for a verdict; None if they may."""
         assert self.record is not None
         if self.options.despite_noise or self.options.quick:
             return None
@@ -781,7 +784,7 @@ class _Validation:
     # The end.
 
     def finish(self) -> ValidationRecord:
-        """Compare, predict, and write the record."""
+        """Compare the arms, predict with the simulator, and write the record."""
         assert self.record is not None
         record = self.record
         if self.stopped is not None and self.stopped.startswith("noise"):
@@ -826,7 +829,7 @@ class _Validation:
         done: Mapping[str, Sequence[Mapping[str, Any]]],
         folder: AbFolder,
     ) -> ValidationRecord:
-        """Fill in what was measured of each arm, and what the simulator says for the same seeds."""
+        """Add each arm's measurements, and the simulator's predictions for the same seeds, to the record."""
         names = [arm.name for arm in record.arms]
         repeats = [
             n for n in range(record.pairs_planned) if all(folder.has_run(Slot(n, name)) for name in names)
@@ -848,7 +851,7 @@ class _Validation:
         return replace(record, arms=tuple(arms))
 
     def _compare(self, record: ValidationRecord, found: Conclusion) -> list[ValidatedRatio]:
-        """Tenuto over each stock; of mean job times also as predicted."""
+        """The ratios of Tenuto to each stock arm, with the predicted ratio of mean job times."""
         predicted_s = {arm.name: arm.simulated_job_s for arm in record.arms}
         is_valid = all(each.is_valid for each in found.comparisons)
         ratios = []
@@ -869,7 +872,7 @@ class _Validation:
 
 
 def judge(ratios: Iterable[ValidatedRatio]) -> Any:
-    """The verdict against stock as it is, by the mean job time."""
+    """The verdict against stock with its own settings, by mean job time."""
     for each in ratios:
         if (each.baseline, each.measure) == (STOCK, MAIN.name):
             if each.differs:
@@ -881,9 +884,9 @@ def judge(ratios: Iterable[ValidatedRatio]) -> Any:
 
 
 def is_hopeless(ratios: Sequence[float], num_planned: int) -> bool:
-    """Whether so many pairs that scatter as these would show nothing: neither a difference nor its absence.
+    """Whether `num_planned` pairs that vary as these do would show neither a difference nor its absence.
 
-    Asked from the third pair on. The interval after all pairs is Student's, by the scatter so far.
+    Used from the third pair on. The expected interval is Student's, with the variance so far.
     """
     if not MIN_PAIRS // 2 <= len(ratios) < num_planned:
         return False
@@ -894,7 +897,7 @@ def is_hopeless(ratios: Sequence[float], num_planned: int) -> bool:
 
 
 def _make_notes(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """What a reader must know of the runs, without words of the servers."""
+    """Notes on the runs that a reader must know, without text from the servers."""
     lines = [*find_invalid(done), *describe_faults(done), *describe_lag(done), *describe_caches(done)]
     for arm, runs in done.items():
         planned = sum(run["turns"]["planned"] for run in runs)
@@ -920,7 +923,7 @@ def _make_ratio(each: Comparison, simulated: float | None = None) -> ValidatedRa
 
 
 def _read_plain(folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
-    """By pair and arm, the time between tokens of plain requests."""
+    """The time between tokens of plain requests, by pair and arm."""
     pairs = []
     for repeat in range(repeats):
         paths = {arm: folder.get_run(Slot(repeat, arm)) / PLAIN for arm in (STOCK, TENUTO)}

@@ -2,13 +2,13 @@
 
 One job of five turns runs against the server. After each turn except the last, the job is in a tool call. Its
 blocks must stay leased for the whole gap, and the next turn must hit them. After the last turn, the client
-says that the job is complete, and nothing may stay held for it. The server is asked about this job only: what
-is held for it, and how much its turns hit, by its ledger. So other work of the server counts neither for
-nor against it, and it need not be idle. Turn lengths follow the published functional check of the
-Continuum prototype, scaled to the server's block size.
+says that the job is complete, and nothing may stay held for it. The check asks the server only about this
+job: what is held for it, and how much its turns hit. So other work does not affect the result, and the server
+need not be idle. Turn lengths follow the published functional check of the Continuum prototype, scaled to the
+server's block size.
 
-The server reports which policy runs. A policy may choose to ask for no lease, or a short one, when nothing
-competes for the cache. The check separates this from a server that should hold blocks but does not.
+The server reports its policy. A policy may ask for no lease, or for a short one, while nothing competes for
+the cache. The check distinguishes this from a server that should hold blocks but does not.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.types import WORDS, EngineView, Job, Keep, ToolCall, Turn
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
-"""66, 131, 279, 397 and 503 tokens, in blocks of 16."""
+"""Blocks of the turns' prompts: 66, 131, 279, 397 and 503 tokens, in blocks of 16."""
 OUTPUT_TOKENS = (7, 9, 12, 8, 7)
 TOOLS = ("ls", "cat", "grep", "git", "pytest")
 SPARE_BLOCKS = 4
-"""Room for outputs, markers and words that tokenize longer than most."""
+"""Additional blocks for outputs, markers, and words with more tokens than most."""
 PROBE_WORDS = 50
 POLL_S = 0.1
 LIMIT_S = 120.0
-"""For one answer."""
+"""Time limit for one answer, in seconds."""
 
 Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]
 """What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
@@ -55,15 +55,15 @@ gave it. not granted: the policy asked for no lease. yielded: other turns, or a 
 after the last turn."""
 
 _EXPIRED = ("expired", "time-limit", "idle", "price", "not-expected-back")
-"""The policy, or the longest lease, ended it at its deadline (`tenuto.core.types.LeaseEnd`)."""
+"""Ends of leases (`tenuto.core.types.LeaseEnd`) at a deadline, which the policy or the longest lease set."""
 _NOT_GRANTED = ("policy-released", "too-late", "idle", "price", "not-expected-back")
-"""The policy wanted none (`tenuto.core.types.LeaseRefusal`)."""
+"""Refusals (`tenuto.core.types.LeaseRefusal`) because the policy wanted no lease."""
 _YIELDED = ("over-share", "tenant-share", "tenant-leases")
-"""There was no room beside the leases of others."""
+"""Refusals because other leases left no room."""
 
 Promise = Literal["never", "may", "idle"]
-"""never: the policy holds nothing, like stock vLLM. may: it may hold blocks, but not on an idle server,
-or this is unknown. idle: it also holds blocks on an idle server, unless it learned a reason against it."""
+"""What a policy promises. never: it holds nothing, like stock vLLM. may: it may hold blocks, but perhaps not
+on an idle server. idle: it also holds blocks on an idle server, unless it learned a reason against it."""
 
 _IDLE = EngineView(
     now_s=0.0,
@@ -87,21 +87,22 @@ class TurnCheck:
     output_tokens: int
     cached_tokens: int
     min_cached_tokens: int
-    """Full blocks of the previous prompt, in tokens. A smaller hit means that blocks were lost."""
+    """Tokens in full blocks of the previous prompt. A smaller hit means that blocks were lost."""
     expected_blocks: int
-    """Full blocks of the prompt and output, without the last token, which is never computed. 0 after the last
+    """Full blocks of the prompt and output, without the last token, which is never computed; 0 after the last
     turn."""
     held_blocks: int
-    """The lowest number seen in the gap; after the last turn, the number still held when polling ended."""
+    """The lowest number of leased blocks in the gap. After the last turn: the number still leased when
+    polling ended."""
     latency_s: float
     ok: bool
     gap: Gap = "not held"
     reason: str | None = None
-    """Why it has no lease, or has lost blocks of it, in words."""
+    """Why it has no lease, or why its lease lost blocks, in words."""
     rank: str | None = None
     """The data-parallel rank. None if there is only one engine."""
     short_group: str | None = None
-    """The layer group that ended the hit, while another one still had more."""
+    """The layer group that ended the hit while another group had more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,13 @@ class Verdict:
     engine_urls: tuple[str, ...] = ()
     """The engines behind a router. Empty if `url` is not a router."""
     is_disturbed: bool = False
-    """It is not ok only because the server's other work kept the memory from the job, as it may."""
+    """Whether the check failed only because the server's other work used the memory, as it may."""
     groups: tuple[str, ...] = ()
     """On a hybrid model: the kinds of layer groups that can end a hit, such as `window 1024`."""
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens hit beyond the prompts of the turns before: answers.
+        """Tokens of answers that were hit: hits beyond the previous turns' prompts.
 
         With the default retention interval, stock vLLM computes them again on a hybrid model.
         """
@@ -147,8 +148,8 @@ def verify(
 ) -> Verdict:
     """Run the check against a server, on each of its data-parallel ranks.
 
-    If `url` is a router, turns go through it, and the state of the cache is that of the engines behind it:
-    those in `engine_urls`, or those that the router names. The job must stay with one engine.
+    If `url` is a router, turns go through it, and the state of the cache is read from the engines behind it:
+    those in `engine_urls`, or those that the router lists. The job must stay with one engine.
 
     Raises DataError if the check does not support the server, and httpx.HTTPError if a request fails.
     """
@@ -215,7 +216,8 @@ class _Check:
             self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
             turns.append(self._run_turn(number, turns))
         promise = get_promise(before.policy)
-        # A policy that promises to hold may learn that this job is not worth it, but not on every turn.
+        # A policy that promises to hold blocks may learn that this job is not worth it, but not on every
+        # turn.
         forgives = promise == "may" or (
             promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
         )
@@ -291,7 +293,7 @@ class _Check:
         return add_states([read_cache_state(engine, self._rank) for engine in self._engines])
 
     def _read_short(self, job: OwnJob) -> Mapping[str, float]:
-        """Tokens that hits were short of, by layer group: of this job only, if the server tells."""
+        """Tokens by which layer groups cut hits short: for this job only, if the server reports that."""
         own = job.num_short_tokens
         return self._read_state().num_short_tokens if own is None else own
 
@@ -305,7 +307,7 @@ class _Check:
         return add_jobs([job for job in jobs if job is not None])
 
     def _measure_tokens_per_word(self) -> float:
-        # Tokenizers differ. The message's own markers make the result a little too large, which is safe.
+        # Tokenizers differ. The chat template's tokens make the result slightly too large, which is safe.
         self._extend_words(PROBE_WORDS)
         answer = self._send(len(TOOLS) - 1, is_last=True)
         self._messages.clear()
@@ -331,7 +333,7 @@ class _Check:
             "temperature": 0,
             "vllm_xargs": {"job_id": self._job_id, "tool": TOOLS[number], "is_last_step": int(is_last)},
         }
-        # A router pins a session by this header; to Tenuto, `job_id` says the same.
+        # Routers pin sessions by this header. Tenuto uses `job_id`, which has the same value.
         headers = {"X-Session-ID": self._job_id}
         if self._rank is not None:
             headers["X-data-parallel-rank"] = self._rank
@@ -346,7 +348,7 @@ class _Check:
         return answer
 
     def _watch_gap(self) -> int:
-        """The lowest number of blocks that were leased in the gap."""
+        """Return the lowest number of leased blocks in the gap."""
         end_s = time.monotonic() + self._gap_s
         least = self._read_job().num_leased_blocks
         while time.monotonic() < end_s:
@@ -355,7 +357,7 @@ class _Check:
         return least
 
     def _release(self) -> int:
-        """Say that the job is complete; return the number of blocks that are still leased for it."""
+        """Tell the server that the job is complete. Return the number of blocks still leased for it."""
         for engine in self._engines:
             engine.post(f"/tenuto/jobs/{self._job_id}/release")
         return self._read_job().num_leased_blocks
@@ -389,7 +391,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def judge_gap(job: OwnJob, held: int, expected: int) -> Gap:
-    """Decide what happened to a turn's blocks in its gap; `held` of them were leased throughout."""
+    """What happened to a turn's blocks in its gap. `held`: the number that were leased throughout."""
     if held >= expected:
         return "held"
     match job.news:
@@ -405,9 +407,9 @@ def judge_gap(job: OwnJob, held: int, expected: int) -> Gap:
 
 
 def is_disturbed(turns: Sequence[TurnCheck]) -> bool:
-    """Whether the server's other work explains each turn that is not ok: in its gap, or in the one before.
+    """Whether the server's other work explains every turn that is not ok, in its gap or in the one before.
 
-    Other turns take the memory, or the policy decides by what it saw of them.
+    Other turns may take the memory, or the policy may decide by what it learned from them.
     """
     learned = [WORDS["not granted"][why] for why in ("price", "not-expected-back")]
     lost = [turn.gap == "yielded" or (turn.gap == "not granted" and turn.reason in learned) for turn in turns]
@@ -418,21 +420,21 @@ def is_disturbed(turns: Sequence[TurnCheck]) -> bool:
 
 
 def find_short_group(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
-    """The layer group that made the turn between two readings hit less than another group had."""
+    """The layer group that cut short the hit of the turn between two readings; None if none did."""
     new = {group: number - before.get(group, 0.0) for group, number in after.items()}
     group = max(new, key=lambda each: new[each], default=None)
     return group if group is not None and new[group] > 0 else None
 
 
 def is_own_choice(turn: TurnCheck) -> bool:
-    """Whether the policy asked for no lease, and nothing was lost."""
+    """Whether the policy asked for no lease and no blocks were lost."""
     return turn.gap == "not granted" and turn.cached_tokens >= turn.min_cached_tokens
 
 
 def get_promise(policy: str | None) -> Promise:
     """The promise of the policy named by `tenuto:info`. `policy` is None if the server has no such metric.
 
-    Only policies that ship with Tenuto are created: a name sent by a server must not run code here.
+    Only policies that ship with Tenuto are loaded, because a name from a server must not run code here.
     """
     if policy is None:
         return "never"
@@ -469,7 +471,7 @@ def format_verdict(verdict: Verdict) -> str:
 
 
 def _describe_groups(verdict: Verdict) -> list[str]:
-    """On a hybrid model: which layer groups can end a hit, whether one did, and what stock would lose."""
+    """For a hybrid model: the layer groups that can end a hit, whether one did, and what stock would lose."""
     if not verdict.groups:
         return []
     names = ", ".join(verdict.groups)
@@ -489,7 +491,7 @@ def _describe_groups(verdict: Verdict) -> list[str]:
 
 
 def _conclude(verdict: Verdict) -> list[str]:
-    """Summarize the results of the turns in sentences."""
+    """Sentences that summarise the results of the turns."""
     lines = []
     if verdict.num_faults:
         lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")
