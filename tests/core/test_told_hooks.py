@@ -120,7 +120,7 @@ def test_an_abort_is_told_and_is_no_finish(is_running: bool) -> None:
 
 @dataclass
 class Ticking(Policy):
-    needs: ClassVar[Needs] = Needs(rekey_s=2.0)
+    needs: ClassVar[Needs] = Needs(reorder_s=2.0)
     views: list[EngineView] = field(init=False, default_factory=list)
 
     def on_tick(self, view: EngineView) -> None:
@@ -146,10 +146,10 @@ def test_a_policy_whose_keys_stay_right_has_no_ticks() -> None:
 
 def test_keys_are_asked_again_without_a_hook_for_ticks() -> None:
     @dataclass
-    class Rekeyed(Policy):
-        needs: ClassVar[Needs] = Needs(rekey_s=0.0)
+    class Reordered(Policy):
+        needs: ClassVar[Needs] = Needs(reorder_s=0.0)
 
-    engine = make_engine(Rekeyed())
+    engine = make_engine(Reordered())
     assert engine.driver.tick(1.0) and engine.driver.tick(1.0)
 
 

@@ -44,7 +44,7 @@ class Keeping(Policy):
 class Asked(Keeping):
     """Has a version of every hook that engines do not ask for otherwise."""
 
-    needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=1.0, max_waiting_with_hits=8)
+    needs: ClassVar[Needs] = Needs(admit="turns", reorder_s=1.0, max_waiting_with_hits=8)
 
     def wants_hits(self, turn):
         return True

@@ -177,7 +177,7 @@ def test_waiting_turns_are_asked_for_their_keys_again() -> None:
     class Turning(Policy):
         """First come first served until 10 s, then the other way round."""
 
-        needs: ClassVar[Needs] = Needs(rekey_s=5.0)
+        needs: ClassVar[Needs] = Needs(reorder_s=5.0)
 
         def queue_key(self, turn: Turn, now_s: float) -> Key:
             return (turn.arrival_s if now_s < 10 else -turn.arrival_s,)
@@ -200,7 +200,7 @@ def test_waiting_turns_are_asked_for_their_keys_again() -> None:
 def test_keys_see_what_is_cached_now() -> None:
     @dataclass
     class CachedFirst(Policy):
-        needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1000, rekey_s=0.0)
+        needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1000, reorder_s=0.0)
 
         def queue_key(self, turn: Turn, now_s: float) -> Key:
             return (-turn.num_cached_tokens, turn.arrival_s)
@@ -223,7 +223,7 @@ def test_keys_see_what_is_cached_now() -> None:
 class Watching(Policy):
     """Writes down steps and ticks, and changes its order as time goes on."""
 
-    needs: ClassVar[Needs] = Needs(rekey_s=0.7)
+    needs: ClassVar[Needs] = Needs(reorder_s=0.7)
     steps: list[StepView] = field(init=False, default_factory=list)
     ticks: list[EngineView] = field(init=False, default_factory=list)
 

@@ -66,7 +66,7 @@ class WrongTerms(Policy):
 class Watching(Policy):
     """Writes down the steps and ticks it is told of, and orders by arrival until 1,010 s, then backwards."""
 
-    needs: ClassVar[Needs] = Needs(rekey_s=5.0)
+    needs: ClassVar[Needs] = Needs(reorder_s=5.0)
     steps: list[StepView] = field(init=False, default_factory=list)
     ticks_s: list[float] = field(init=False, default_factory=list)
 

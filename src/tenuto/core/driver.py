@@ -126,8 +126,8 @@ class Driver:
         """Turns that ended: when, how, and whether their job ended too; see `remember`."""
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
-        self._rekey_s = math.inf if policy.needs.rekey_s is None else policy.needs.rekey_s
-        self.next_rekey_s = math.inf if policy.needs.rekey_s is None else -math.inf
+        self._reorder_s = math.inf if policy.needs.reorder_s is None else policy.needs.reorder_s
+        self.next_reorder_s = math.inf if policy.needs.reorder_s is None else -math.inf
         """When the policy is next told of a tick and asked for all keys again."""
 
     # What happens to turns.
@@ -441,9 +441,9 @@ class Driver:
         for turn_id in self._order.pop_overdue(now_s):
             self.decided.num_overdue_turns += 1
             self._engine.reorder(turn_id)
-        if now_s < self.next_rekey_s:
+        if now_s < self.next_reorder_s:
             return False
-        self.next_rekey_s = now_s + self._rekey_s
+        self.next_reorder_s = now_s + self._reorder_s
         if "on_tick" in self._caller.heard:
             self._caller.tell("on_tick", self.get_view(now_s))
         return True
@@ -666,7 +666,7 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
-        return min(self._fairness.get_next_overdue_s(), self.next_rekey_s)
+        return min(self._fairness.get_next_overdue_s(), self.next_reorder_s)
 
     @property
     def hears_steps(self) -> bool:

@@ -68,7 +68,7 @@ class Needs:
 
     admit: Literal["jobs", "turns"] = "jobs"
     """Whether `admit` is asked only for new jobs or for every turn."""
-    rekey_s: float | None = None
+    reorder_s: float | None = None
     """Every this many seconds, call `on_tick` and ask again for the `queue_key` of every waiting turn.
 
     None means never.
@@ -193,7 +193,7 @@ class Policy:
         """The job ended, or the driver forgets it because it was idle for too long."""
 
     def on_tick(self, view: EngineView) -> None:
-        """`needs.rekey_s` seconds have passed; next, `queue_key` is asked for every waiting turn."""
+        """`needs.reorder_s` seconds have passed; next, `queue_key` is asked for every waiting turn."""
 
     def on_step(self, step: StepView) -> None:
         """The engine computed a step."""
@@ -273,7 +273,8 @@ _OF_0_1 = {
     "on_turn_resumed": "on_turn_started, with turn.num_preemptions",
     "on_turn_aborted": "on_turn_finished, with turn.is_aborted",
     "know": "set_oracle of tenuto.core.policy.Oracle",
-    **dict.fromkeys(("admits", "sees_hits", "rekey_s", "wants", "engine_order"), "needs = Needs(…)"),
+    "rekey_s": "needs = Needs(reorder_s=…)",
+    **dict.fromkeys(("admits", "sees_hits", "wants", "engine_order"), "needs = Needs(…)"),
 }
 """Hook names of version 0.1, and their replacements."""
 

@@ -55,7 +55,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     """
 
     needs: ClassVar[Needs] = Needs(
-        rekey_s=2.0,
+        reorder_s=2.0,
         max_waiting_with_hits=MAX_LOOK_UPS,
         steady_reclaim=True,
         engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),

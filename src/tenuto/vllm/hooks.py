@@ -97,7 +97,7 @@ class Hooks:
             or self._retains
             or self.asks_budget
             or self._is_shadow
-            or asked.needs.rekey_s is not None
+            or asked.needs.reorder_s is not None
         )
         """Whether steps depend on the driver's answers. If not, the driver only counts."""
         self.shadow: Shadow | None = None
@@ -218,7 +218,7 @@ class Hooks:
 
     def use_free_time(self, now_s: float) -> None:
         """Do periodic work that no step waits for."""
-        if now_s >= self.driver.next_rekey_s and not self._scheduler.get_request_counts()[1]:
+        if now_s >= self.driver.next_reorder_s and not self._scheduler.get_request_counts()[1]:
             self.driver.tick(now_s)
 
     def begin_step(self, now_s: float) -> None:

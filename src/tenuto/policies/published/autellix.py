@@ -31,7 +31,7 @@ class Autellix(Policy):
     equal length all end late, at about the same time, and jobs that take turns defeat an LRU cache.
     """
 
-    needs: ClassVar[Needs] = Needs(rekey_s=LOOK_S)
+    needs: ClassVar[Needs] = Needs(reorder_s=LOOK_S)
 
     num_levels: int = setting(8, "queues (the paper's K)", minimum=1)
     first_quantum_s: float = setting(1.0, "seconds of engine time in the first queue", minimum=0.001)

@@ -35,7 +35,7 @@ class Concur(Policy):
     hour of low load it limits nothing, and each halving takes another period of thrashing.
     """
 
-    needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=1.0)
+    needs: ClassVar[Needs] = Needs(admit="turns", reorder_s=1.0)
 
     first_window: float = setting(16.0, "jobs that may be active at first", minimum=1)
     increase: float = setting(2.0, "number of jobs that the window grows by (alpha)", minimum=0)

@@ -49,7 +49,7 @@ class InferCept(LearnsPrefill):
     begun counts as about to end.
     """
 
-    needs: ClassVar[Needs] = Needs(rekey_s=INTERVAL_S, engine=EngineSettings(offload="asked"))
+    needs: ClassVar[Needs] = Needs(reorder_s=INTERVAL_S, engine=EngineSettings(offload="asked"))
 
     _paused: dict[str, _Paused] = field(init=False, default_factory=dict)
     _plan: dict[str, Offload | Release] = field(init=False, default_factory=dict)

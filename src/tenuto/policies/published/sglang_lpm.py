@@ -20,7 +20,7 @@ class SglangLpm(Policy):
     """
 
     # Looking up 128 prompts takes milliseconds in vLLM, too long for every step.
-    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=128, rekey_s=0.1)
+    needs: ClassVar[Needs] = Needs(max_waiting_with_hits=128, reorder_s=0.1)
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """The most cached tokens first; without look-ups, and among equals, the earliest arrival."""

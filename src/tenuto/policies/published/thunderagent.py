@@ -44,7 +44,7 @@ class Thunderagent(Policy):
     that it has just started, and their KV is lost.
     """
 
-    needs: ClassVar[Needs] = Needs(admit="turns", rekey_s=5.0)
+    needs: ClassVar[Needs] = Needs(admit="turns", reorder_s=5.0)
 
     reserve_tokens: int = setting(256, "tokens set aside for each active job's next output", minimum=0)
     max_wait_s: float = setting(
