@@ -59,7 +59,7 @@ class _AllAreAlike(Standing):
     def get_lead(self, job: Job) -> float:
         return 0.0
 
-    def is_spared(self, job: Job) -> bool:
+    def is_protected(self, job: Job) -> bool:
         return False
 
     def is_expected_back(self, job: Job, tool: str | None) -> bool:

@@ -255,9 +255,9 @@ class Standing:
         """By how many classes a job goes ahead; plain requests that fit into one step go ahead by one."""
         if self._share.is_flood and not self._kinds.is_plain(job):
             return 2.0
-        return 0.5 if self.is_spared(job) else 0.0
+        return 0.5 if self.is_protected(job) else 0.0
 
-    def is_spared(self, job: Job) -> bool:
+    def is_protected(self, job: Job) -> bool:
         """Whether new jobs must not reclaim this job's KV: it came back, while most new jobs do not."""
         return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
 

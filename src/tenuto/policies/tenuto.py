@@ -133,7 +133,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         if not self._standing.is_expected_back(turn.job, tool):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._tools.get_left_s(tool, idle_s, turn.expected_tool_s)
-        worth_s = self.max_idle_s if self._standing.is_spared(turn.job) else self._get_worth_s(view)
+        worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._get_worth_s(view)
         look_s = min(max(left_s, LOOK_S[0]), LOOK_S[1]) if worth_s < self.max_idle_s else 2 * LOOK_S[1]
         until_s = view.now_s + min(look_s, self.max_idle_s)
         if left_s > worth_s:
@@ -145,7 +145,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
         While few new jobs come back, KV of jobs that did come back is evicted last.
         """
-        return (self._standing.is_spared(turn.job),)
+        return (self._standing.is_protected(turn.job),)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """First KV that is not worth its memory, oldest first; then that of the last job in the order."""
@@ -153,7 +153,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Whether the turn goes before the lease's job, and the job's KV is not protected from it."""
-        if lease.value > FIRST and self._standing.is_spared(lease.turn.job):
+        if lease.value > FIRST and self._standing.is_protected(lease.turn.job):
             return False
         return -lease.value > self._get_place(turn)
 
