@@ -354,7 +354,7 @@ def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
         policy.on_tool_returned(turn, ToolCall("ls"), 500.0)
         policy.on_turn_finished(dataclasses.replace(turn, num_prompt_tokens=1000), 1.0)
     lease = make_lease(back, idle_s=1.0, value=-get_lease_place(policy, back.job))
-    bet = make_lease(make_turn("new", arrival_s=9.0), idle_s=1.0, value=-9.0)
+    unproven = make_lease(make_turn("new", arrival_s=9.0), idle_s=1.0, value=-9.0)
     short = dataclasses.replace(IDLE, num_free_blocks=0, num_running=20, num_waiting=9)
     assert policy.may_reclaim(lease, front, IDLE)
     # The tool takes too long for a memory that others wait for.
@@ -366,7 +366,7 @@ def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
     assert get_value(policy.retain(back, short)) > FIRST
     # What is not worth its memory, and a lease on a job that never came back, yield as before.
     assert policy.may_reclaim(dataclasses.replace(lease, value=FIRST), front, IDLE)
-    assert policy.may_reclaim(bet, front, IDLE)
+    assert policy.may_reclaim(unproven, front, IDLE)
 
 
 def get_lease_place(policy: Tenuto, job: Job) -> float:

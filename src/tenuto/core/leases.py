@@ -66,7 +66,7 @@ class LeaseState:
         return self.turn.job.tenant or NOBODY
 
     @property
-    def is_bet(self) -> bool:
+    def is_unproven(self) -> bool:
         """Whether the lease is unproven: its job has never come back so far."""
         return not self.turn.job.came_back
 
@@ -132,7 +132,7 @@ class _TenantLeases:
 
     jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The oldest lease first."""
-    bets: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    unproven: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The unproven leases, the oldest first."""
     evict_order: dict[Yields, IndexedHeap] = field(
         default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
@@ -257,10 +257,10 @@ class LeaseTable:
         jobs = self._leases if tenant is None else self._by_tenant[tenant].jobs
         return self._leases[next(iter(jobs))]
 
-    def get_oldest_bet(self, tenant: str) -> LeaseState | None:
+    def get_oldest_unproven(self, tenant: str) -> LeaseState | None:
         """A tenant's oldest unproven lease; None if there is none."""
         own = self._by_tenant.get(tenant)
-        first = None if own is None else next(iter(own.bets), None)
+        first = None if own is None else next(iter(own.unproven), None)
         return None if first is None else self._leases[first]
 
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
@@ -272,8 +272,8 @@ class LeaseTable:
     def _enter_tenant(self, lease: LeaseState, evict_key: Key) -> None:
         own = self._by_tenant.setdefault(lease.tenant, _TenantLeases())
         own.jobs[lease.job_id] = None
-        if lease.is_bet:
-            own.bets[lease.job_id] = None
+        if lease.is_unproven:
+            own.unproven[lease.job_id] = None
         own.evict_order[lease.terms.yields].push(lease.job_id, evict_key)
 
     def _discard(self, lease: LeaseState) -> None:
@@ -287,7 +287,7 @@ class LeaseTable:
         own = self._by_tenant.get(lease.tenant)
         if own is not None:
             own.jobs.pop(lease.job_id, None)
-            own.bets.pop(lease.job_id, None)
+            own.unproven.pop(lease.job_id, None)
             if not own.jobs:
                 del self._by_tenant[lease.tenant]
 
@@ -299,7 +299,7 @@ class Yielding:
     turn take its blocks. With several tenants, these rules come before that order:
 
     1. To turns of other tenants, the leases of the tenant furthest over its fair share yield first.
-    2. A turn takes its own tenant's unproven leases (`bets`: leases on jobs that have never come back) before
+    2. A turn takes its own tenant's unproven leases (on jobs that have never come back) before
        those of another tenant. So a tenant that collects leases pays for it itself.
     3. A turn of a tenant over its share also takes its own tenant's other leases before those of a tenant
        that uses less. So does a turn that the policy would let wait.
@@ -341,7 +341,7 @@ class Yielding:
         is_fair = over is not None and over.tenant != tenant and self._quota.get_use(over.tenant) > use
         lease = over if over is not None and is_fair else lease
         if lease.tenant != tenant:
-            lease = self._get_bet(tenant, yields, spare) or lease
+            lease = self._get_unproven(tenant, yields, spare) or lease
         if is_fair and lease is over:
             return lease, TakenBy.FAIR_SHARE
         if stalled:
@@ -350,17 +350,17 @@ class Yielding:
         if lease.tenant != tenant and not is_late and self._quota.get_use(lease.tenant) <= use:
             is_over = self._quota.is_over(tenant)
             own = self._leases.get_tenants_first_to_yield(tenant, yields, spare)
-            if is_over and own is None and not turn.started and not lease.is_bet:
+            if is_over and own is None and not turn.started and not lease.is_unproven:
                 return None
             if is_over or self._fairness.is_overdue(turn.turn_id):
                 lease = own or lease
         taken_by = self._get_taker(lease, turn, now_s, is_late=is_late)
         return None if taken_by is None else (lease, taken_by)
 
-    def _get_bet(self, tenant: str, yields: Yields, spare: str | None) -> LeaseState | None:
+    def _get_unproven(self, tenant: str, yields: Yields, spare: str | None) -> LeaseState | None:
         """A tenant's oldest unproven lease, if it may yield."""
-        bet = self._leases.get_oldest_bet(tenant)
-        return None if bet is None or bet.terms.yields is not yields or bet.job_id == spare else bet
+        lease = self._leases.get_oldest_unproven(tenant)
+        return None if lease is None or lease.terms.yields is not yields or lease.job_id == spare else lease
 
     def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
         """The first lease of the tenant furthest over its fair share; None if no tenant is over it."""
