@@ -13,7 +13,7 @@ from tenuto.sim.tiers.offloader import Offload
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The scheduler's settings, and the cache's. Raises ConfigError for what makes no sense."""
+    """The settings of the scheduler and of the cache. Raises ConfigError for values that make no sense."""
 
     kv: KvConfig
     max_num_batched_tokens: int = 8192
@@ -30,7 +30,7 @@ class EngineConfig:
     order: Literal["fcfs", "priority"] = "fcfs"
     """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
     scheduler: Literal["vllm", "continuum-fork"] = "vllm"
-    """Whose preemption: vLLM's, or that of the fork that is the Continuum prototype."""
+    """Whose rules of preemption: vLLM's, or those of the fork that is the Continuum prototype."""
     max_steps_in_flight: int = 1
     """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
     num_draft_tokens: int = 0

@@ -30,17 +30,17 @@ class SimEngine:
 
     @property
     def can_truncate(self) -> bool:
-        """Whether the blocks before a row's tail are worth something without it."""
+        """Whether a row's blocks are still of use after its tail is cut off."""
         return self._kv.can_truncate
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that each hash of a request covers: a block's, of the smallest blocks."""
+        """Tokens that each hash of a request covers: those of the smallest block."""
         return self._config.kv.hash_block_size
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of this many tokens: there all groups' blocks end."""
+        """Hits end at multiples of this many tokens, where the blocks of all groups end."""
         return self._config.kv.hit_alignment
 
     @property
@@ -100,7 +100,7 @@ class SimEngine:
         return found, found.num_tokens
 
     def count_common_tokens(self, blocks: Any, hashes: Sequence[Hashable]) -> int:
-        """How many leading tokens a prompt with these hashes has in common with the row, in full blocks.
+        """The number of leading tokens that a prompt with these hashes shares with the row, in full blocks.
 
         row       │ A 0-2 │ B 3-5 │ C 6-9 │         segments and their blocks
         prompt    │ A 0-2 │ B 3-4 │ D 5-8 │         5 blocks in common
@@ -130,7 +130,7 @@ class SimEngine:
         self._kv.pool.mark_leased(blocks, 1)
 
     def release(self, blocks: Any) -> None:
-        """Give one reference to each block up; the last block is evicted first."""
+        """Drop one reference to each block. The last block is evicted first."""
         self._kv.pool.mark_leased(blocks, -1)
         self._kv.pool.release(blocks)
 
@@ -153,7 +153,7 @@ class SimEngine:
         self._state.waiting.reorder(turn_id)
 
 
-# Leases on models with several layer groups: the blocks that they hold, and those of a shorter lease.
+# Leases on hybrid models: the blocks that they hold, and the blocks of a shorter lease.
 
 
 class GroupedRow(Row):
@@ -181,7 +181,7 @@ def _find_row(kv: KvCache, sequence: Request | GroupedRow, max_tokens: int) -> G
 
 
 def _count_common(row: GroupedRow, hashes: Sequence[Hashable], size: int) -> int:
-    """How many leading tokens a prompt with these hashes, of `size` tokens each, shares."""
+    """The number of leading tokens that a prompt with these hashes, of `size` tokens each, shares."""
     assert isinstance(hashes, BlockHashes)
     num_common = 0
     most = min(row.num_tokens // size, len(hashes))
@@ -201,7 +201,7 @@ def _get_rest(kv: KvCache, row: GroupedRow, num_blocks: int) -> GroupedRow | Non
     sizes = kv.config.group_block_sizes
     full = [size for size, layers in zip(sizes, kv.config.windows, strict=True) if layers is None]
     if not full:
-        # Of a window alone a shorter prefix needs as many blocks.
+        # With windows only, a shorter prefix needs as many blocks.
         return None
     tokens_per_block = max(1, int(1 / sum(1 / size for size in full)))
     rest = _find_row(kv, row, get_max_tokens(row.num_tokens, num_blocks, tokens_per_block))

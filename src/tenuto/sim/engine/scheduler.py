@@ -1,7 +1,7 @@
-"""The scheduler of the simulated engine: vLLM V1's, with the driver asked at the same few places.
+"""The scheduler of the simulated engine: vLLM V1's, which asks the driver at the same few places.
 
-There is no prefill phase and no decode phase. Every step has a budget of tokens and gives each request tokens
-until its computed tokens catch up with all it has: running requests first, then waiting ones.
+There is no prefill phase and no decode phase. Every step has a budget of tokens. It gives each request tokens
+until all tokens of the request are computed: running requests first, then waiting ones.
 
     schedule       leases expire, loads arrive, keys change
                    running    [ tokens so far ] + next ones    blocks short? free ones, leases, a preemption
@@ -55,7 +55,7 @@ policy ends a wait."""
 
 
 class Scheduler:
-    """Decides what each step computes; whoever steps it calls `schedule` and `finish_step` in turn."""
+    """Decides what each step computes. The caller calls `schedule` and `finish_step` in turn."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Scheduler:
         )
 
     def _follow(self, driver: Driver) -> None:
-        """Ask this driver from now on, and make an empty queue in its order."""
+        """Use this driver from now on, and make an empty queue in its order."""
         policy = driver.policy
         self.driver = driver
         self._has_leases = policy.overrides("retain")
@@ -135,7 +135,7 @@ class Scheduler:
         self._add_waiting(request)
 
     def schedule(self, now_s: float) -> Step:
-        """Decide the next step; without tokens in it, nothing can run now."""
+        """Decide the next step. If it has no tokens, nothing can run now."""
         state, driver, offloader = self.state, self.driver, self.offloader
         state.now_s = now_s
         self.kv.begin_step()
@@ -150,7 +150,7 @@ class Scheduler:
         if driver.bounds_steps:
             budget, chosen = driver.get_step_size(now_s, budget)
             per_prompt = per_prompt or chosen
-        # A request that is alone cannot starve another one.
+        # A single request cannot starve another one.
         is_alone = len(state.running) + len(state.waiting) <= 1
         step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
         copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
@@ -172,10 +172,10 @@ class Scheduler:
     def finish_step(
         self, step: Step, now_s: float, num_accepted: Mapping[str, int] | None = None
     ) -> list[tuple[Request, int]]:
-        """A scheduled step was computed; steps are finished in the order they were scheduled in.
+        """Process the results of a step. Steps finish in the order in which they were scheduled.
 
-        `num_accepted` says how many of a request's drafts were right (none, unless told). Returns the
-        requests that got output, with the number of new tokens; those that are done have `Status.FINISHED`.
+        `num_accepted`: the number of correct drafts by request, 0 by default. Returns the requests that got
+        output, with the number of new tokens. Requests that are done have `Status.FINISHED`.
         """
         self.state.now_s = now_s
         outputs = self._give_outputs(step, num_accepted or {})
@@ -185,7 +185,7 @@ class Scheduler:
         return outputs
 
     def abort(self, turn_id: str, now_s: float) -> None:
-        """The client of a turn went away; nothing happens if the turn is done."""
+        """The client of a turn disconnected. Nothing happens if the turn is done."""
         request = self.state.requests.get(turn_id)
         if request is None:
             return
@@ -200,9 +200,9 @@ class Scheduler:
         self._finish(request, Finish(request.num_output_tokens, aborted=True, num_computed_tokens=computed))
 
     def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
-        """Forget all cached content, leases included; False, and content stays, while requests run.
+        """Forget all cached content, including leases. While requests run, return False and keep the content.
 
-        With `preempt_running` these start over instead; output of theirs that is in flight is lost.
+        With `preempt_running`, running requests start over instead, and their output in flight is lost.
         """
         self.state.now_s = now_s
         self.driver.drop_all(now_s)
@@ -221,11 +221,11 @@ class Scheduler:
         return min((each for each in times_s if each is not None), default=None)
 
     def get_tiers(self) -> Sequence[TierView]:
-        """The tiers below the GPU; nothing in an engine without tiers."""
+        """The tiers below the GPU; empty in an engine without tiers."""
         return () if self.offloader is None else self.offloader.get_views(self.state.now_s)
 
     def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
-        """Let another policy decide from now on; requests that wait or run are not touched.
+        """Let another policy decide from now on. Waiting and running requests do not change.
 
         `keeps_leases` is as in `Driver.take_over`.
         """
@@ -252,10 +252,11 @@ class Scheduler:
                 state.waiting.unpark(turn_id)
 
     def _defers_prefill(self) -> bool:
-        """Whether the next step leaves prompts out, because one of the last steps computed some.
+        """Whether the next step computes no prompts, because one of the last steps computed some.
 
-        Not if nothing decodes, or if the last step that started requests could not start all: else the queue
-        would grow without bound. Source: `local_prefill_interval` in vllm/v1/core/sched/scheduler.py@0.33.
+        False if nothing decodes, or if the last step that started requests could not start all of them.
+        Otherwise the queue would grow without bound. Source: `local_prefill_interval` in
+        vllm/v1/core/sched/scheduler.py@0.33.
         """
         state, interval = self.state, self.config.prefill_schedule_interval
         if interval == 1 or state.is_capacity_bound or state.last_prefill_step is None:
@@ -283,7 +284,7 @@ class Scheduler:
                 and num_tokens + 1 < request.num_tokens_at_end
                 and not (request.is_prefill_chunk or self._has_drafts)
             ):
-                # Most tokens: one more is decoded, in a block that it has.
+                # The usual case: one more token is decoded, into a block that the request has.
                 step.num_tokens[request.turn_id] = 1
                 step.budget -= 1
                 index += 1
@@ -318,7 +319,7 @@ class Scheduler:
             request.num_drafts = 0
 
     def _count_new_tokens(self, request: Request, step: Step) -> int:
-        """How many tokens a running request gets.
+        """The number of tokens that a running request gets.
 
         known tokens       [ prompt and output so far     | placeholders | drafts ]
         computed tokens    [ num_computed_tokens                 |  ← the new ones  ]
@@ -337,14 +338,14 @@ class Scheduler:
         return self._cut_chunk(request, num_computed_tokens, num_new_tokens, step, request.shared_tokens)
 
     def _schedule_running_as_fork(self, step: Step) -> None:
-        """The same as the public Continuum prototype does it, a fork of vLLM 0.10.2.
+        """The same in the public Continuum prototype, a fork of vLLM 0.10.2.
 
-        It differs where blocks are short:
+        It differs if there are too few free blocks:
 
         - The victim is the policy's choice of *all* running requests. It may have tokens in this step.
         - The budget of the step does not get these tokens back.
-        - The position in `running` does not move back when the victim stood before it. So another request
-          misses the step.
+        - The position in `running` does not move back if the victim was before it. So another request misses
+          the step.
         - A request that preempts itself ends the pass.
 
         Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's scheduler.py.
@@ -367,7 +368,7 @@ class Scheduler:
     # Waiting requests.
 
     def _schedule_waiting(self, step: Step) -> None:
-        """Spend what is left of the step's budget on requests that start."""
+        """Spend the rest of the step's budget on requests that start."""
         waiting = self.state.waiting
         has_running = bool(step.num_tokens)
         goes_on = self._start_loaded(step)
@@ -395,7 +396,7 @@ class Scheduler:
             self.state.is_capacity_bound = waiting.num_eligible > 0
 
     def _has_seat(self, request: Request, step: Step) -> bool:
-        """Whether one more may run, after a preemption if need be."""
+        """Whether one more request may run, if necessary after a preemption."""
         has_seat = len(self.state.running) < self.config.max_num_seqs
         return has_seat or self._preempt_for_waiting(request, step)
 
@@ -427,7 +428,7 @@ class Scheduler:
         return True
 
     def _count_padding(self, hit: Hit, step: Step, *, has_running: bool) -> int:
-        """Draft slots for a request that starts with one token, so that all decodes of the step are alike."""
+        """Draft slots for a request that starts with one token, so that all decodes of the step are equal."""
         num_drafts = self.config.num_draft_tokens
         fits = hit.num_tokens + 1 + num_drafts + 1 <= self.config.kv.max_model_len
         joins_decodes = not step.has_prefill and (has_running or hit.num_tokens > 0)
@@ -447,7 +448,7 @@ class Scheduler:
     def _cut_chunk(
         self, request: Request, start: int, num_tokens: int, step: Step, shared_tokens: int
     ) -> int:
-        """How many of its next `num_tokens` a request computes: fewer where layers have states.
+        """The number of its next `num_tokens` that a request computes: fewer if layers have states.
 
         States are cached only where a chunk of the prompt ends:
 
@@ -458,7 +459,7 @@ class Scheduler:
                       a step's last whole block │     the last block that a later prompt can hit
                                               where this prompt leaves what others have
 
-        `start`: its tokens that are computed. `shared_tokens`: where its prompt stops matching other prompts.
+        `start`: its computed tokens. `shared_tokens`: where its prompt stops matching other prompts.
         """
         config = self.config
         if not config.kv.has_states:
@@ -487,9 +488,9 @@ class Scheduler:
     # Requests that load KV from the tiers.
 
     def _add_offer(self, request: Request, hit: Hit, offloader: Offloader) -> Hit | None:
-        """The hit with what the tiers have after it, if the policy wants to load that.
+        """The hit, extended by what the tiers have after it if the policy wants to load that.
 
-        None if the request had better ask again in a later step.
+        None if the request should ask again in a later step.
         """
         now_s = self.state.now_s
         offer = offloader.get_offer(request, hit.num_tokens, now_s)
@@ -509,7 +510,7 @@ class Scheduler:
         )
 
     def _count_reserved(self) -> int:
-        """Free blocks that requests which have begun need for the rest of their prompts.
+        """Number of free blocks that started requests need for the rest of their prompts.
 
         Source: _inflight_prefill_reserved_blocks in vllm/v1/core/sched/scheduler.py@0.32.
         """
@@ -519,11 +520,11 @@ class Scheduler:
         return sum(map(self.kv.count_rest, begun))
 
     def _try_load(self, request: Request, hit: Hit, step: Step, offloader: Offloader) -> bool:
-        """Let a request wait for KV from a tier, with its blocks; False if these are short.
+        """Let a request wait for KV from a tier, with its blocks. False if there are too few blocks.
 
-        With full attention it takes the blocks of all its tokens, where vLLM takes only those of the loaded
-        ones. This differs on purpose: requests that hold these and wait for the rest could keep each other
-        from starting for ever. Where layers differ it is as in vLLM, which leaves free what others need.
+        With full attention it takes the blocks of all its tokens; vLLM takes only those of the loaded tokens.
+        This difference is on purpose: requests that hold only these could keep each other from starting for
+        ever. Hybrid models are as in vLLM, which leaves enough free blocks for other requests.
         """
         takes_all = offloader.takes_whole_prompts
         num_new_tokens = request.num_tokens - hit.num_computed_tokens if takes_all else 0
@@ -542,8 +543,8 @@ class Scheduler:
     def _collect_loaded(self, offloader: Offloader) -> None:
         """Move requests whose loads have ended to `loaded`.
 
-        With full attention, what they loaded is cached from here on; where layers differ, from when they are
-        about to start, as in vLLM. Blocks that were only waiting for their stores are freed first.
+        With full attention, the loaded blocks are cached from here on. In hybrid models they are cached when
+        the request is about to start, as in vLLM. Blocks that only waited for their stores are freed first.
         """
         state = self.state
         offloader.release_stored(state.now_s)
@@ -560,9 +561,9 @@ class Scheduler:
             request.status = Status.LOADED
 
     def _start_loaded(self, step: Step) -> bool:
-        """Start requests whose KV has come from a tier; False if the next one does not fit now.
+        """Start requests whose KV has come from a tier. False if the next one does not fit now.
 
-        With full attention their blocks are taken already.
+        With full attention they have their blocks already.
         """
         state = self.state
         while state.loaded and step.budget > 0 and len(state.running) < self.config.max_num_seqs:
@@ -580,7 +581,7 @@ class Scheduler:
         return True
 
     def _drop_load(self, request: Request) -> None:
-        """A request that loads, or has loaded, went away."""
+        """Drop a request that is loading or has loaded."""
         state = self.state
         if request in state.loaded:
             state.loaded.remove(request)
@@ -591,9 +592,10 @@ class Scheduler:
     # Blocks: free ones first, then those that leases free.
 
     def _try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
-        """Take slots for a request's next tokens; False, and nothing is taken, if blocks are short.
+        """Take slots for a request's next tokens. If there are too few blocks, return False and take none.
 
-        A request that starts brings its hit, a running one None. Leases may have been shortened either way.
+        `hit`: the hit of a request that starts; None for a running one. Either way leases may have been
+        shortened.
         """
         is_busy = bool(self.state.running)
         if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
@@ -608,7 +610,7 @@ class Scheduler:
     def _allocate_from_leases(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
         state, now_s = self.state, self.state.now_s
         is_busy = bool(state.running)
-        # Requests whose loads are under way will run without help.
+        # Loading requests will run without help.
         num_others = len(state.running) + state.num_loading - (1 if hit is None else 0)
         stalled = num_others <= 0
         num_wanted = self.kv.count_missing(request, num_new_tokens, hit, is_busy=is_busy)
@@ -618,14 +620,14 @@ class Scheduler:
         while self.driver.reclaim(num_wanted, now_s, for_turn_id=request.turn_id, stalled=stalled):
             if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
                 return True
-            # Others hold a part of the freed blocks, or they are part of the hit.
+            # Other requests hold a part of the freed blocks, or the blocks are part of the hit.
             num_wanted *= 2
         return False
 
-    # Preemption: who loses its blocks, and what that does to it.
+    # Preemption: which request loses its blocks, and what happens to it.
 
     def _preempt_for_running(self, request: Request, step: Step) -> Request:
-        """Preempt one running request so that another can continue; it may be that request itself."""
+        """Preempt one running request so that `request` can continue. It may be `request` itself."""
         running = self.state.running
         if self._by_priority:
             victim = max(running, key=lambda each: (each.priority, each.arrival_s))
@@ -653,7 +655,7 @@ class Scheduler:
         """Preempt a running request for a waiting one that does not fit, if the policy says so."""
         if not self._may_preempt_for_waiting:
             return False
-        # What started in this step stays: so no request is preempted twice in it, and the step ends.
+        # Requests that started in this step stay. So none is preempted twice in it, and the step ends.
         started = step.new.keys() | step.resumed.keys()
         candidates = [each.turn_id for each in self.state.running if each.turn_id not in started]
         victim_id = self.driver.get_preempted_for(request.turn_id, candidates, self.state.now_s)
@@ -680,7 +682,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.state.waiting.add_back(request)
 
-    # A scheduled step counts as computed; a computed one brings output; requests finish.
+    # The results of a step: scheduled tokens count as computed, requests get output and finish.
 
     def _advance(self, step: Step) -> None:
         """Count a step's tokens as computed, so that the next step can be scheduled at once."""
@@ -722,9 +724,9 @@ class Scheduler:
         )
 
     def _give_outputs(self, step: Step, num_accepted: Mapping[str, int]) -> list[tuple[Request, int]]:
-        """Add what a computed step brings to its requests; returns those that got some, with the tokens.
+        """Add a computed step's output to its requests. Returns the requests that got some, with the tokens.
 
-        `num_accepted` says how many drafts of a request were right. Requests that are done have finished.
+        `num_accepted`: the number of correct drafts by request. Requests that are done have finished.
         """
         outputs = []
         requests, chunks = self.state.requests, step.chunks
@@ -739,7 +741,7 @@ class Scheduler:
                 and request.num_tokens + 1 < request.num_tokens_at_end
                 and not (request.num_stale_tokens or has_drafts or turn_id in chunks)
             ):
-                # Most tokens: no block is full with it, and it is not the last one.
+                # The usual case: the token fills no block and is not the last one.
                 request.num_tokens += 1
                 if is_async:
                     request.num_placeholders -= 1
@@ -760,7 +762,7 @@ class Scheduler:
         return outputs
 
     def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:
-        """Add output tokens, up to the request's end; returns how many."""
+        """Add output tokens, up to the request's end. Returns their number."""
         num_left = min(
             request.max_tokens - request.num_output_tokens,
             self.config.kv.max_model_len - request.num_tokens,
@@ -775,7 +777,7 @@ class Scheduler:
         return num_new_tokens
 
     def _cache_output(self, request: Request, num_new_tokens: int, num_cut: int) -> None:
-        """Cache the blocks that new output fills, where they were not cached when they were scheduled.
+        """Cache the blocks that new output fills, if they were not cached when they were scheduled.
 
         `num_cut`: tokens of the output that are beyond the request's end.
         """
@@ -796,7 +798,7 @@ class Scheduler:
             running = self.state.running
             running[:] = [each for each in running if each.status is not Status.FINISHED]
         for request in finished:
-            # One that was preempted while its last token was in flight waits.
+            # A request that was preempted while its last token was in flight is in the queue.
             self.state.waiting.remove(request)
 
     def _finish(self, request: Request, finish: Finish) -> None:
@@ -807,18 +809,18 @@ class Scheduler:
         self.driver.finish(request.turn_id, now_s, finish)
         if offloader is not None:
             offloader.store_finished(request, now_s)
-            # As vLLM does before it asks its connector: so these blocks are free before the others.
+            # vLLM does this before it asks its connector, so these blocks are freed before the others.
             self.kv.leave(request)
         self.kv.free(request)
         request.status = Status.FINISHED
         del self.state.requests[request.turn_id]
 
-    # Quiet steps: every running request decodes one token, and nothing else happens. Doing many of them
-    # together leaves behind what doing each would. Only their costs are still added up one by one
-    # (`tenuto.sim.event_loop`), so that times are the same to the last bit.
+    # Quiet steps: every running request decodes one token, and nothing else happens. Many of them done
+    # together have the same result as each alone. Only their times are still added up one by one
+    # (`tenuto.sim.event_loop`), so that they are the same to the last bit.
 
     def count_quiet_steps(self) -> int:
-        """A lower bound of how many next steps are quiet if no event comes from outside.
+        """A lower bound of the number of next steps that are quiet if no event comes from outside.
 
         0 if in doubt. Changes nothing.
         """
@@ -837,7 +839,7 @@ class Scheduler:
         return num_steps
 
     def run_quiet_steps(self, num_steps: int) -> None:
-        """Do what this many quiet steps do to the requests and their blocks."""
+        """Apply the effects of this many quiet steps to requests and their blocks."""
         self.state.num_executed_steps += num_steps
         for request in self.state.running:
             # The last token of a sequence has no KV yet, so it completes no block.
@@ -896,8 +898,8 @@ class Scheduler:
             return False
         hit = self.kv.get_hit(request)
         if not {each.path.segments[-1] for each in running}.isdisjoint(request.path.segments):
-            # It goes on from what a running request generates: its hit may grow. Any other request's hit
-            # can only shrink, and free blocks only get fewer.
+            # It continues a running request's output, so its hit may grow. Any other request's hit can only
+            # shrink, and the number of free blocks only falls.
             return True
         num_tokens = request.num_tokens - hit.num_tokens
         if self.offloader is None:
@@ -911,7 +913,7 @@ class Scheduler:
             num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
         if not 0 < num_missing <= num_reclaimable:
             return num_missing <= 0
-        # With whole prompts, a turn needs as many blocks whether it loads or not.
+        # With whole prompts, a turn needs equally many blocks with and without a load.
         takes_whole = self.offloader is None or self.offloader.takes_whole_prompts
         is_whole = takes_whole and self.config.kv.reserve_full_sequence
         return not (is_whole and driver.refuses_steadily(request.turn_id, self.state.now_s))
@@ -930,7 +932,7 @@ def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
 
 
 def _reject(request: Request, num_drafts: int) -> None:
-    """Drafts were wrong: what was computed for them does not count."""
+    """Drop wrong drafts, and the tokens that were computed for them."""
     if request.num_computed_tokens > 0:
         request.num_computed_tokens -= num_drafts
     if request.num_placeholders > 0:
@@ -938,5 +940,5 @@ def _reject(request: Request, num_drafts: int) -> None:
 
 
 def _has_equal_outputs(running: list[Request]) -> bool:
-    """Whether two requests generate the same text: then it matters which of them caches a block first."""
+    """Whether two requests generate the same text. Then it matters which of them caches a block first."""
     return len({request.path.segments[-1] for request in running}) < len(running)

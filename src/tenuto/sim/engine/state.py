@@ -20,7 +20,7 @@ class WaitingQueue:
     """Requests in the order of their keys, smallest first; equal keys in the order of their ids.
 
     Requests that admission holds back are *parked*: they count in `len` but never go first. Without `get_key`
-    the order is vLLM's "fcfs": by arrival, and a preempted request goes to the front.
+    the order is vLLM's "fcfs": by arrival, with preempted requests at the front.
     Source: vllm/v1/core/sched/request_queue.py@0.32.
     """
 
@@ -73,7 +73,7 @@ class WaitingQueue:
 
     @property
     def num_eligible(self) -> int:
-        """Requests that were never skipped. As in vLLM, one that was counts as deferred until it leaves."""
+        """Number of requests that were never skipped. As in vLLM, a skipped request counts as deferred."""
         return len(self._requests) - len(self._deferred)
 
     def restore_skipped(self) -> None:
@@ -84,7 +84,7 @@ class WaitingQueue:
         self._skipped.clear()
 
     def remove(self, request: Request) -> None:
-        """Remove a request; nothing happens if it is not here."""
+        """Remove a request, if it is in the queue."""
         self._deferred.discard(request.turn_id)
         if self._requests.pop(request.turn_id, None) is not None:
             self._ready.discard(request.turn_id)
@@ -104,7 +104,7 @@ class WaitingQueue:
 
     @property
     def num_parked(self) -> int:
-        """How many are parked."""
+        """Number of parked requests."""
         return len(self._parked)
 
     def get_first_parked(self) -> str | None:
@@ -129,20 +129,20 @@ class Load(NamedTuple):
 
     done_s: float
     number: int
-    """Loads are numbered in the order of their starts; this is also the order of loads that end together."""
+    """Loads are numbered in the order of their starts. Loads that end together are in this order."""
     request: Request
 
 
 @dataclass(slots=True)
 class EngineState:
-    """All that changes from step to step, in one place; the scheduler's parts share it.
+    """All state that changes from step to step. The parts of the scheduler share it.
 
     A request is in exactly one of four places until it finishes:
 
         arrival ──► waiting ───────────────────────► running ──► finished
                      │   ▲ └─► loading ──► loaded ──►┘  │
                      │   └───────── preempted ──────────┘
-                     └─► finished, if its client goes away
+                     └─► finished, if its client disconnects
     """
 
     waiting: WaitingQueue
@@ -153,9 +153,9 @@ class EngineState:
     loading: list[Load] = field(default_factory=list)
     """A heap: the load that ends next is first."""
     loaded: deque[Request] = field(default_factory=deque)
-    """Their KV has come from a tier. They start in the next step that has room, in this order."""
+    """Requests whose KV has come from a tier. They start in the next step that has room, in this order."""
     now_s: float = 0.0
-    """When the engine was called last."""
+    """Time of the engine's last call."""
     num_executed_steps: int = 0
     """Steps that had tokens."""
     last_prefill_step: int | None = None
@@ -165,12 +165,12 @@ class EngineState:
 
     @property
     def num_loading(self) -> int:
-        """Requests that wait for their load, or have it and did not start yet."""
+        """Number of requests that wait for a load, or whose load has ended but that have not started."""
         return len(self.loading) + len(self.loaded)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that did not start yet, including loading ones."""
+        """Number of requests that have not started, including loading ones."""
         return len(self.waiting) + self.num_loading
 
 
@@ -182,7 +182,7 @@ class Step:
     """A scheduled step. Its dicts are in scheduling order: running requests first, then those it starts."""
 
     budget: int
-    """Tokens that are left to hand out."""
+    """Tokens that are left to give to requests."""
     long_prefill_threshold: int
     """Most tokens for one request; 0 for no bound."""
     num_tokens: dict[str, int] = field(default_factory=dict)
@@ -208,12 +208,12 @@ class Step:
     size: int = field(init=False)
     """Its whole budget."""
     copies_done_s: float = 0.0
-    """When the copies end that it waits for."""
+    """When the copies end that the step waits for."""
     copies_s: float = 0.0
-    """Seconds of copies that are added to its computation, where they do not run beside it."""
+    """Seconds of copies that add to its computation because they do not run beside it."""
 
     def __post_init__(self) -> None:
-        """Nothing is handed out yet."""
+        """Set the whole budget."""
         self.size = self.budget
 
     @property
@@ -237,7 +237,7 @@ class Step:
         self.num_drafts.pop(request.turn_id, None)
 
     def bound(self, num_tokens: int) -> int:
-        """How many of these tokens one request may have."""
+        """The number of these tokens that one request may have."""
         if 0 < self.long_prefill_threshold < num_tokens:
             num_tokens = self.long_prefill_threshold
         return min(num_tokens, self.budget)

@@ -2,6 +2,6 @@
 
     kv_cache ─► groups ─► request ─► pool
 
-`kv_cache` answers with prefix hits and slots for tokens; `groups` has each request's blocks in each kind of
-layers; `pool` has the free queue and all cached blocks, and tells which content is equal to which.
+`kv_cache` finds prefix hits and takes slots for tokens. `groups` has each request's blocks in each layer
+group. `pool` has the free queue and all cached blocks, and knows which content is equal.
 """

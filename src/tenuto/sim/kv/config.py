@@ -12,14 +12,14 @@ from tenuto.core.windows import STATE, Layers
 
 @dataclass(frozen=True, kw_only=True)
 class KvConfig:
-    """Size and shape of the KV cache. Raises ConfigError for what makes no sense."""
+    """Size and shape of the KV cache. Raises ConfigError for values that make no sense."""
 
     vllm_release: Literal["0.32", "0.33"] = "0.32"
-    """Whose decisions, the scheduler's and host memory's too.
+    """The release whose decisions are made, also by the scheduler and host memory.
 
-    0.33 caches drafts as soon as they are verified, by priority it continues scheduling after a request
-    preempted itself, it registers a prompt's last state only once, it offers host memory all blocks of a
-    resumed request again, and its own host memory evicts tails first.
+    0.33 differs from 0.32 as follows. It caches drafts as soon as they are verified. With priorities, it
+    continues scheduling after a request preempted itself. It registers a prompt's last state only once. It
+    offers host memory all blocks of a resumed request again. Its own host memory evicts tails first.
     """
     num_blocks: int
     """With the null block, as in vLLM's `num_gpu_blocks` and in `KvBudget.num_blocks`."""
@@ -28,7 +28,7 @@ class KvConfig:
     """The sliding window of each layer group, in tokens; None for full attention, "state" for a recurrent
     state."""
     block_sizes: tuple[int, ...] = ()
-    """Tokens in a block of each layer group, where they differ; all blocks are of one size in bytes."""
+    """Tokens in a block of each layer group, if they differ. All blocks have one size in bytes."""
     retention_interval: int | None = 0
     """vLLM's `prefix_cache_retention_interval`: how often the end of a sliding window is cached, in tokens.
 
@@ -55,7 +55,7 @@ class KvConfig:
 
     @property
     def hit_alignment(self) -> int:
-        """Hits end at multiples of this many tokens: there all groups' blocks end."""
+        """Hits end at multiples of this many tokens, where the blocks of all groups end."""
         return math.lcm(*self.group_block_sizes)
 
     @property

@@ -1,8 +1,8 @@
 """The layer groups of a model: which blocks a request has in layers of each kind, and which are cached.
 
-Layers with full attention or a sliding window (`AttentionGroup`), or with a recurrent state (`StateGroup`).
-Both are asked the same. Source: vllm/v1/core/single_type_kv_cache_manager.py, FullAttentionManager,
-SlidingWindowManager and MambaManager@0.32.
+A group is of layers with full attention or a sliding window (`AttentionGroup`), or with a recurrent state
+(`StateGroup`). Both have the same methods. Source: vllm/v1/core/single_type_kv_cache_manager.py,
+FullAttentionManager, SlidingWindowManager and MambaManager@0.32.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tenuto.sim.kv.request import Hit, Request
 class Checkpoints:
     """Which blocks of a sliding window, or which states, are cached: the end at a few places of the sequence.
 
-    A later prompt hits where all layer groups are cached. In a sliding window that takes only the last blocks
-    before the hit's end, so vLLM caches these blocks where a later prompt is expected to part from this one,
-    and leaves the others without content:
+    A later prompt hits where all layer groups are cached. A sliding window needs only the last blocks before
+    the hit's end. So vLLM caches these blocks at the places where a later prompt is expected to differ from
+    this one, and leaves the other blocks without content:
 
         prompt        ├──────────────────────────┤ output …
-        interval 0                    ··      ▒▒ ·           the prompt's end, and where prompts part
+        interval 0                    ··      ▒▒ ·           the prompt's end, and where prompts differ
         interval 4        ▒▒      ▒▒  ▒▒  ▒▒  ▒▒ ·   ▒▒      and at every fourth block
         None          ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒     every block
 
-    A state is cached at the same places; a hit there needs one block.
+    A state is cached at the same places. A hit there needs one block.
 
     Source: reachable_block_mask of SlidingWindowManager and MambaManager.
     """
@@ -44,7 +44,7 @@ class Checkpoints:
     def __init__(
         self, window: int, block_size: int, interval: int | None, alignment: int | None = None
     ) -> None:
-        """`window` and `interval` are in tokens; the interval is a multiple of the alignment, 0 or None.
+        """`window` and `interval` are in tokens. The interval is a multiple of the alignment, 0 or None.
 
         `alignment`: hits end at multiples of this many tokens, whole blocks; by default every block.
         """
@@ -57,7 +57,7 @@ class Checkpoints:
     def get_runs(
         self, request: Request, first: int, end: int, own: Iterable[int] = ()
     ) -> list[tuple[int, int]]:
-        """The blocks to cache of those from `first` to before `end`, as rising runs (first, end).
+        """The blocks from `first` to before `end` that are to be cached, as rising runs (first, end).
 
         `own`: more places that this request caches, in tokens.
         """
@@ -100,12 +100,12 @@ class BlockTable:
 
     @property
     def num_full(self) -> int:
-        """Blocks up to the first blank one. All are cached, but for some of a sliding window's."""
+        """Number of blocks up to the first blank one. All are cached, except some of a sliding window."""
         return self.num_nulls + self.row.num_blocks
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, null ones included."""
+        """Number of blocks, including null ones."""
         return self.num_nulls + self.row.num_blocks + self.num_blanks
 
 
@@ -113,9 +113,9 @@ class _Group:
     """Blocks of one group, all of one size in tokens, from a pool that all groups share."""
 
     num_spare_wanted = 0
-    """Blocks to keep behind a window so that its last possible hit is whole."""
+    """Blocks to keep behind a window so that its last possible hit is complete."""
     max_blocks: int | None = None
-    """The most blocks that a request has at once, if it is alone; None for as many as it has tokens."""
+    """The most blocks that a single request has at a time; None if that depends on its tokens only."""
 
     def __init__(self, config: KvConfig, pool: ExtentPool, index: int) -> None:
         """`index`: the group's number."""
@@ -125,11 +125,11 @@ class _Group:
         self._max_model_len = config.max_model_len
 
     def count_blocks(self, num_tokens: int) -> int:
-        """Number of blocks of this many tokens, null ones included."""
+        """Number of blocks of this many tokens, including null ones."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
     def count_most_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of this many tokens has at once, if it is alone."""
+        """The most blocks that a request of this many tokens has at a time, if it is alone."""
         num_blocks = self.count_blocks(num_tokens)
         return min(num_blocks, self.max_blocks or num_blocks)
 
@@ -152,15 +152,15 @@ class AttentionGroup(_Group):
         self._num_spare = 0
         self._places = places
         if window is not None:
-            # A window's blocks are given back as it moves on, so admission need not count a whole prompt's.
-            # One more, for a window need not start where a block does.
+            # A window's blocks are freed as it moves on, so admission need not count those of a whole prompt.
+            # One more, because a window need not start where a block does.
             self.max_blocks = self.count_blocks(window - 1 + max_in_flight_tokens) + 1
             size, alignment = self.block_size, config.hit_alignment
             self.num_spare_wanted = count_spare_blocks(window, size, alignment)
             self._checkpoints = Checkpoints(window, size, config.retention_interval, alignment)
 
     def keep_spares(self) -> None:
-        """Let requests keep those blocks from now on."""
+        """Let requests keep the spare blocks behind their windows from now on."""
         self._num_spare = self.num_spare_wanted
         if self.max_blocks is not None:
             self.max_blocks += self._num_spare
@@ -204,7 +204,7 @@ class AttentionGroup(_Group):
             table.num_blanks += num_new
 
     def cache(self, table: BlockTable, request: Request, num_tokens: int) -> None:
-        """Make the full blocks of a request's first tokens findable; of a window only some."""
+        """Let look-ups find the full blocks of a request's first tokens; of a window only some."""
         first, end = table.num_full, num_tokens // self.block_size
         if end <= first:
             return
@@ -233,7 +233,7 @@ class AttentionGroup(_Group):
         return tail
 
     def uncover(self, table: BlockTable, request: Request, num_tokens: int) -> None:
-        """Let look-ups find those blocks."""
+        """Let look-ups find the blocks of `get_tail`."""
         del request
         tail = self.get_tail(table, num_tokens)
         if self.window is not None and tail is not None:
@@ -282,20 +282,20 @@ class StateTable:
 
     @property
     def row(self) -> Row:
-        """The cached ones."""
+        """The cached blocks."""
         return Row(part for row in self.states.values() for part in row.ranges)
 
     @property
     def num_blanks(self) -> int:
-        """Those that are not cached."""
+        """Number of blocks that are not cached."""
         return sum(not row for row in self.states.values())
 
 
 class StateGroup(_Group):
     """Takes, caches and gives back blocks of tables with recurrent states (Mamba, gated delta nets).
 
-    A state is one block, for any length of the text before it. A running request writes it in place; the
-    states of earlier ends of steps are null, but for the one that it began with:
+    A state is one block, for any length of the text before it. A running request updates it in place. Its
+    earlier states are null, except the one that it began with:
 
         blocks    │ null │ null │ hit │ null │ running │
         tokens    ├──── hit ──────────┤        ↑ now
@@ -307,7 +307,7 @@ class StateGroup(_Group):
     max_blocks = MOST_STATES
 
     def __init__(self, config: KvConfig, pool: ExtentPool, index: int, checkpoint_tokens: int | None) -> None:
-        """`checkpoint_tokens`: the shortest distance of first prompts' checkpoints; None: there are none."""
+        """`checkpoint_tokens`: shortest distance of first prompts' checkpoints; None for no checkpoints."""
         super().__init__(config, pool, index)
         self._registers_again = config.vllm_release == "0.32"
         self._checkpoint_tokens = checkpoint_tokens
@@ -321,7 +321,7 @@ class StateGroup(_Group):
         self._cached_now.clear()
 
     def keep_spares(self) -> None:
-        """Let requests keep the last state of their answers that ends where a block does, from now on."""
+        """From now on, let requests keep the last state of their answers that ends where a block does."""
         self._keeps_ends = True
         self.max_blocks = MOST_STATES + self.num_spare_wanted
 
@@ -340,7 +340,7 @@ class StateGroup(_Group):
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
         """Blocks that a request with this hit lacks for this many tokens in all; `at_once` has no effect.
 
-        All the blocks that there are, and more, if its hit is only being computed.
+        If its hit is still being computed, the number is larger than that of all blocks.
         """
         del at_once
         row = hit.rows[self._index]
@@ -354,7 +354,7 @@ class StateGroup(_Group):
         return self._pool.count_blocks(hit.rows[self._index], ref_cnt=0)
 
     def start(self, table: StateTable, hit: Hit) -> None:
-        """Give a request the state of its hit; one that a tier brings makes it needless."""
+        """Give a request the state of its hit, unless a tier brings a later state."""
         if hit.num_loaded_tokens:
             table.num_blocks = table.num_full = hit.num_computed_tokens // self.block_size - 1
             return
@@ -365,14 +365,14 @@ class StateGroup(_Group):
             table.states[table.num_blocks - 1] = row
 
     def extend(self, table: StateTable, num_tokens: int) -> None:
-        """Take a block for the state after this many tokens, if it is another one."""
+        """Take a block for the state after this many tokens, if it needs another one."""
         if self.count_new(table, num_tokens):
             self._pool.take(1)
             table.num_blocks = self.count_blocks(num_tokens)
             table.states[table.num_blocks - 1] = Row()
 
     def cache(self, table: StateTable, request: Request, num_tokens: int) -> None:
-        """Make the states of a request's first tokens findable, if it has them and they are wanted."""
+        """Let look-ups find the states of a request's first tokens, if it has them and they are wanted."""
         own = self._get_own_end(request, num_tokens) if request.has_checkpoints else ()
         first, end = table.num_full, num_tokens // self.block_size
         path = request.paths[self._index]
@@ -394,7 +394,7 @@ class StateGroup(_Group):
         return table.states.get(num_tokens // self.block_size - 1)
 
     def uncover(self, table: StateTable, request: Request, num_tokens: int) -> None:
-        """Let look-ups find that block."""
+        """Let look-ups find the block of `get_tail`."""
         block = num_tokens // self.block_size - 1
         if not table.states[block]:
             self._pool.cache(table.states[block], request.paths[self._index], self._index, block, block + 1)

@@ -32,13 +32,13 @@ from tenuto.sim.kv.request import Hit, Request, Status
 
 
 class KvCache:
-    """Which request has which blocks."""
+    """The blocks of all requests, and prefix hits."""
 
     def __init__(self, config: KvConfig, max_in_flight_tokens: int, *, keeps_ends: bool = False) -> None:
         """An empty cache.
 
-        `max_in_flight_tokens`: the most that scheduled steps may hold unprocessed. `keeps_ends`: let
-        running requests keep the blocks that `cache_ends` needs, if there is room for that.
+        `max_in_flight_tokens`: most tokens that scheduled, unprocessed steps may have. `keeps_ends`: let
+        running requests keep the blocks that `cache_ends` needs, if there is room.
         """
         self.config = config
         self.pool = ExtentPool(config.num_blocks - 1, len(config.windows))
@@ -66,7 +66,7 @@ class KvCache:
             group.begin_step()
 
     def enter(self, request: Request) -> None:
-        """A new request: find its place among all content, and give it empty tables.
+        """Add a new request: find its place in the content tree, and give it empty tables.
 
         Raises ConfigError if it can never run here.
         """
@@ -86,7 +86,7 @@ class KvCache:
         request.tables = tuple(group.make_table() for group in self._groups)
 
     def get_paths(self, path: Path, key: Hashable, spans: Sequence[Span]) -> tuple[Path, ...]:
-        """A sequence in the blocks of each layer group; `path` has it in those of the hashes."""
+        """The path of a sequence in blocks of each layer group. `path` is in blocks of the hashes."""
         paths = {self._block_size: path}
         for size in self.config.block_sizes:
             if size not in paths:
@@ -94,11 +94,11 @@ class KvCache:
         return tuple(paths[size] for size in self.config.group_block_sizes)
 
     def get_hit(self, request: Request) -> Hit:
-        """The longest cached prefix; at least its last token is left to compute. Changes nothing."""
+        """The longest cached prefix that leaves at least the last token to compute. Changes nothing."""
         return self.find_hit(request.paths, request.num_tokens - 1)
 
     def find_hit(self, paths: Sequence[Path], max_tokens: int) -> Hit:
-        """The longest cached prefix, of at most this many tokens, of a sequence (its path in each group).
+        """The longest cached prefix of a sequence, at most `max_tokens`. `paths`: its path in each group.
 
         Each kind of layers accepts a length or shortens it, until all accept it:
 
@@ -115,7 +115,7 @@ class KvCache:
             if self.config.drops_last_hit_block:
                 del row[max(0, len(row) - 1) :]
             return Hit(len(row) * size, (row,))
-        # The first kind of layers that was asked has the longest prefix.
+        # The first kind of layers has the longest prefix.
         num_tokens, longest = max_tokens, None
         for groups in self._full:
             num_tokens = self._find_full(paths, groups, num_tokens)
@@ -138,14 +138,14 @@ class KvCache:
         return Hit(num_tokens, tuple(rows), shared_tokens, short_layers)
 
     def _find_full(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
-        """The longest prefix, of at most this many tokens, that these groups with full attention have."""
+        """The longest prefix, at most `max_tokens`, that these groups with full attention have."""
         size = self._sizes[groups[0]]
         end = max_tokens // size
         num_tokens = min(len(self.pool.find(paths[group], group, 0, end)) for group in groups) * size
         return num_tokens - num_tokens % self._alignment
 
     def _find_end(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
-        """The longest prefix, of at most this many tokens, before whose end these groups have their window.
+        """The longest prefix, at most `max_tokens`, before whose end these groups have their whole window.
 
         The start of a sequence is a hit even if it is shorter than the window.
         """
@@ -165,10 +165,10 @@ class KvCache:
         return 0
 
     def try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> bool:
-        """Take slots for a request's next tokens and cache the blocks they fill; False if blocks are short.
+        """Take slots for a request's next tokens and cache the blocks they fill. False if blocks are short.
 
-        A request that starts brings its hit, a running one None. Blocks of a running one that its sliding
-        window has left are freed in any case. Source: kv_cache_manager.py:allocate_slots@0.32.
+        `hit`: the hit of a request that starts; None for a running one. Blocks that a running request's
+        sliding window has left are freed in any case. Source: kv_cache_manager.py:allocate_slots@0.32.
         """
         if hit is None and self.can_truncate and request.status is Status.RUNNING:
             return self._try_extend(request, num_new_tokens)
@@ -187,13 +187,13 @@ class KvCache:
         for table, group in zip(request.tables, self._groups, strict=True):
             group.extend(table, num_slots)
         if hit is None or not hit.waits:
-            # Drafts may be rejected: only what is certain is cached.
+            # Drafts may be rejected, so only certain tokens are cached.
             self.cache(request, min(num_tokens, request.num_tokens))
         self._note_slots(request)
         return True
 
     def count_missing(self, request: Request, num_new_tokens: int, hit: Hit | None, *, is_busy: bool) -> int:
-        """How many free blocks an allocation is short of; 0 or less if it fits.
+        """The number of free blocks that an allocation lacks; 0 or less if it fits.
 
         `is_busy` says that other requests run, so that a starting one must leave the watermark free.
         """
@@ -204,8 +204,8 @@ class KvCache:
             parts = zip(request.tables, groups, strict=True)
             num_wanted = sum(group.count_new(table, num_slots) for table, group in parts)
             if request.status is Status.LOADED and (num_wanted or not self.can_truncate):
-                # It took the loaded tokens' blocks only, and starts like any other. (LMCache's modes take
-                # all blocks at once, and want none here.)
+                # It has only the blocks of the loaded tokens, and starts like any other request. (In
+                # LMCache's modes it has all blocks already.)
                 if self.config.reserve_full_sequence:
                     num_wanted = max(num_wanted, self.count_rest(request))
                 num_wanted += self.watermark_blocks if is_busy else 0
@@ -222,22 +222,22 @@ class KvCache:
         return num_wanted + watermark_blocks - self.pool.num_free_blocks
 
     def count_rest(self, request: Request) -> int:
-        """Blocks that a request which has begun still needs for all its tokens so far."""
+        """Blocks that a started request still needs for all its tokens so far."""
         parts = zip(request.tables, self._groups, strict=True)
         return sum(group.count_rest(table, request.num_tokens) for table, group in parts)
 
     def cache(self, request: Request, num_tokens: int) -> None:
-        """Make the full blocks of a request's first tokens findable."""
+        """Let look-ups find the full blocks of a request's first tokens."""
         if self.can_truncate and num_tokens // self._block_size <= request.tables[0].num_full:
-            return  # most tokens that are decoded fill no block
+            return  # most decoded tokens fill no block
         num_tokens -= num_tokens % self._alignment
         for table, group in zip(request.tables, self._groups, strict=True):
             group.cache(table, request, num_tokens)
         self._note_slots(request)
 
     def leave(self, request: Request) -> None:
-        """Give back what the windows of a request that runs have left."""
-        # Steps in flight still read what only the processed tokens' window has left.
+        """Free the blocks that the windows of a running request have left."""
+        # Steps in flight still read their own windows, so only processed tokens count.
         num_processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         for table, group in zip(request.tables, self._groups, strict=True):
             group.leave(table, request, num_processed)
@@ -245,7 +245,7 @@ class KvCache:
     def cache_ends(self, request: Request) -> None:
         """Let look-ups find the blocks of a hit at a finishing request's end, where its job's next turn hits.
 
-        As `tenuto.vllm.compat.groups.cache_ends`: nothing happens if a block of that is lost.
+        As in `tenuto.vllm.compat.groups.cache_ends`, nothing happens if one of these blocks is lost.
         """
         parts = list(zip(request.tables, self._groups, strict=True))
         num_tokens = min(
@@ -275,7 +275,7 @@ class KvCache:
         return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
 
     def has_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether a running request's next tokens neither need nor fill a block: most decoded ones do not.
+        """Whether a running request's next tokens neither need nor fill a block, as most decoded tokens.
 
         False if in doubt.
         """
@@ -293,7 +293,7 @@ class KvCache:
     # Inside.
 
     def _try_extend(self, request: Request, num_new_tokens: int) -> bool:
-        """`try_allocate` of a running request with full attention, whose blocks most allocations are for."""
+        """`try_allocate` for a running request with full attention, the most frequent case."""
         table: BlockTable = request.tables[0]
         size = self._block_size
         num_tokens = request.num_computed_tokens + num_new_tokens
@@ -305,7 +305,7 @@ class KvCache:
                 return False
             self.pool.take(num_wanted)
             table.num_blanks += num_wanted
-        # Drafts may be rejected: only what is certain is cached.
+        # Drafts may be rejected, so only certain tokens are cached.
         num_certain = min(num_tokens, request.num_tokens)
         if num_certain // size > num_full:
             for group in self._groups:

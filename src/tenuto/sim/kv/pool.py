@@ -19,13 +19,13 @@ evicts the same blocks as vLLM's pool:
     free queue    [blanks: a number]   extent → extent → …
                   evicted first        each from its last block to its first
 
-- Blocks without content are always put at the queue's front, and nothing tells them apart. So a number is
-  enough for them, and for blocks in use that have no content yet.
+- Blocks without content always go to the queue's front, and they are interchangeable. So only their number is
+  kept, as for blocks in use that have no content yet.
 - A request's blocks are freed from the last to the first, so each extent in the queue is evicted backwards.
 - A block may be cached more than once. The copy cached first is hit: extents are numbered as they are cached.
 
-Source: vllm/v1/core/block_pool.py:BlockPool@0.32; `tests.support.blocks` has the same rules block by block,
-and `tests/sim/test_scheduler_pool.py` holds the two against each other.
+Source: vllm/v1/core/block_pool.py:BlockPool@0.32. `tests.support.blocks` has the same rules block by block,
+and `tests/sim/test_scheduler_pool.py` compares the two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import NamedTuple
 from weakref import ref
 
 Span = tuple[Hashable, int]
-"""A text's name and how many of its first tokens; what the KV of a token depends on is part of the name."""
+"""A text's name, and the number of its first tokens. The name covers everything that the KV depends on."""
 
 BlockHash = tuple["Segment", int]
 
@@ -70,14 +70,14 @@ class Segment:
         return segment
 
     def __del__(self) -> None:
-        """Forgotten by the segment before it. A `WeakValueDictionary` does the same in twice the time."""
+        """Leave the segment before it. A `WeakValueDictionary` does the same in twice the time."""
         if self._before is not None and self._key is not None:
             known = self._before._following.get(self._key)
             if known is not None and known() in (None, self):
                 del self._before._following[self._key]
 
     def __repr__(self) -> str:
-        """The same for the same text, and for no other: kinds of jobs are named by their first block."""
+        """Unique for each text, because kinds of jobs are named by their first block."""
         keys, segment = list[tuple[Hashable, int]](), self
         while segment._before is not None and segment._key is not None:
             keys.append(segment._key)
@@ -89,10 +89,10 @@ class Segment:
 
 
 class Extent:
-    """A run of full blocks that share one fate: `first` to before `end`, counted from the sequence's start.
+    """A run of full blocks in the same state: `first` to before `end`, counted from the sequence's start.
 
-    They lie in one segment, have the same number of references, and one place in the free queue. Most are
-    cached. Those that a sliding window fills between two of its checkpoints are not.
+    They are in one segment, have the same number of references, and one place in the free queue. Most are
+    cached. Blocks that a sliding window fills between two of its checkpoints are not.
     """
 
     __slots__ = (
@@ -119,11 +119,11 @@ class Extent:
         """Extents are numbered as they are cached; of several copies the smallest number is hit."""
         self.ref_cnt = 1
         self.is_cached = True
-        """Whether look-ups find it; if not, its blocks are blank again as soon as they are free."""
+        """Whether look-ups find it. If not, its blocks become blank as soon as they are free."""
         self.num_holds = 0
-        """References among them that leases have."""
+        """The number of its references that leases have."""
         self.after: Extent | None = None
-        """The extent that was split off after it, so that older ranges still find all their blocks."""
+        """The extent that was split off after it. Older ranges find all their blocks through it."""
         self.previous = self.next = self
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Path:
     __slots__ = ("first_blocks", "segments", "starts")
 
     def __init__(self, root: Segment, key: Hashable, spans: Iterable[Span], block_size: int) -> None:
-        """The path of these spans; `key` is what all their KV depends on too: the cache salt, the adapter."""
+        """The path of these spans. `key`: what their KV also depends on, the cache salt and the adapter."""
         segment, start = root.follow(key, 0), 0
         self.starts: list[int] = []
         self.segments: list[Segment] = []
@@ -180,7 +180,7 @@ class Range(NamedTuple):
 
 
 class Row:
-    """Cached blocks of one sequence in order; behaves like a list of blocks that is only cut at its tail.
+    """Cached blocks of one sequence in order. It behaves like a list of blocks that is only cut at its tail.
 
     row        │ 0 1 2 3 4 5 │ 6 7 │ 8 9 …    blocks, counted from the row's start
     ranges     │  segment A  │  B  │  C  …    each lies in one segment
@@ -252,7 +252,7 @@ def _link_before(behind: Extent, extent: Extent) -> None:
 
 def _unlink(extent: Extent) -> None:
     extent.previous.next, extent.next.previous = extent.next, extent.previous
-    # An evicted extent must not refer to its neighbours: it would keep all that are evicted later in memory.
+    # An evicted extent must not refer to its neighbours, or it would keep all later evicted ones in memory.
     extent.previous = extent.next = extent
 
 
@@ -268,7 +268,7 @@ class ExtentPool:
         self.num_leased_blocks = 0
         """Distinct blocks that leases hold references to."""
         self.num_idle_leased_blocks = 0
-        """Those of them that nothing else references: they are given back before an allocation fails."""
+        """The leased blocks without other references. They are freed before an allocation fails."""
         self._num_blanks = num_blocks
         self._num_cached = 0
         self._free = _Queue()
@@ -333,7 +333,7 @@ class ExtentPool:
                 row.append(extent, start, stop)
 
     def fill(self, row: Row, path: Path, first: int, end: int) -> None:
-        """Append the full blocks `first` to before `end` to a sequence's row; no look-up will find them."""
+        """Append the full blocks `first` to before `end` to a sequence's row. No look-up finds them."""
         for segment, start, stop in path.get_ranges(first, end):
             last = row.ranges[-1].extent if row.ranges else None
             if last is not None and not last.is_cached and last.segment is segment and last.end == start:
@@ -346,7 +346,7 @@ class ExtentPool:
                 row.append(extent, start, stop)
 
     def uncover(self, row: Row, group: int) -> None:
-        """Let look-ups find blocks that `fill` added; those that are cached already stay as they are."""
+        """Let look-ups find blocks that `fill` added. Blocks that are cached already do not change."""
         self._num_cached += 1
         for extent in self._get_extents(row):
             if not extent.is_cached:
@@ -355,7 +355,7 @@ class ExtentPool:
                 extent.home.append(extent)
 
     def reset(self) -> bool:
-        """Forget all content; False, and nothing changes, while any block is referenced."""
+        """Forget all content. While any block is referenced, return False and change nothing."""
         if self.num_free_blocks != self.num_blocks:
             return False
         for extent in self._free:
@@ -395,7 +395,7 @@ class ExtentPool:
         self.num_free_blocks += num_blanks
 
     def hold(self, row: Row) -> None:
-        """Take one more reference to each block (a prefix hit, a lease); free ones leave the queue."""
+        """Take one more reference to each block (a prefix hit, a lease). Free blocks leave the queue."""
         for extent in self._get_extents(row):
             if extent.ref_cnt == 0:
                 _unlink(extent)
@@ -405,7 +405,7 @@ class ExtentPool:
             extent.ref_cnt += 1
 
     def release(self, row: Row) -> None:
-        """Give one reference to each block up, the last block first."""
+        """Drop one reference to each block, the last block first."""
         for extent in reversed(self._get_extents(row)):
             extent.ref_cnt -= 1
             if extent.ref_cnt > 0:
@@ -419,7 +419,7 @@ class ExtentPool:
                 self.give_back(extent.end - extent.first)
 
     def release_head(self, row: Row, num_blocks: int) -> None:
-        """Give up the references to a row's first blocks, the last of them first, and drop them from the row.
+        """Drop the references to a row's first blocks, the last of them first, and remove them from the row.
 
         row    │ first num_blocks blocks │ the rest … │
                 ←─────── freed ─────────   stays in the row
@@ -441,7 +441,7 @@ class ExtentPool:
             row.ranges[0] = Range(skip_to(extent, first), first, end)
 
     def mark_leased(self, row: Row, change: int) -> None:
-        """A lease took a reference to each block (`change` 1), or gave it up (-1): count leased blocks."""
+        """Count leased blocks: a lease took a reference to each block (`change` 1), or dropped it (-1)."""
         for extent in self._get_extents(row):
             was_leased, was_idle = extent.num_holds > 0, extent.num_holds == extent.ref_cnt
             extent.num_holds += change
@@ -450,7 +450,7 @@ class ExtentPool:
             self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
     def count_blocks(self, row: Row, *, ref_cnt: int) -> int:
-        """How many blocks of a row have this many references; those with none are in the free queue."""
+        """The number of a row's blocks with `ref_cnt` references. Those with none are in the free queue."""
         num_blocks = 0
         for extent, first, end in row.ranges:
             while first < end:
@@ -462,13 +462,13 @@ class ExtentPool:
         return num_blocks
 
     def get_queue(self) -> tuple[int, list[Extent]]:
-        """The free queue in eviction order: how many blank blocks, then extents."""
+        """The free queue in eviction order: the number of blank blocks, then extents."""
         return self._num_blanks, list(self._free)
 
     # Inside.
 
     def _get_extents(self, row: Row) -> list[Extent]:
-        """The extents of exactly these blocks, in order; an extent that reaches beyond them is split.
+        """The extents of exactly these blocks, in order. An extent that reaches beyond them is split.
 
         row        │    ├─────────────┤    │
         before     ├─── A ───┼─── B ───────┤
@@ -501,14 +501,14 @@ class ExtentPool:
 
 
 def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Range]:
-    """For each block from `first` up to the first miss the copy that was cached first, as ranges.
+    """For each block from `first` up to the first miss, the copy that was cached first, as ranges.
 
     copy 1          ├──────┤
     copy 2    ├───────────────────┤
     hit       │  2  │  1   │  2   │
     """
     in_order = sorted(copies, key=_get_first)
-    # Copies of one block are rare, but an extent that was split often has very many parts: for these the loop
+    # Copies of one block are rare. But an extent that was split often has very many parts, for which the loop
     # below is linear.
     if any(one.end > other.first for one, other in pairwise(in_order)):
         while first < end and (extent := _get_copy(copies, first)) is not None:
@@ -547,7 +547,7 @@ def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int
 
 
 def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:
-    """Whether blocks may join the extent before them: same holder, same content, no other copy of them."""
+    """Whether blocks may join the extent before them: same holder, same content, no other copies."""
     if extent.end != first or extent.home is not copies or extent.ref_cnt != 1:
         return False
     for other in copies:  # noqa: SIM110 - it is asked for each block that is filled, and `all` takes twice as long

@@ -21,9 +21,9 @@ class Status(Enum):
 
     WAITING = auto()
     LOADING = auto()
-    """Its blocks are taken, and being filled from a tier."""
+    """It has its blocks, and they are being filled from a tier."""
     LOADED = auto()
-    """What it waited for is there, and can be hit; it has not started."""
+    """Its load has ended and can be hit, but it has not started."""
     RUNNING = auto()
     PREEMPTED = auto()
     FINISHED = auto()
@@ -31,10 +31,10 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One turn: what it is (set by the sender), and how far it is (set by the engine).
+    """One turn: its content (set by the sender) and its progress (set by the engine).
 
-    `key` is what all its KV depends on beside its tokens: the cache salt, the LoRA adapter. An image is a
-    span named by its hash.
+    `key` is what its KV depends on in addition to its tokens: the cache salt and the LoRA adapter. An image
+    is a span named by its hash.
 
         prompt and output so far                │ what steps in flight will add
         ├────────────── num_tokens ─────────────┼── num_placeholders ──┼── num_drafts ──┤
@@ -52,10 +52,10 @@ class Request:
     tool: ToolCall | None = None
     """The tool call at the end of its output."""
     is_last: bool | None = None
-    """Whether its job ends with it; None if its output does not tell."""
+    """Whether its job ends with it; None if its output does not show that."""
     key: Hashable = None
     prompt_ids: Sequence[int] = ()
-    """Its prompt's tokens, where there are any: jobs without an id are recognised by them."""
+    """Its prompt's token ids, if there are any. Jobs without an id are recognised by them."""
 
     num_prompt_tokens: int = field(init=False)
     path: Path = field(init=False)
@@ -70,10 +70,10 @@ class Request:
     num_tokens_at_end: int = field(init=False)
     """Prompt and output in the end, if the model's context is long enough."""
     slots_end: int = field(init=False, default=0)
-    """Up to this many tokens, one more neither needs nor fills a block, nor comes near the model's longest
-    context. `KvCache` keeps it: it is for what is done for every token."""
+    """Up to this many tokens, one more token neither needs nor fills a block, nor comes near the model's
+    longest context. `KvCache` sets it, to save time on every token."""
     num_computed_tokens: int = field(init=False, default=0)
-    """Tokens with KV, those of steps in flight included."""
+    """Tokens with KV, including those of steps in flight."""
     num_drafts: int = field(init=False, default=0)
     """Draft tokens to verify in its next step."""
     has_checkpoints: bool = field(init=False, default=False)
@@ -82,14 +82,14 @@ class Request:
     """Where its prompt stops matching what a layer group had cached at its start, if that is after its hit;
     else 0. Source: `shared_prefix_boundary` in vllm/v1/request.py@0.32."""
     short_layers: Layers = field(init=False, default=None)
-    """Then the sliding window or state that ended its hit."""
+    """In that case, the sliding window or state that ended its hit."""
     state_tokens: int = field(init=False, default=0)
     """Where the latest of its own checkpoints of states was cached."""
     num_placeholders: int = field(init=False, default=0)
     """Output tokens that steps in flight will bring, drafts included."""
     num_in_flight_tokens: int = field(init=False, default=0)
     num_stale_tokens: int = field(init=False, default=0)
-    """Tokens that were in flight when it was preempted: their output counts, their KV is lost."""
+    """Tokens that were in flight when it was preempted. Their output counts, but their KV is lost."""
     drops_stale: bool = field(init=False, default=False)
     """Whether its stale output is dropped, because it was preempted for a reset of the cache."""
     is_prefill_chunk: bool = field(init=False, default=False)
@@ -102,16 +102,16 @@ class Request:
     stored_s: float = field(init=False, default=0.0)
     """When the last of these stores is complete."""
     is_stored: bool = field(init=False, default=True)
-    """Whether tiers that take everything take what it computes; not if it is known to be its job's last."""
+    """Whether tiers that store every turn store it. False if it is known to be its job's last turn."""
     tier_use: Use | None = field(init=False, default=None)
-    """What ranks its chunks there; None until it is asked for."""
+    """The rank of its chunks there; None until it is computed."""
     chunks: list[BlockHash] = field(init=False, default_factory=list)
     """The chained hashes of its first chunks, made when `tenuto.sim.tiers.chain_offload` needs them."""
     group_chunks: tuple[Any, ...] = field(init=False, default=())
-    """The same for each layer group, where layers differ (see `tenuto.sim.tiers.grouped_offload`)."""
+    """The same for each layer group of a hybrid model (see `tenuto.sim.tiers.grouped_offload`)."""
 
     def __post_init__(self) -> None:
-        """Add the prompt up."""
+        """Count the prompt's tokens."""
         self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)
         self.num_tokens_at_end = self.num_prompt_tokens + self.output[1]
         if self.num_prompt_tokens < 1 or self.output[1] < 1:
@@ -133,21 +133,21 @@ class Hit(NamedTuple):
 
     num_tokens: int
     rows: tuple[Row, ...]
-    """Its blocks in each layer group; in a sliding window only those that the window still sees."""
+    """Its blocks in each layer group; in a sliding window only those that the window still covers."""
     shared_tokens: int = 0
     """Where the prompt stops matching what a layer group has cached, if that is after the hit; else 0."""
     short_layers: Layers = None
-    """Then the sliding window or state that has the least of it."""
+    """In that case, the sliding window or state that has the least of it."""
     num_loaded_tokens: int = 0
-    """Tokens after it that come from a tier."""
+    """Tokens after the hit that come from a tier."""
     waits: bool = False
-    """Whether the request waits for them; its blocks are cached when they are there."""
+    """Whether the request waits for them. Its blocks are cached when they are loaded."""
     num_reserved_blocks: int = 0
-    """Then free blocks that it leaves to others."""
+    """In that case, free blocks that it leaves to other requests."""
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Tokens that do not need to be computed."""
         return self.num_tokens + self.num_loaded_tokens
 
 
