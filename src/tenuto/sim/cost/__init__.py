@@ -17,7 +17,7 @@ BACKENDS = ("tables", "roofline")
 
 
 def default_backend(gpu: Gpu) -> str:
-    """Measured "tables" where this GPU has them and aiconfigurator-core is installed, else "roofline"."""
+    """Measured "tables" if this GPU has them and aiconfigurator-core is installed, else "roofline"."""
     measured = gpu.table_system is not None and installed_version() == AICONFIGURATOR_VERSION
     return "tables" if measured else "roofline"
 
@@ -36,8 +36,8 @@ def load_step_cost(
     `variant`: other assumptions on steps that mix prefill with decoding; None for the sum of their operators.
 
     Raises:
-        NoTablesError: "tables" has none of this GPU, model and `tp`.
-        ConfigError: the backend is unknown, or cannot price these.
+        NoTablesError: there are no tables of this GPU, model and `tp`.
+        ConfigError: the backend is unknown, or has no step times for these.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")

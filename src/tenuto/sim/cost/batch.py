@@ -1,4 +1,4 @@
-"""What all step costs share: what a step computes, the host time that is added, what mixed steps may cost."""
+"""What all step costs share: the contents of a step, the host's time, and the bounds of mixed steps."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ class StepCost(Protocol):
 
 
 class StretchCost(ABC):
-    """A step cost that prices a stretch of steps at once. Most of all steps are in one."""
+    """A step cost that prices a stretch of steps at once. Most steps are in a stretch."""
 
     @abstractmethod
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """As `price_stretch`, to the last bit what `seconds` says of each step."""
+        """As the function `price_stretch`. Each value equals that of `seconds` to the last bit."""
 
 
 def price_stretch(cost: StepCost, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
     """Seconds of each of some steps that decode for the same requests, one after the other.
 
     Args:
-        cost: the step cost; one that is no `StretchCost` is asked step by step.
-        num_decodes: how many requests.
-        num_context_tokens: the sum of their contexts in the first step; each step adds one token to each.
-        num_steps: how many steps.
+        cost: the step cost. If it is no `StretchCost`, it is called for each step.
+        num_decodes: number of requests.
+        num_context_tokens: the sum of their contexts in the first step. Each step adds one token to each.
+        num_steps: number of steps.
     """
     if isinstance(cost, StretchCost):
         return cost.price_stretch(num_decodes, num_context_tokens, num_steps)
@@ -90,16 +90,15 @@ def price_stretch(cost: StepCost, num_decodes: int, num_context_tokens: int, num
 class HostOverhead:
     """CPU time of one engine step: scheduling, input preparation, sampling, handing over outputs.
 
-    With synchronous scheduling the GPU waits for it; with asynchronous scheduling (vLLM's default since
-    0.14) the host prepares a step while the GPU runs the one before, so the slower of the two counts.
+    With synchronous scheduling the GPU waits for it. With asynchronous scheduling (vLLM's default since
+    0.14), the host prepares a step while the GPU runs the one before, so the slower of the two counts.
 
-    Attributes:
-        per_step_s: seconds of every step. Llama-3.2-1B takes 2.73 ms per token with one request at a time
-            (vLLM pull request 17866, V1); 1.46 ms of it are GPU work on an H100 in the operator tables.
-        per_request_s: seconds that every scheduled request adds. `schedule` and `update_from_output` of vLLM
-            0.32's scheduler take 11 us per decode on a 2-core Xeon, linear from 128 to 512 requests; the
-            worker passes over the same requests again to update its batch and to book sampled tokens.
-        overlapped: whether scheduling is asynchronous.
+    Attributes: per_step_s: seconds of every step. Llama-3.2-1B takes 2.73 ms per token with one request at a
+    time (vLLM pull request 17866, V1); 1.46 ms of it are GPU work on an H100 in the operator tables.
+    per_request_s: seconds that every scheduled request adds. `schedule` and `update_from_output` of vLLM
+    0.32's scheduler take 11 us per decode on a 2-core Xeon, linear from 128 to 512 requests. The worker
+    handles the same requests again, to update its batch and to store sampled tokens. overlapped: whether
+    scheduling is asynchronous.
     """
 
     per_step_s: float = 1.25e-3
@@ -146,7 +145,7 @@ class HostedStepCost(StretchCost):
 
 @dataclass(frozen=True)
 class ScaledStepCost(StretchCost):
-    """Another step cost, with every step longer or shorter by one factor."""
+    """Another step cost, multiplied by one factor."""
 
     step_cost: StepCost
     factor: float
@@ -162,7 +161,7 @@ class ScaledStepCost(StretchCost):
 
 
 def split_prompt(num_tokens: int, max_step_tokens: int, num_cached: int = 0) -> Iterator[StepBatch]:
-    """The steps that compute the rest of a prompt of this length alone."""
+    """The steps that compute the uncached rest of a prompt with nothing else running."""
     for start in range(num_cached, num_tokens, max_step_tokens):
         yield StepBatch.of(prefills=[(min(max_step_tokens, num_tokens - start), start)])
 
@@ -173,14 +172,14 @@ Variant = Literal["optimistic", "pessimistic"]
 VARIANTS: tuple[Variant, ...] = ("optimistic", "pessimistic")
 
 PIECEWISE_S_PER_LAYER = 128e-6
-"""Seconds that a step takes more with piecewise graphs than with a full one, per layer. vLLM pull request
+"""Extra seconds per layer of a step with piecewise CUDA graphs instead of a full one. vLLM pull request
 25444: 10 requests of 1,024 and 128 tokens on a model of 48 layers run at 4.07 requests a second with
 piecewise graphs and at 5.98 with full ones, so 786 ms lie between them in 128 steps. That model has small
 experts, so that little GPU work hides the host's. On a dense model of 1.5 billion parameters and 28 layers
 the median time per token fell by 7 % (pull request 16072): of 13 ms, as its profile shows, 33 µs a layer."""
 SERIAL_ATTENTION = 1.28
-"""Attention of a mixed step, relative to a kernel that fuses prefill and decoding (POD-Attention, arXiv
-2410.18038: 28 % faster in the mean)."""
+"""Time of a mixed step's attention, relative to a kernel that fuses prefill and decoding (POD-Attention,
+arXiv 2410.18038: 28 % faster on average)."""
 
 
 class StepParts(NamedTuple):
@@ -210,12 +209,12 @@ class MixedStepCost(StretchCost):
     The operator tables time each kernel alone, so a mixed step is priced as the sum of its parts. No public
     measurement settles what such steps really take. Two variants give the bounds:
 
-        optimistic    the attention of prefill and of decoding overlap wholly: the longer of the two counts
+        optimistic    attention of prefill and of decoding overlap fully: the longer of the two counts
         pessimistic   a fixed time per layer, as only steps of pure decoding have a full CUDA graph;
                       each chunk reads the keys and values of its context once more, as if it decoded;
                       and the attention of decoding takes 1.28 times as long
 
-    Steps that only decode cost the same in all of them.
+    Steps that only decode take the same time in all variants.
     """
 
     def __init__(self, cost: PartedCost, variant: Variant, num_layers: int) -> None:
@@ -245,7 +244,7 @@ class MixedStepCost(StretchCost):
 
 
 def split_variant(name: str | None) -> tuple[str | None, Variant | None]:
-    """A step cost's name, as `--step-cost` takes it, in its source and its variant; None where unsaid."""
+    """Split a name as `--step-cost` takes it into source and variant; None for a missing part."""
     source, _, variant = (name or "").rpartition("/")
     for each in VARIANTS:
         if variant == each and source in ("", "tables", "roofline"):

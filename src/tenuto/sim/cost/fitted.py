@@ -5,9 +5,9 @@
     transfer:      a + b * bytes                          (1 / b is the link's bandwidth)
 
 No coefficient is negative: more work never takes less time. A step with prefills and decodes reads the
-weights once, so its decodes are counted as tokens of the prefill, and the cost of their contexts is added.
+weights once. So its decodes count as prefill tokens, and the cost of their contexts is added.
 
-Observed steps and transfers are what really ran and how long it took, one JSON object per line:
+A file of observed steps and transfers has what ran and how long it took, one JSON object per line:
 
     {"prefills": [[2048, 0]], "decodes": [8192, 310], "seconds": 0.0471}   chunks are [tokens, context tokens]
     {"num_bytes": 33554432, "seconds": 0.00068}                            a copy between GPU and host memory
@@ -118,7 +118,7 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
     Raises:
         DataError: there are fewer observations than coefficients, or the features do not vary independently.
     """
-    # Only a fit needs them; a simulation that uses one does not.
+    # Only fitting needs these; a simulation that uses a fit does not.
     import numpy as np
     from scipy.optimize import nnls
 
@@ -128,7 +128,7 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
             f"{what}: {len(features)} observations are too few for {num_coefficients} coefficients"
         )
     matrix = np.column_stack([np.ones(len(features)), np.asarray(features, dtype=float)])
-    # Tokens and pairs of tokens differ by orders of magnitude: each column is brought to at most 1.
+    # Tokens and pairs of tokens differ by orders of magnitude, so each column is scaled to at most 1.
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0
     matrix /= scales
@@ -149,16 +149,16 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
 
 @dataclass(frozen=True)
 class FittedStepCost:
-    """A step cost from two fits; `link` is the host link's fit, None where no transfer was observed."""
+    """A step cost from two fits. `link` is the host link's fit; None if no transfer was observed."""
 
     prefill: Line
     decode: Line
     link: Line | None = None
     poor: tuple[str, ...] = ()
-    """Why the fit is poor: a sentence for each reason."""
+    """Reasons why the fit is poor, a sentence each."""
 
     def seconds(self, batch: StepBatch) -> float:
-        """Seconds of one step; 0.0 for an empty batch. Contains the host time that the observed steps had."""
+        """Seconds of one step; 0.0 for an empty batch. Includes the host time of the observed steps."""
         if batch.num_prefills:
             num_tokens = batch.num_prefill_tokens + batch.num_decodes
             context_s = self.decode.coefficients[2] * batch.num_decode_context_tokens
@@ -169,7 +169,7 @@ class FittedStepCost:
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """Bandwidth of the host link; None where no transfer was observed."""
+        """Bandwidth of the host link; None if no transfer was observed."""
         return 1 / self.link.coefficients[1] if self.link else None
 
     def save(self, path: Path) -> None:
@@ -198,7 +198,7 @@ def fit_step_cost(
     """Fit to the steps that only prefill and to those that only decode; mixed steps are left out.
 
     Raises:
-        DataError: there are too few steps of one kind, or they do not tell its coefficients apart.
+        DataError: there are too few steps of one kind, or they do not determine its coefficients.
     """
     prefills = [step for step in steps if not step.batch.num_decodes]
     decodes = [step for step in steps if not step.batch.num_prefills]
@@ -266,7 +266,7 @@ def get_errors(cost: FittedStepCost, steps: Iterable[ObservedStep]) -> dict[str,
 def find_poor(
     cost: FittedStepCost, steps: Sequence[ObservedStep], transfers: Sequence[ObservedTransfer] = ()
 ) -> tuple[str, ...]:
-    """Return a sentence for each part of the fit that does not describe what was observed."""
+    """Return a sentence for each part of the fit that does not describe the observations."""
     errors = get_errors(cost, steps)
     parts: list[tuple[str, Line, float]] = [
         ("prefill", cost.prefill, errors["prefill"]),
@@ -292,9 +292,9 @@ POOR = 1
 
 
 def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: bool = False) -> int:
-    """Fit the observations of some files together, print how good the fit is, and write it.
+    """Fit the observations of all files together, print how good the fit is, and write it.
 
-    A poor fit is written only with `force`, and then says so itself. Returns the exit status.
+    A poor fit is written only with `force`, and the file then says that it is poor. Returns the exit status.
     """
     steps: list[ObservedStep] = []
     transfers: list[ObservedTransfer] = []
@@ -351,7 +351,7 @@ def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[
 
 
 def format_fit(cost: FittedStepCost, errors: Mapping[str, float]) -> str:
-    """The coefficients, and how far the observations are from them. `errors`: mean relative ones, by kind."""
+    """The coefficients, and the errors of the fit. `errors`: mean relative errors by kind of step."""
     lines = [f"{'':8} {'steps':>5}  {'R2':>6}  {'off':>5}  {'worst':>9}  seconds"]
     lines.append(_format_line("prefill", cost.prefill, ("token", "pair"), errors))
     lines.append(_format_line("decode", cost.decode, ("decode", "context token"), errors))
@@ -362,7 +362,7 @@ def format_fit(cost: FittedStepCost, errors: Mapping[str, float]) -> str:
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
-    """The steps that are farthest from the fit, the worst first."""
+    """The steps with the largest errors, the worst first."""
     worst = sorted(rows, key=lambda row: -abs(row["error"]))[:SHOWN]
     lines = [
         f"{'prefill tokens':>14} {'decodes':>8} {'context':>8} {'observed':>11} {'fitted':>11} {'error':>7}"

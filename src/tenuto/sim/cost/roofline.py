@@ -37,7 +37,7 @@ class RooflineStepCost:
         model.check_tp(tp)
         self._model = model
         shared_params = model.num_layers * model.shared_expert_params
-        # An expert that all tokens use is computed as attention's projections are.
+        # An expert that all tokens use is priced like attention's projections.
         self._attention_params = (model.attention_params + shared_params) / tp
         self._expert_params = model.num_layers * model.expert_params / tp
         self._attention_bytes = self._attention_params * DTYPE_BYTES[model.attention_dtype]

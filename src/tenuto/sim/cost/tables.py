@@ -1,6 +1,6 @@
 """Step times from measured operator tables: times of vLLM's kernels on real GPUs.
 
-A step is the sum of four parts, each read from the tables once per size and then remembered:
+A step is the sum of four parts. Each is read from the tables once per size and then cached:
 
     everything but attention and the output head, by the step's tokens        exact
     the output head, by the step's requests                                    exact
@@ -27,7 +27,7 @@ from tenuto.sim.cost.batch import StepBatch, StepParts, StretchCost
 from tenuto.sim.hardware.gpus import GPUS, Gpu
 from tenuto.sim.hardware.models import Model
 
-# Four lengths per doubling, up to 256K tokens; beyond, the last slope is continued.
+# Four lengths per doubling, up to 256K tokens. Beyond that, the last slope continues.
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))
 
 
@@ -134,14 +134,14 @@ def _prefill_fixed_s(tables: OperatorTables) -> float:
 
 
 class _Curve:
-    """A function of a length, linear between `LENGTHS`, read there on first use."""
+    """A function of a length, linear between `LENGTHS`. Its values there are read on first use."""
 
     def __init__(self, read: Callable[[int], float]) -> None:
         self._read = read
         self._values: list[float | None] = [None] * len(LENGTHS)
 
     def at_each(self, num: int, total: int, num_steps: int) -> list[float]:
-        """At the mean of so many lengths, of this sum, and after each step, which adds 1 to each length."""
+        """Values at the mean of `num` lengths with the sum `total`, now and after each added token per length."""
         values: list[float] = []
         stop = total + num_steps * num
         while total < stop:
@@ -152,7 +152,7 @@ class _Curve:
             i = min(bisect_right(LENGTHS, total / num) - 1, len(LENGTHS) - 2)
             left, start, end = self._value(i), LENGTHS[i], LENGTHS[i + 1]
             rise, width = self._value(i + 1) - left, end - start
-            # Up to where the next part of the curve begins.
+            # Up to the beginning of the curve's next part.
             last = stop if i == len(LENGTHS) - 2 else min(stop, end * num)
             part = range(total, last, num)
             values += [left + rise * (each / num - start) / width for each in part]
@@ -172,7 +172,7 @@ class _Curve:
         return value
 
 
-# Pinned: the tables are measurements, and another version may hold other ones.
+# Pinned, because another version may have other measurements.
 AICONFIGURATOR_VERSION = "0.12.0"
 # The vLLM release whose kernels were timed.
 _VLLM_VERSION = "0.24.0"
@@ -184,14 +184,14 @@ class NoTablesError(ConfigError):
 
 
 class AiconfiguratorTables:
-    """aiconfigurator's measurements of one model on one kind of GPU; a read takes about 15 us."""
+    """aiconfigurator's measurements of one model on one kind of GPU. A read takes about 15 us."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int) -> None:
         """Read the tables: about a second for a process's first model.
 
         Raises:
-            NoTablesError: aiconfigurator-core has none of this GPU, model, data type or `tp`.
-            ConfigError: it is missing or another version.
+            NoTablesError: aiconfigurator-core has no tables for this GPU, model, data type or `tp`.
+            ConfigError: aiconfigurator-core is missing or has another version.
         """
         self._engine = _compile(gpu, model, model.check_tp(tp))
         try:
@@ -288,7 +288,7 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
 
 
 def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> NoTablesError:
-    # Its errors have no common base: any error before the first step means that it has no such tables.
+    # Its errors have no common base class. Any error before the first step means that it has no such tables.
     return NoTablesError(
         f"no measured tables for {model.name} on {gpu.name}, tp {tp}; choose the roofline: {error}"
     )

@@ -1,12 +1,12 @@
-"""The GPUs the simulator knows: published sizes and rates, and how much of each rate kernels reach.
+"""The GPUs of the simulator: published sizes and rates, and the share of each rate that kernels reach.
 
 `memory_bytes` is what CUDA reports to PyTorch (the "total capacity" of an out-of-memory message), not the
 advertised size: vLLM multiplies the reported one by `gpu_memory_utilization`.
 
-The efficiencies are what Llama-3.1-8B in bf16 reaches in aiconfigurator-core 0.12.0's measured operator
-tables: GEMMs and causal attention of one 8,192-token prefill as shares of `flops`; the weight reads of a
-one-token step and the KV reads of 64 decodes at 8,192 tokens as shares of `memory_bytes_per_s`. A GPU without
-tables has those of a GPU with the same die: see `replace` below.
+The efficiencies are those of Llama-3.1-8B in bf16 in the measured operator tables of aiconfigurator-core
+0.12.0. Shares of `flops` are for GEMMs and causal attention of one 8,192-token prefill. Shares of
+`memory_bytes_per_s` are for the weight reads of a one-token step and the KV reads of 64 decodes at 8,192
+tokens. A GPU without tables has the efficiencies of a GPU with the same die: see `replace` below.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB, MIB, Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
-# What one logit costs while the profile run samples from every sequence slot. Releases that filter top-k
+# Bytes per logit while the profile run samples from every sequence slot. Releases that filter top-k
 # and top-p by sorting (those of the published sweeps) hold bf16 (2) and fp32 (4) logits, sorted values (4)
 # and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second buffers of both (4 + 8).
 SORTING_SAMPLER_BYTES_PER_LOGIT = 38

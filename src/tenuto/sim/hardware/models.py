@@ -38,7 +38,7 @@ class KvGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayer:
-    """A gated delta net: for each value head a matrix of `key_dim` x `value_dim`, which each token updates.
+    """A gated delta net: each value head has a matrix of `key_dim` x `value_dim` that every token updates.
 
     Source: Qwen3NextGatedDeltaNet @ transformers 4.57; MambaStateShapeCalculator.gated_delta_net_state_shape
     @ vLLM 0.32.
@@ -75,12 +75,12 @@ class StateLayer:
 class Model:
     """One decoder-only transformer.
 
-    A dense model is the case `num_experts == num_active_experts == 1`: its feed-forward is the one expert.
-    `windows` has one entry per layer: the sliding window in tokens, None for full attention, "state" for a
-    recurrent state; `state` is the size of these. `shared_intermediate_size` is that of an expert that all
-    tokens use, `gates_attention` says whether attention's output is gated. `base_dtype` is
-    what embeddings, norms and activations use; `attention_dtype` and `expert_dtype` the attention
-    projections and the feed-forwards. Sizes are of the whole model unless a method takes `tp`.
+    A dense model has `num_experts == num_active_experts == 1`: its feed-forward is the one expert. `windows`
+    has one entry per layer: the sliding window in tokens, None for full attention, or "state" for a recurrent
+    state. `state` is the size of these states. `shared_intermediate_size` is the size of an expert that all
+    tokens use. `gates_attention` says whether attention's output is gated. `base_dtype` is the type of
+    embeddings, norms and activations, `attention_dtype` that of attention projections, `expert_dtype` that of
+    feed-forwards. Sizes are of the whole model unless a method takes `tp`.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Model:
 
     @property
     def attention_params(self) -> int:
-        """Parameters of all layers' query, key, value and output projections, or what states have instead."""
+        """Parameters of all layers' query, key, value and output projections, or of recurrent states."""
         num_heads = 2 * (self.num_heads + self.num_kv_heads) + self.num_heads * self.gates_attention
         of_layer = self.hidden_size * num_heads * self.head_dim
         num_states = self.windows.count(STATE)
@@ -136,12 +136,12 @@ class Model:
 
     @property
     def embedding_params(self) -> int:
-        """Parameters of the token embedding, and as many again of the output head unless they are tied."""
+        """Parameters of the token embedding, and of the output head unless the two are tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
     def num_params(self) -> int:
-        """All parameters of the text model, but for biases and the norms inside attention (under 0.04 %)."""
+        """All parameters of the text model, except biases and norms inside attention (under 0.04 %)."""
         per_layer = self.num_experts * self.expert_params + self.shared_expert_params + self.router_params
         norms = (2 * self.num_layers + 1) * self.hidden_size
         return self.attention_params + self.num_layers * per_layer + self.embedding_params + norms
@@ -170,7 +170,7 @@ class Model:
         return int(self.state.num_values // self.check_tp(tp) * DTYPE_BYTES[self.base_dtype])
 
     def get_block_size(self, block_size: int, tp: int = 1) -> int:
-        """Tokens in a KV block, if `block_size` were asked for: a block must be as large as a state.
+        """Tokens in a KV block if `block_size` is requested. A block must be at least as large as a state.
 
         Source: platforms/interface.py:_align_hybrid_block_size @ vLLM 0.32, for kernels with blocks of 16.
         """
@@ -181,16 +181,17 @@ class Model:
     def kv_groups(self) -> tuple[KvGroup, ...]:
         """The layers as vLLM groups them into block tables, full attention first.
 
-        A model with one kind of layer has one group. A hybrid has groups of equal size: the size of its
-        smallest kind, or of its largest where they differ by less than half; the last group of a kind is
-        padded. Source: kv_cache_utils.py:_get_kv_cache_groups_uniform_page_size @ vLLM 0.32.
+        A model with one kind of layer has one group. A hybrid model has groups of equal size: the number of
+        layers of its rarest kind, or of its most frequent kind if they differ by less than half. The last
+        group of a kind is padded. Source: kv_cache_utils.py:_get_kv_cache_groups_uniform_page_size @ vLLM
+        0.32.
         """
         num_by_window: dict[Layers, int] = {}
         for window in self.windows:
             num_by_window[window] = num_by_window.get(window, 0) + 1
         smallest, largest = min(num_by_window.values()), max(num_by_window.values())
         size = largest if largest < 1.5 * smallest else smallest
-        # States come last: they are another kind, after windows of any size.
+        # States come last, after windows of any size.
         kinds = sorted(num_by_window.items(), key=lambda kind: math.inf if kind[0] == STATE else kind[0] or 0)
         return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
 
@@ -239,12 +240,11 @@ def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: 
 
     Args:
         source: one of `bundled_models()`, or a path.
-        dtype: what to load the weights as, if not what the config says ("fp8": linear layers only).
-        kv_cache_dtype: what the KV cache holds, if not the model's own activations' type.
+        dtype: type of the loaded weights, if not the config's ("fp8": linear layers only).
+        kv_cache_dtype: type of the KV cache, if not that of the model's activations.
 
-    Raises:
-        ConfigError: the name is unknown (the message lists the known ones), or a field is missing, of the
-            wrong type, or describes something that is not simulated (the message names it).
+    Raises: ConfigError: the name is unknown (the message lists the known ones). Or a field is missing, has
+    the wrong type, or describes something that is not simulated (the message names it).
     """
     path = _config_path(source)
     try:
@@ -267,7 +267,7 @@ def _config_path(source: str | Path) -> Path:
         path = path / "config.json"
     if path.is_file():
         return path
-    # A hub's name: the owner before the name and the kind of tuning after it change no size.
+    # In a hub's name, neither the owner before the name nor the kind of tuning after it changes a size.
     owner, _, name = str(source).lower().rpartition("/")
     name = name.removesuffix("-instruct").removesuffix("-it")
     if name in bundled and not owner.startswith((".", "/")) and "/" not in owner:
@@ -279,7 +279,7 @@ def _config_path(source: str | Path) -> Path:
 
 
 class _Fields:
-    """A config's fields, read with their type checked; every error names the file and the field."""
+    """Reads a config's fields and checks their types. Every error names the file and the field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -303,7 +303,7 @@ class _Fields:
         return value
 
     def mapping(self, field: str) -> Mapping[str, Any]:
-        """A nested object; empty where there is none."""
+        """A nested object; empty if there is none."""
         value = self._values.get(field, {})
         if not isinstance(value, dict):
             raise self.error(field, f"must be an object, not {value!r}")

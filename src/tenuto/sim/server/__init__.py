@@ -3,7 +3,7 @@
 app ─► generate ─► request ─► tokens           a request's bytes become the engine's request
           │
           └─► engine ─► event_loop             a clock advances the engine; tokens are sent as they come
-control, metrics                               what operators change and see
+control, metrics                               what operators can change and see
 
 The options of `tenuto serve --engine sim`, except those of the simulated machine, are here.
 """

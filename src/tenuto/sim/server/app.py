@@ -43,7 +43,7 @@ logger = logging.getLogger("tenuto.sim")
 def make_app(
     pacer: Pacer, served: Served, options: ServerOptions, live: LiveEngine | None = None
 ) -> web.Application:
-    """Make the application. `live`: the engine as an operator changes it; None: as the driver was made.
+    """Make the application. `live`: the engine that operators can change; None for an unchangeable one.
 
     Its engine runs as long as the application does. Run it with `handler_cancellation`.
     """

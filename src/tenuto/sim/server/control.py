@@ -36,7 +36,7 @@ logger = logging.getLogger("tenuto.sim")
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """What an operator may change, and the policies of their own that they may choose."""
+    """The settings that an operator may change, and the operator's own policies."""
 
     policy: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class LiveEngine:
     ) -> None:
         self.settings, self.configured_policy = settings, policy
         self.num_changes: Counter[str] = Counter()
-        """Changes so far, by what changed."""
+        """Number of changes so far, by setting."""
         self._pacer, self._trace = pacer, trace
 
     @property
     def driver(self) -> Driver:
-        """The driver that decides now."""
+        """The present driver."""
         return self._pacer.engine.scheduler.driver
 
     def prepare(self, settings: LiveSettings, policy: Policy) -> tuple[LiveSettings, Policy]:
@@ -69,7 +69,7 @@ class LiveEngine:
         return settings, policy
 
     def switch(self, prepared: tuple[LiveSettings, Policy]) -> None:
-        """Run with these settings from now on; leases stay if the same policy still holds them."""
+        """Use these settings from now on. Leases stay if the policy is still the same."""
         settings, policy = prepared
         before, engine = self.settings, self._pacer.engine
         asked = Policy() if settings.mode == "off" else policy
@@ -91,7 +91,7 @@ class LiveEngine:
         return self._pacer.clock.get_now_s()
 
     def release(self, job_id: str) -> bool:
-        """End a job that its client says is complete; return whether it was known."""
+        """End a job that is complete, as its client says. Returns whether it was known."""
         released = self.driver.release(job_id, self._pacer.engine.now_s)
         self._pacer.wake()
         return released
@@ -106,15 +106,15 @@ class ControlPages:
         )
 
     async def get_status(self, request: web.Request) -> web.Response:
-        """What runs now."""
+        """The present settings."""
         return self._refuse(request) or self._ask({"do": "status"})
 
     async def get_ledger(self, request: web.Request) -> web.Response:
-        """What jobs and tenants used."""
+        """The resources that jobs and tenants used."""
         return self._refuse(request) or self._ask({"do": "ledger"})
 
     async def change(self, request: web.Request) -> web.Response:
-        """Change what runs, if all of it is possible."""
+        """Change the settings, if all changes are possible."""
         refusal = self._refuse(request)
         if refusal is not None:
             return refusal
@@ -126,7 +126,7 @@ class ControlPages:
         return self._ask({"do": "change", "change": change, "by": f"{name} at {request.remote}"})
 
     async def get_job(self, request: web.Request) -> web.Response:
-        """What is held for a client's job, or why not."""
+        """What is held for a client's job, or why nothing is."""
 
         def tell(answer: dict[str, Any]) -> dict[str, Any]:
             job = answer["job"]

@@ -124,7 +124,7 @@ class ServedEngine:
 
     @property
     def now_s(self) -> float:
-        """All events until this time have been handled."""
+        """The time up to which all events have been handled."""
         return self._loop.now_s
 
     @property
@@ -152,7 +152,7 @@ class ServedEngine:
         self._turns.clear()
 
     def look_again(self) -> None:
-        """Something changed from outside: turns may be able to start."""
+        """Look for work now, because something has changed from outside."""
         self._engine.wake_if_idle(self.now_s)
         self._loop.plan(self._engine)
 
@@ -194,7 +194,7 @@ class ServedEngine:
         self.stats.num_finished["abort"] += 1
         self._loop.plan(self._engine)
 
-    # What the engine tells.
+    # Events of the engine.
 
     def on_scheduled(self, engine: SteppedEngine, step: Step) -> None:
         """Turns start."""
@@ -220,7 +220,7 @@ class ServedEngine:
                 turn.on_news()
 
     def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
-        """There are none: each step's tokens are sent when it ends."""
+        """Never called: each step's tokens are sent when it ends."""
 
     def _count_tokens(self, turn: ServedTurn, num_new_tokens: int, now_s: float) -> None:
         stats = self.stats
@@ -296,7 +296,7 @@ class Pacer:
         self._news.set()
 
     def wake(self) -> None:
-        """Something changed from outside: look at once what is due."""
+        """Handle due events at once, because something has changed from outside."""
         self.engine.look_again()
         self._news.set()
 
@@ -328,8 +328,8 @@ class Pacer:
     def _catch_up(self) -> float | None:
         """Handle due events for `MAX_BUSY_S` at most. Returns the time of the next event, or None.
 
-        Handlers cannot send meanwhile. So if sending is slow, several tokens are sent at a time, and the
-        engine does not lag.
+        Handlers cannot send during this time. So if sending is slow, several tokens are sent at a time, and
+        the engine does not lag.
         """
         now_s = self.clock.get_now_s()
         limit_s = now_s + self.clock.speed * MAX_BUSY_S

@@ -39,7 +39,7 @@ from tenuto.wire.response import Delta, Head, Logprob, Usage
 
 T = TypeVar("T")
 LARGE_BODY_BYTES = 2**17
-"""A larger body is parsed in a thread, so that the event loop can send tokens meanwhile."""
+"""A larger body is parsed in a thread, so that the event loop can keep sending tokens."""
 
 
 async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
@@ -81,7 +81,7 @@ class Generator:
             self._pacer.abort(turn)
 
     def _make_headers(self, hints: Hints) -> dict[str, str]:
-        """Whose job it is, and what becomes of the request's cache wish."""
+        """Headers with the job's id and with the result of the request's cache wish."""
         verdict = self._pacer.engine.scheduler.driver.judge_wish(hints)
         found = make_job_header(hints.name), make_wish_header(hints.wish, verdict)
         return dict(header for header in found if header is not None)
@@ -177,7 +177,7 @@ class Answer:
         return delta
 
     def _make_logprob(self, token_id: int, num_shown: int) -> Logprob:
-        """Made up from the token's id: it is the likeliest, and the words after it share half of the rest."""
+        """Made up from the token's id: the token is the likeliest, and the next words share half of the rest."""
         likelihood, words = 0.5 + token_id % 499 / 1000, self._tokenizer.words.other
         others = (words[(token_id + number) % len(words)] for number in range(num_shown + 1))
         ids = [token_id, *(each for each in others if each != token_id)][:num_shown]
@@ -244,7 +244,7 @@ MAX_TOKENS = 2**25
 class TokenPages:
     """Tokens without an answer: `/tokenize`, `/detokenize`, and the count that Anthropic's clients ask for.
 
-    They count as the server itself does: the prompt of a request with the same messages has the same tokens.
+    They count like the server itself: the prompt of a request with the same messages has the same tokens.
     """
 
     def __init__(self, served: Served) -> None:
@@ -259,7 +259,7 @@ class TokenPages:
         return await self._answer(http, self._detokenize)
 
     async def count(self, http: web.Request) -> web.Response:
-        """How many tokens messages in Anthropic's format are."""
+        """The number of tokens of messages in Anthropic's format."""
         return await self._answer(http, self._count)
 
     async def _answer(self, http: web.Request, answer: Callable[[Body], dict[str, Any]]) -> web.Response:

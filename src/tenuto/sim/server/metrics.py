@@ -119,7 +119,7 @@ class EngineMetrics(Collector):
         for metric in DRIVER:
             yield self._family(metric, metric.text, metric.read(facts))
         for shown in HISTOGRAMS:
-            # Nobody measures the time of decisions where the engine's own is simulated.
+            # The time of decisions is not measured, because the engine's time is simulated.
             if shown.field != "decision_s":
                 histogram = getattr(driver.stats, shown.field)
                 yield self._histogram(f"tenuto:{shown.name}", shown.text, histogram)

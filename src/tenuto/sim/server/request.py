@@ -126,7 +126,7 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
 
 
 def _read_hints(body: Body, headers: Mapping[str, str], path: str, form: Format, served: Served) -> Hints:
-    """The hints, with the ends of what the client would like to be kept in tokens."""
+    """The hints. The ends of the client's cache wishes are in tokens."""
     hints = read_hints(body, headers, path, time.time())
     if hints.wish is None or all(span.mark is None for span in hints.wish.spans):
         return hints
@@ -139,7 +139,7 @@ def _read_hints(body: Body, headers: Mapping[str, str], path: str, form: Format,
 
 
 def count_before(mark: Mark, parts: Sequence[str], tokenizer: Tokenizer) -> int:
-    """How many tokens of a prompt of these parts are before a mark; 0 if it is not found."""
+    """The number of tokens before a mark in a prompt of these parts; 0 if the mark is not found."""
     num_chars = sum(map(len, parts))
     if mark.share >= 1.0:
         return sum(len(tokenizer.encode(part)) for part in parts)
@@ -269,7 +269,7 @@ class AnswerPlan:
 
     num_words: int
     call: Call | None
-    """A tool call, whole."""
+    """A complete tool call."""
     call_ids: TokenIds
     finish_reason: str
     """ "stop", "length" or "tool_calls"."""

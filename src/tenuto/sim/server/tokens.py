@@ -210,7 +210,7 @@ class PieceTokenizer:
         return make_token_ids(token_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these ids; those that no text has had yet are replacement characters."""
+        """The text of these ids, with replacement characters for ids that no text has had yet."""
         return "".join([self._pieces.get(token_id, "\ufffd") for token_id in token_ids])
 
 

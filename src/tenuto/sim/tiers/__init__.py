@@ -13,11 +13,10 @@ from tenuto.sim.tiers.tier import OffloadTiers
 def make_offloader(
     offload: Offload | None, tiers: OffloadTiers | None, kv: KvCache, chunk_tokens: int
 ) -> Offloader | None:
-    """The offloader of an engine with tiers, in chunks of this many tokens; None without.
+    """The offloader of an engine with tiers, in chunks of this many tokens; None without tiers.
 
-    Single blocks and "async" are vLLM's own connector, for any layers; "native" is the same without Tenuto.
-    Raises ConfigError where the
-    model's layers differ and vLLM has no such tiers.
+    "async" with single blocks is vLLM's own connector, for any layers. "native" is the same without Tenuto.
+    Raises ConfigError for a hybrid model if vLLM has no such tiers for it.
     """
     if tiers is None or offload is None:
         return None

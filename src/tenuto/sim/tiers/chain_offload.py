@@ -1,4 +1,4 @@
-"""Offloading in chunks of a whole prefix, with full attention: LMCache's, and what a policy asks for."""
+"""Offloading in chunks of a whole prefix, with full attention: as in LMCache, or as a policy asks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ChainOffloader(Offloader):
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
-        """How many of the offered tokens are loaded: so many that the load ends with a whole chunk."""
+        """The number of offered tokens that are loaded. The load ends with a whole chunk."""
         del num_offered
         return (num_hit_tokens + num_tokens) // self._chunk_tokens * self._chunk_tokens - num_hit_tokens
 
@@ -80,7 +80,7 @@ class ChainOffloader(Offloader):
         return request.num_stored_chunks < request.num_prompt_tokens // self._chunk_tokens
 
     def store_computed(self, request: Request, now_s: float) -> float:
-        """Store the computed part of a request's prompt; returns when the copy ends, in seconds."""
+        """Store the computed part of a request's prompt. Returns the time at which the copy ends."""
         if not self._stores_all or not request.is_stored:
             return now_s
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -97,7 +97,7 @@ class ChainOffloader(Offloader):
         return copy.done_s
 
     def store_finished(self, request: Request, now_s: float) -> None:
-        """A turn has ended: store its output too, if it is stored. Its blocks stay taken until then."""
+        """A turn has ended. Store its output too, if the turn is stored. Its blocks stay taken until then."""
         if self.is_sync or request.status is not Status.RUNNING:
             return
         row = self._kv.get_hit(request).rows[0]
@@ -115,7 +115,7 @@ class ChainOffloader(Offloader):
             self._pool.release(heapq.heappop(self._stores)[2])
 
     def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
-        """Store blocks of a turn that are wanted; does nothing where all are stored anyway."""
+        """Store blocks that the policy wants stored. Does nothing if all turns are stored anyway."""
         if not self._stores_all:
             chunks, use = list(self._get_row_chunks(row)), self._make_use(turn, now_s, wish)
             self._hold_until(row, self._store(chunks, now_s, use, 0), now_s)
@@ -127,7 +127,7 @@ class ChainOffloader(Offloader):
         return [row for _, _, row in self._stores]
 
     def get_next_stored_s(self) -> float | None:
-        """When the next store ends that blocks wait for; None if no block waits."""
+        """The end of the next store that blocks wait for; None if no block waits."""
         return self._stores[0][0] if self._stores else None
 
     # Inside.
@@ -136,11 +136,11 @@ class ChainOffloader(Offloader):
         self._tiers.drop(job_id, now_s)
 
     def _get_rank(self, request: Request, first: int, now_s: float) -> tuple[Use, int]:
-        """By what chunks are ranked, and from which number on; LMCache ranks all by recency."""
+        """The rank of a request's chunks, and the first number with this rank. LMCache ranks by recency."""
         return (NOBODY, 0) if self.is_sync else (self._get_use(request, now_s), first)
 
     def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
-        """Store cached chunks from number `first` on; returns when the copy is complete."""
+        """Store cached chunks from number `first` on. Returns the time at which the copy is complete."""
         copy = self._tiers.store(chunks, now_s, use, first)
         self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s)
         return copy.done_s

@@ -1,15 +1,15 @@
 """Offloading block by block, as vLLM's OffloadingConnector does it with Tenuto's host memory.
 
-The layers may differ. What a turn loads ends where all layer groups can go on. Each kind of layers accepts a
+The model may be hybrid. A turn's load ends where all layer groups can continue. Each kind of layers accepts a
 length or shortens it:
 
     full attention    ├── GPU hit ──┤ loaded ···············│   from its first chunk on
     window                                 ├─ loaded ───────│   its last chunks before the end
     state                                            │loaded│   the last one
 
-A turn stores each block with full attention as it computes it. Of a window it stores what vLLM's interval
-wants kept of every request: its prompt's end and where prompts part, at the default of 0. A state is stored
-when the GPU caches it. Stores wait while a load is under way, and while many are queued.
+A turn stores each block with full attention when it is computed. Of a window it stores the blocks that vLLM's
+retention interval keeps: at the default of 0, where its prompt ends and where prompts differ. A state is
+stored when the GPU caches it. Stores wait during a load, and while many stores are queued.
 
 Source: OffloadingConnectorScheduler in
 vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py@0.32.
@@ -41,14 +41,14 @@ class Place(NamedTuple):
     before: Hashable | None
     """The chunk before it in its layer group; None for the first."""
     end: int
-    """Where it ends, in tokens."""
+    """Its end in tokens."""
     group: int
     needs_before: bool
-    """Whether it is worth nothing without the chunk before it: with full attention."""
+    """Whether it is of no use without the chunk before it, as with full attention."""
 
 
 class GroupedTiers:
-    """Tiers in front of each other, nearest first (see `tenuto.sim.tiers.tier.OffloadTiers`)."""
+    """Tiers, nearest first (see `tenuto.sim.tiers.tier.OffloadTiers`)."""
 
     def __init__(self, tiers: Sequence[Tier], num_groups: int) -> None:
         self.tiers = tuple(tiers)
@@ -58,21 +58,21 @@ class GroupedTiers:
         return any(chunk in tier.order for tier in self.tiers)
 
     def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
-        """How many chunks in a row of a group with full attention, from number `first` on, some tier has.
+        """With full attention: the number of consecutive chunks from `first` on that some tier has.
 
         Changes nothing.
         """
         return max(0, max(tier.hit_length(chunks) for tier in self.tiers) - first)
 
     def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float) -> float:
-        """When `load` would end. Changes nothing."""
+        """The time at which `load` would end. Changes nothing."""
         done_s = now_s
         for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
             done_s = max(done_s, tier.link.get_done_s(num_chunks * tier.chunk_bytes, now_s))
         return done_s
 
     def load(self, places: Sequence[Place], now_s: float, use: Use) -> float:
-        """Copy chunks that are there to the GPU, and to all nearer tiers; returns when that ends."""
+        """Copy present chunks to the GPU and to all nearer tiers. Returns the time at which that ends."""
         chunks = [place.chunk for place in places]
         chunk_bytes, done_s = self.tiers[0].chunk_bytes, now_s
         for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
@@ -84,7 +84,7 @@ class GroupedTiers:
         return done_s
 
     def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
-        """Copy to each tier what it lacks of these chunks; returns that, and when the last copy ends."""
+        """Copy to each tier the chunks that it lacks. Returns them, and when the last copy ends."""
         stored, done_s = set[Hashable](), now_s
         for tier in self.tiers:
             tier.end_copies(now_s)
@@ -96,19 +96,19 @@ class GroupedTiers:
         return stored, done_s
 
     def use(self, places: Sequence[Place], use: Use) -> None:
-        """What tiers have of these chunks was used."""
+        """Count a use of these chunks in each tier that has them."""
         for tier in self.tiers:
             self._take(tier, [place for place in places if place.chunk in tier.order], use)
 
     def drop(self, job_id: str, now_s: float) -> None:
-        """Give up what only this job used, but for what is being copied."""
+        """Drop chunks that only this job used, except those that are being copied."""
         for tier in self.tiers:
             tier.end_copies(now_s)
             for group in range(self._num_groups):
                 tier.order.drop((job_id, group))
 
     def _count_crossing(self, chunks: Sequence[Hashable]) -> list[int]:
-        """How many of these chunks cross each tier's link: those that no nearer tier has."""
+        """The number of these chunks that cross each tier's link: those that no nearer tier has."""
         counts, left = [], list(chunks)
         for tier in self.tiers:
             counts.append(len(left))
@@ -116,7 +116,7 @@ class GroupedTiers:
         return counts
 
     def _take(self, tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
-        """Use what a tier has of these chunks, and let it take what it may; returns that."""
+        """Use a tier's copies of these chunks, and let it store missing ones if allowed; return these."""
         order = tier.order
         number = order.begin_use()
 
@@ -151,14 +151,14 @@ class GroupChunks:
         self._needs_before = needs_before
         self._chunks: list[Hashable] = []
         self.num_stored = 0
-        """Chunks that were stored, loaded, or passed over for good."""
+        """Number of first chunks that were stored, loaded, or will never be stored."""
         self.num_unseen: int | None = None
         """Blocks before its window when it started; None before it starts."""
         self.lost: set[int] = set()
-        """Blocks that are not stored, because vLLM takes them for given to others."""
+        """Blocks that are not stored, because vLLM assumes that other requests have them."""
 
     def get(self, num_chunks: int) -> Sequence[Hashable]:
-        """The first chunks, or some more."""
+        """At least the first `num_chunks` chunks."""
         chunks = self._chunks
         for block in range(len(chunks), num_chunks):
             chunks.append((self._group, self._path.get_segment(block), block))
@@ -194,12 +194,12 @@ class GroupLayout:
         self.windowed = sorted(windowed, key=lambda group: -self._count_window_chunks(group))
         """The groups with windows or states, the widest window first."""
         self.lookup_order = (*full, *self.windowed)
-        """The groups as they are asked: full attention, then from the widest window on."""
+        """The groups in the order of look-ups: full attention, then the widest window first."""
 
     def find(self, request: Request, num_hit_tokens: int, tiers: GroupedTiers) -> int:
-        """Up to where all layer groups can load after a hit, in tokens; the hit itself, or less, if nowhere.
+        """The end of what all layer groups can load after a hit, in tokens; at most the hit if nothing.
 
-        Source: _lookup_complete_chunks. A group may shorten what others found, and then is asked again.
+        Source: _lookup_complete_chunks. If a group shortens the result, the others are asked again.
         """
         start, end = num_hit_tokens, request.num_tokens
         if self.windowed:
@@ -230,11 +230,11 @@ class GroupLayout:
     def _count_found(
         self, request: Request, tiers: GroupedTiers, group: int, first: int, last: int, end: int
     ) -> int:
-        """How many chunks of those from `first` to before `last` a load may end with in one group."""
+        """The number of chunks from `first` to before `last` after which a load may end in one group."""
         chunks = self.get_chunks(request)[group].get(last)
         if self.windows[group] is None:
             return tiers.hit_length(chunks[:last], first)
-        # A window's last chunk may be needed in part only; then one more at its start may be needed.
+        # If only a part of a window's last chunk is needed, one more chunk at its start may be needed.
         wanted = self._count_window_chunks(group, min(end, last * self.sizes[group]))
         num_in_a_row = 0
         for number in range(last - 1, first - 1, -1):
@@ -248,7 +248,7 @@ class GroupLayout:
         return num_in_a_row
 
     def _count_window_chunks(self, group: int, end: int = 0) -> int:
-        """Chunks of a window, or of a state, that a load which ends at token `end` must find."""
+        """Number of chunks of a window or a state that a load to token `end` needs."""
         window, size = self.windows[group], self.sizes[group]
         assert window is not None
         if group in self.states:
@@ -256,7 +256,7 @@ class GroupLayout:
         return max(-(-window // size), -(-(window - 1 + -end % size) // size))
 
     def get_loaded(self, request: Request, num_hit_tokens: int, num_tokens: int) -> list[Place]:
-        """The chunks that a load copies: of a window and of a state only what is still seen from its end."""
+        """The chunks that a load copies; of a window or a state only those that its end still covers."""
         places: list[Place] = []
         end = num_hit_tokens + num_tokens
         for chunks, window, size in zip(self.get_chunks(request), self.windows, self.sizes, strict=True):
@@ -266,7 +266,7 @@ class GroupLayout:
         return places
 
     def get_wanted(self, request: Request, num_hit_tokens: int, num_tokens: int) -> list[Place]:
-        """The chunks that were looked up for a load; of windows a few more than are loaded."""
+        """The chunks that were looked up for a load: for windows a few more than are loaded."""
         places: list[Place] = []
         end = num_hit_tokens + num_tokens
         for group, (chunks, size) in enumerate(zip(self.get_chunks(request), self.sizes, strict=True)):
@@ -294,7 +294,7 @@ class GroupedOffloader(Offloader):
     """Whether stores wait for loads, and while many are queued."""
 
     def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_tokens: int) -> None:
-        """Raises ConfigError for what vLLM has not on such models: LMCache's modes, and larger chunks."""
+        """Raises ConfigError for what vLLM lacks on such models: LMCache's modes, and larger chunks."""
         config = kv.config
         if offload in ("sync", "serial"):
             raise ConfigError(
@@ -305,12 +305,12 @@ class GroupedOffloader(Offloader):
                 "where layers differ, tiers hold single blocks: offload_chunk_tokens must be "
                 f"{config.block_size}, not {chunk_tokens}"
             )
-        # Which of a lease's blocks are worth storing is not known group by group, so all turns are stored.
+        # It is not known by group which of a lease's blocks are worth storing, so all turns are stored.
         super().__init__(tiers.tiers, "async", chunk_blocks=1)
         self._tiers = GroupedTiers(tiers.tiers, len(config.windows))
         self._pool = kv.pool
         self._layout = layout = GroupLayout(config)
-        # A turn that starts again after it was preempted offers what it stored before, too.
+        # A turn that resumes after a preemption offers again what it stored before.
         self._offers_again = config.vllm_release != "0.32"
         self._checkpoints = [
             _make_checkpoints(config, window, size)
@@ -328,7 +328,7 @@ class GroupedOffloader(Offloader):
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
         """What a request that is about to start could load after its hit; None if nothing.
 
-        It may end inside the prompt's last block: one token at least is left to compute.
+        It may end inside the prompt's last block, because at least one token is left to compute.
         """
         for each in self._layout.get_chunks(request):
             each.num_unseen = None
@@ -342,7 +342,7 @@ class GroupedOffloader(Offloader):
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s) - now_s)
 
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
-        """Whole blocks; all or nothing where layers differ: at a part's end, a window may not be there."""
+        """Whole blocks. Hybrid models load all or nothing: a window may be missing at the end of a part."""
         if num_tokens >= num_offered:
             return num_offered
         if self._layout.windows != [None]:
@@ -351,7 +351,7 @@ class GroupedOffloader(Offloader):
         return max(0, (num_hit_tokens + num_tokens) // size * size - num_hit_tokens)
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
-        """Whether a part of what it would load is being loaded now: soon the GPU has it."""
+        """Whether a part of what it would load is being loaded now, so that the GPU will have it soon."""
         self._end_loads(now_s)
         if not self._loading:
             return False
@@ -389,25 +389,25 @@ class GroupedOffloader(Offloader):
                 table.new_states.clear()
 
     def store_computed(self, request: Request, now_s: float) -> float:
-        """Store what a request that runs has computed; returns when the copy ends, in seconds."""
+        """Store what a running request has computed. Returns the time at which the copy ends."""
         if self._holds_back or not request.is_stored:
             return now_s
         places = self._collect_places(request, min(request.num_computed_tokens, request.num_tokens))
         return self._store(places, now_s, self._get_use(request, now_s)) if places else now_s
 
     def store_finished(self, request: Request, now_s: float) -> None:
-        """A request ends: what it has computed last is stored with the next step, as inside vLLM."""
+        """A request ends. Its latest computed blocks are stored with the next step, as inside vLLM."""
         places: list[Place] = []
         self._ended_s = now_s
         if request.is_stored and request.status is Status.RUNNING:
-            # The last token was sampled, but never computed.
+            # The last token was sampled but never computed.
             num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
             places = self._collect_places(request, num_tokens)
         if places or request.tier_use is not None:
             self._ended.append((request, places, self._get_use(request, now_s)))
 
     def end_stores(self, now_s: float) -> None:
-        """Store what ended requests have computed last, and rank all they used by where their jobs stand."""
+        """Store the latest blocks of ended requests, and rank all their chunks by their jobs' states."""
         for _, places, use in self._ended:
             if places:
                 self._store(places, now_s, use)
@@ -420,7 +420,7 @@ class GroupedOffloader(Offloader):
         self._tell_held(now_s)
 
     def release_stored(self, now_s: float) -> None:
-        """Store what ended requests have computed last, if the engine is idle since: it does not wait."""
+        """Store the latest blocks of ended requests if the engine is idle, instead of waiting for a step."""
         if now_s > self._ended_s:
             self.end_stores(now_s)
 
@@ -430,7 +430,7 @@ class GroupedOffloader(Offloader):
         self._tiers.drop(job_id, now_s)
 
     def _collect_places(self, request: Request, num_tokens: int) -> list[Place]:
-        """What is to be stored of a request's first tokens, and was not yet."""
+        """The chunks of a request's first tokens that are to be stored and were not stored yet."""
         places: list[Place] = []
         for group, (chunks, size) in enumerate(
             zip(self._layout.get_chunks(request), self._layout.sizes, strict=True)
@@ -451,10 +451,10 @@ class GroupedOffloader(Offloader):
         return places
 
     def _forget_hits(self, requests: Sequence[Request]) -> None:
-        """Of a window, skip what is not stored yet and what a request that starts now has hit.
+        """In windows, skip unstored blocks that a request which starts now has hit.
 
-        vLLM takes the blocks of that request's hit for new ones, which others have lost.
-        Source: _update_req_states.
+        vLLM treats the blocks of that request's hit as new ones, which other requests have lost. Source:
+        _update_req_states.
         """
         hits = set[Hashable]()
         others: list[Request] = []
@@ -504,7 +504,7 @@ class GroupedOffloader(Offloader):
 
 
 def _make_checkpoints(config: KvConfig, window: int | None, size: int) -> Checkpoints | None:
-    """Which blocks of a group are stored; None for all."""
+    """The places of the blocks of a group that are stored; None for all blocks."""
     full = {
         size for layers, size in zip(config.windows, config.group_block_sizes, strict=True) if layers is None
     }

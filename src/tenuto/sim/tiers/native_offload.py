@@ -1,13 +1,13 @@
 """Host memory as vLLM ships it: its OffloadingConnector with its own order, without Tenuto.
 
-The connector decides as in `grouped_offload`. What differs lies below it: a store takes the place of the
-chunks that were used longest ago, whatever continues them, and if they are too few it is not made. Then the
-connector tries again with the next step. No store waits for a load.
+The connector decides as in `grouped_offload`. The difference is below it. A store evicts the least recently
+used chunks, even if others continue them. If there are too few, the store is not made, and the connector
+tries again with the next step. No store waits for a load.
 
-What goes first, by the release:
+Order of eviction by release:
 
-    0.32    while a request runs, what it stored first, its head    ─► at its end its tail first
-    0.33    while a request runs, its tail                          ─► at its end its tail first
+    0.32    while a request runs, its first stored chunks (head)    ─► after its end, its tail first
+    0.33    while a request runs, its tail                          ─► after its end, its tail first
 
 Source: vllm/v1/kv_offload/cpu/manager.py and policies/lru.py, both releases.
 """
@@ -32,10 +32,10 @@ from tenuto.sim.tiers.tier import NOBODY, OffloadTiers, Tier
 
 @dataclass
 class _Access:
-    """What one request has used."""
+    """The chunks that one request has used."""
 
     number: int | None = None
-    """What ranks its chunks while it runs (0.33)."""
+    """The rank of its chunks while it runs (0.33)."""
     places: dict[Hashable, Place] = field(default_factory=dict)
 
 
@@ -43,26 +43,26 @@ class NativeTiers(GroupedTiers):
     """Host memory in the order of vLLM's LRUCachePolicy. A use's key is the name of its request."""
 
     def __init__(self, tier: Tier, num_groups: int, *, tail_first: bool) -> None:
-        """`tail_first`: whether chunks of a request that runs go from its tail, too (0.33)."""
+        """`tail_first`: whether chunks of a running request are evicted from its tail, too (0.33)."""
         super().__init__([tier], num_groups)
         self._order = tier.order
         self._tail_first = tail_first
         self._accesses: dict[Key, _Access] = {}
         self._storing: deque[tuple[float, list[Hashable]]] = deque()
         self._unready = set[Hashable]()
-        """Chunks that are being stored: for others they are not there yet."""
+        """Chunks that are being stored. Other requests cannot use them yet."""
         self.num_failed = 0
-        """Stores that were not made, because too little could go for them."""
+        """Stores that were not made, because too few chunks could be evicted for them."""
 
     def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
-        """How many chunks from number `first` on are there: here those before it may be gone."""
+        """The number of chunks present from number `first` on. Chunks before it may be missing."""
         end = first
         while end < len(chunks) and chunks[end] in self._order:
             end += 1
         return end - first
 
     def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
-        """Copy what host memory lacks of these chunks, or nothing; returns it, and when the copy ends."""
+        """Copy the missing ones of these chunks, or none. Returns them, and when the copy ends, in seconds."""
         while self._storing and self._storing[0][0] <= now_s:
             self._unready.difference_update(self._storing.popleft()[1])
         new, done_s = super().store(places, now_s, use)
@@ -71,7 +71,7 @@ class NativeTiers(GroupedTiers):
         return new, done_s
 
     def use(self, places: Sequence[Place], use: Use) -> None:
-        """A request has ended: all it used counts as used now, its tail first."""
+        """A request has ended: all its chunks count as used now, the tail first."""
         del places
         access = self._accesses.pop(use.key, None)
         if access is None:
@@ -94,7 +94,7 @@ class NativeTiers(GroupedTiers):
         return [each.chunk for each in new]
 
     def _record(self, places: Sequence[Place], access: _Access, use: Use) -> None:
-        """A request uses these chunks; what it used before counts for the first time only."""
+        """Count a request's use of these chunks. Only its first use of each chunk counts."""
         places = [each for each in places if each.chunk not in access.places]
         access.places.update((each.chunk, each) for each in places)
         for place in places:
@@ -116,7 +116,7 @@ class NativeTiers(GroupedTiers):
 
 
 class NativeOffloader(GroupedOffloader):
-    """Copies between one engine's blocks and vLLM's own host memory; the policy decides nothing there."""
+    """Copies between one engine's blocks and vLLM's own host memory, where the policy decides nothing."""
 
     _yields = False
 
@@ -130,12 +130,12 @@ class NativeOffloader(GroupedOffloader):
         )
 
     def follow(self, driver: Driver) -> None:
-        """This driver hears what is stored and held; its policy ranks nothing here."""
+        """Report to this driver what is stored and held. Its policy ranks nothing here."""
         super().follow(driver)
         self._is_ordered = False
 
     def store_computed(self, request: Request, now_s: float) -> float:
-        """Store what a request that runs has computed; what could not be stored is tried again."""
+        """Store what a running request has computed. What could not be stored is tried again."""
         groups, num_failed = self._layout.get_chunks(request), self._native.num_failed
         before = [chunks.num_stored for chunks in groups]
         done_s = super().store_computed(request, now_s)

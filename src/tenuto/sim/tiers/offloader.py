@@ -6,17 +6,17 @@
   (LMCache 0.3.7 in vLLM: `start_load_kv` and `wait_for_save`; outputs are not stored). Copies share the link
   and run beside the computation. If they ran one after the other, the published sweep at 6 jobs/s would take
   1.7 times as long as it took (see docs/fidelity.md).
-- *serial*: as sync, but nothing overlaps: loads, then the computation, then stores. So LMCache 0.3.7's source
-  reads. `start_load_kv` synchronises its stream before the forward pass. `wait_for_save` copies each
-  request's slot mapping to the GPU without `non_blocking`, which waits for the forward pass, and then
-  synchronises after every chunk. docs/fidelity.md holds both modes against the published sweeps.
+- *serial*: as sync, but nothing overlaps: loads, then the computation, then stores. This is what the source
+  of LMCache 0.3.7 does. `start_load_kv` synchronises its stream before the forward pass. `wait_for_save`
+  copies each request's slot mapping to the GPU without `non_blocking`, which waits for the forward pass, and
+  then synchronises after every chunk. docs/fidelity.md compares both modes with the published sweeps.
 - *async*: copies run beside the steps, and outputs are stored too. A turn waits, with its blocks, until its
   load has ended. The blocks of a finished turn stay taken until they are stored (vLLM's native offloading).
 - *asked*: as async, but only what the policy answers `Offload` for is stored.
 - *native*: as async, in vLLM's own host memory, without Tenuto's: no policy orders it.
 
-`chain_offload` does it for full attention, `grouped_offload` block by block, for any layers, and
-`native_offload` so in vLLM's own order.
+`chain_offload` is for full attention. `grouped_offload` works block by block, for any layers.
+`native_offload` is the same in vLLM's own order.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Offloader(ABC):
     """Copies between one engine's blocks and its tiers.
 
     With async and asked, a tier stores and evicts by the policy's `tier_key`, as inside vLLM
-    (`tenuto.vllm.tiers.host`). Under a policy with a `tier_key`, a turn that is known to be its job's last is
-    not stored, and the end of a job drops what only it used; others store every turn, as vLLM does. LMCache
-    (sync, serial) stores every prompt, and goes by recency.
+    (`tenuto.vllm.tiers.host`). With a `tier_key`, a turn that is known to be its job's last is not stored,
+    and the end of a job drops the chunks that only it used. Other policies store every turn, as vLLM does.
+    LMCache (sync, serial) stores every prompt and evicts by recency.
     """
 
     takes_whole_prompts = True
-    """Whether a turn that waits for its load has the blocks of all its tokens meanwhile."""
+    """Whether a turn that waits for its load already has the blocks of all its tokens."""
 
     def __init__(self, tiers: Sequence[Tier], offload: Offload, chunk_blocks: int) -> None:
-        """`tiers` are in front of each other, nearest first. `chunk_blocks`: blocks per chunk of them."""
+        """`tiers`: nearest first. `chunk_blocks`: blocks per chunk of the tiers."""
         self.is_sync = offload in ("sync", "serial")
         self.is_serial = offload == "serial"
         self.num_loaded_tokens = 0
@@ -64,7 +64,7 @@ class Offloader(ABC):
     # Turns and jobs.
 
     def follow(self, driver: Driver) -> None:
-        """This driver's policy decides from now on, and the driver hears what is stored and held."""
+        """Let this driver's policy decide from now on, and report to the driver what is stored and held."""
         self._driver = driver
         self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
         limits = driver.limits
@@ -74,13 +74,13 @@ class Offloader(ABC):
             tier.order.kept.weights = limits.tenant_weights or {}
 
     def arrive(self, request: Request) -> None:
-        """A request came in; if it is known to be its job's last, nothing of it is stored."""
+        """A request arrived. If it is known to be its job's last, it is not stored."""
         if self._driver is not None and self._is_ordered:
             turn = self._driver.get_turn(request.turn_id)
             request.is_stored = turn is None or not turn.ends_job
 
     def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
-        """A request ends, with this last view of its turn: from here on, its chunks are ranked by that."""
+        """A request ends. From now on its chunks are ranked by `turn`, the last view of its turn."""
         if turn is not None and not self.is_sync:
             wish = None if self._driver is None else self._driver.get_wish(request.turn_id)
             is_over = self._is_ordered and turn.ends_job and wish is None
@@ -89,7 +89,7 @@ class Offloader(ABC):
                 request.tier_use = self._make_use(turn, now_s, None if turn.is_aborted else wish)
 
     def end_job(self, job_id: str, now_s: float) -> None:
-        """A job is complete: drop what only it used, if the policy orders the tiers."""
+        """A job is complete. Drop the chunks that only it used, if the policy orders the tiers."""
         if self._is_ordered:
             self._drop(job_id, now_s)
             self._tell_held(now_s)
@@ -102,7 +102,7 @@ class Offloader(ABC):
 
     @abstractmethod
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
-        """How many of the offered tokens are loaded after a hit, if the policy wants this number."""
+        """The number of offered tokens that are loaded after a hit, if the policy wants `num_tokens`."""
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
         """Whether a part of what it would load is being loaded for another request now."""
@@ -116,15 +116,15 @@ class Offloader(ABC):
     # Stores.
 
     def begin_stores(self, requests: Iterable[Request], now_s: float) -> None:
-        """A step is about to be stored that these requests run in."""
+        """The stores of a step in which these requests run are about to begin."""
         del requests, now_s
 
     def end_stores(self, now_s: float) -> None:
-        """All that these requests store was asked for."""
+        """All stores of the step were requested."""
         del now_s
 
     def may_store(self, request: Request) -> bool:
-        """Whether `store_computed` may have something to store; it takes less time to ask."""
+        """Whether `store_computed` may have something to store: a fast check."""
         del request
         return True
 
@@ -134,10 +134,10 @@ class Offloader(ABC):
 
     @abstractmethod
     def store_finished(self, request: Request, now_s: float) -> None:
-        """A request ends, and has its blocks still."""
+        """A request ends, and still has its blocks."""
 
     def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
-        """Store blocks of a turn that are wanted; nothing where all are stored anyway."""
+        """Store blocks that the policy wants stored. Nothing to do if all turns are stored anyway."""
         del row, turn, now_s, wish
 
     def release_stored(self, now_s: float) -> None:
@@ -147,7 +147,7 @@ class Offloader(ABC):
     # Questions.
 
     def get_free_s(self, now_s: float) -> float:
-        """When all copies that were begun have ended; now, if they have."""
+        """The time at which all started copies have ended; `now_s` if they have."""
         return max(now_s, *(tier.link.free_at_s for tier in self._all_tiers))
 
     def get_held_rows(self) -> list[Row]:
@@ -155,7 +155,7 @@ class Offloader(ABC):
         return []
 
     def get_next_stored_s(self) -> float | None:
-        """When the next store ends that blocks wait for; None if no block waits."""
+        """The end of the next store that blocks wait for; None if no block waits."""
         return None
 
     def get_views(self, now_s: float) -> tuple[TierView, ...]:
@@ -175,7 +175,7 @@ class Offloader(ABC):
 
     @abstractmethod
     def _drop(self, job_id: str, now_s: float) -> None:
-        """Give up what only this job used."""
+        """Drop chunks that only this job used."""
 
     def _count_stored(self, num_tokens: int, use: Use, now_s: float, request: Request | None = None) -> None:
         self.num_stored_tokens += num_tokens
@@ -184,7 +184,7 @@ class Offloader(ABC):
         self._tell_held(now_s)
 
     def _tell_held(self, now_s: float) -> None:
-        """Report to the driver how each job's number of chunks in the tiers has changed since last time."""
+        """Report to the driver the changes in each job's number of chunks in the tiers."""
         for tier in self._all_tiers:
             for owner, num_chunks in tier.order.changes.take().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner

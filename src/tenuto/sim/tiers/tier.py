@@ -1,7 +1,7 @@
 """Tiers below the GPU: what they hold, and how long copies to and from them take.
 
 A tier holds chunks of equal size (LMCache: 256 tokens) by their chained prefix hashes, so requests with a
-common prefix share chunks. Time is virtual: calls are passed `now_s` and return when a copy ends.
+common prefix share chunks. Time is virtual: callers pass `now_s`, and get the time at which a copy ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Link:
         self.free_at_s = 0.0
 
     def get_done_s(self, num_bytes: int, now_s: float) -> float:
-        """When a copy that is queued now would end. Changes nothing."""
+        """The time at which a copy that is queued now would end. Changes nothing."""
         if num_bytes == 0:
             return now_s
         return max(now_s, self.free_at_s) + num_bytes / self.bytes_per_s + self.latency_s
@@ -58,10 +58,10 @@ class Link:
 
 
 class Tier:
-    """A store of chunks with a capacity in bytes, and the link to it. Chunks go in the order of `TierOrder`.
+    """A store of chunks with a capacity in bytes, and the link to it. It evicts in the order of `TierOrder`.
 
-    A chunk goes only after the chunks that continue it. The chunks of a sequence that are present are
-    therefore its first ones, and their number is found in O(log n).
+    A chunk is evicted only after the chunks that continue it. So the chunks of a sequence that are present
+    are its first ones, and their number is found in O(log n).
     """
 
     def __init__(self, name: str, capacity_bytes: int, chunk_bytes: int, link: Link) -> None:
@@ -88,7 +88,7 @@ class Tier:
         return len(self.order)
 
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
-        """How many chunks of a sequence, from its start, are present. Changes nothing."""
+        """The number of chunks from a sequence's start that are present. Changes nothing."""
         low, high = 0, len(chunks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -99,7 +99,7 @@ class Tier:
         return low
 
     def put(self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0) -> Sequence[Hashable]:
-        """Use a sequence's chunks from number `first` on, and take what may be taken; returns that."""
+        """Use a sequence's chunks from number `first` on, and store missing ones if allowed; return these."""
         order = self.order
         num_hit = self.hit_length(chunks)
         if num_hit < first:
@@ -113,19 +113,19 @@ class Tier:
         return tuple(way.new)
 
     def keep(self, chunk: Hashable, end: int, use: Use) -> None:
-        """Let a chunk be evicted last for as long as its user wishes; `end`: where it ends, in tokens."""
+        """Evict a chunk last for as long as its user wishes. `end`: its end in tokens."""
         until_s = use.get_kept_until_s(end)
         if until_s:
             self.order.keep(chunk, until_s, use.tenant, end)
 
     def hold(self, chunks: Sequence[Hashable], until_s: float) -> None:
-        """Do not give these chunks up before a copy of them ends."""
+        """Do not evict these chunks before a copy of them ends."""
         for chunk in chunks:
             self.order.pin(chunk)
         heapq.heappush(self._copies, (until_s, next(self._numbers), chunks))
 
     def end_copies(self, now_s: float) -> None:
-        """What was copied, or kept, until now may go."""
+        """Allow the eviction of chunks that were copied or kept until now."""
         self.order.expire(now_s)
         while self._copies and self._copies[0][0] <= now_s:
             for chunk in heapq.heappop(self._copies)[2]:
@@ -134,7 +134,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Copy:
-    """What one load or store moves, and when it ends."""
+    """The size of one load or store, and the time at which it ends."""
 
     num_chunks: int
     num_bytes: int
@@ -145,14 +145,14 @@ class OffloadTiers:
     """Tiers from near to far, as LMCache and vLLM's offloading connectors use them.
 
     A store goes to every tier. A load takes each chunk from the nearest tier that has it. Chunks from a far
-    tier pass through all nearer links at the same time, so the busiest link decides; they stay in the nearer
-    tiers too.
+    tier pass through all nearer links at the same time, so the busiest link decides. They are then also kept
+    in the nearer tiers.
 
         GPU  ◄── link ──►  host  ◄── link ──►  disk
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        """Tiers in front of each other, nearest first (host, then disk).
+        """`tiers`: nearest first (host, then disk).
 
         Raises:
             ConfigError: there is no tier, or their chunks differ in size.
@@ -164,11 +164,11 @@ class OffloadTiers:
         self.tiers = tuple(tiers)
 
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
-        """How many chunks of a sequence, from its start, some tier has. Changes nothing."""
+        """The number of chunks from a sequence's start that some tier has. Changes nothing."""
         return max(tier.hit_length(chunks) for tier in self.tiers)
 
     def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> float:
-        """When `load` would end. Changes nothing."""
+        """The time at which `load` would end. Changes nothing."""
         num_hit, nearer_hit, done_s = self.hit_length(chunks), skip, now_s
         for tier in self.tiers:
             num_bytes = max(0, num_hit - nearer_hit) * tier.chunk_bytes
@@ -179,7 +179,7 @@ class OffloadTiers:
     def load(
         self, chunks: Sequence[Hashable], now_s: float, skip: int = 0, use: Use = NOBODY, first: int = 0
     ) -> Copy:
-        """Copy the chunks that the tiers have of a sequence to the GPU, but for the first `skip` chunks.
+        """Copy the chunks that the tiers have of a sequence to the GPU, except the first `skip` chunks.
 
         Chunks from number `first` on count as used.
         """
@@ -199,7 +199,7 @@ class OffloadTiers:
         return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
 
     def store(self, chunks: Sequence[Hashable], now_s: float, use: Use = NOBODY, first: int = 0) -> Copy:
-        """Copy to each tier what it lacks of a sequence from chunk `first` on; ends with the last copy."""
+        """Copy to each tier the chunks that it lacks from number `first` on. Ends with the last copy."""
         self._end_copies(now_s)
         chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
@@ -212,12 +212,12 @@ class OffloadTiers:
         return Copy(num_stored, num_stored * chunk_bytes, done_s)
 
     def use(self, chunks: Sequence[Hashable], use: Use) -> None:
-        """What tiers have of these chunks was used."""
+        """Count a use of these chunks in each tier that has them."""
         for tier in self.tiers:
             tier.put(chunks[: tier.hit_length(chunks)], use)
 
     def drop(self, job_id: str, now_s: float) -> None:
-        """Give up what only this job used, but for what is being copied."""
+        """Drop chunks that only this job used, except those that are being copied."""
         self._end_copies(now_s)
         for tier in self.tiers:
             tier.order.drop(job_id)
