@@ -1,4 +1,4 @@
-"""Every chart of a report: what it shows of which numbers. To add one, write its spec here and list it below.
+"""Every chart of a report, made from the runs' numbers. To add one, write its spec here and list it below.
 
 A chart of one setting is a function in `OF_A_SETTING`. A picture that is not of one setting joins
 `make_sections`.
@@ -52,19 +52,19 @@ from tenuto.report.html.timeline import HEIGHTS, LABELS, CacheVerdict, Life, Sta
 MAX_SETTINGS = 12
 """Maximum number of settings with their own charts; each takes about 300 kB."""
 MAX_OCCUPANCY = 8
-"""Runs whose KV cache and jobs are drawn."""
+"""Maximum number of runs whose KV cache and jobs are drawn."""
 MAX_FLEETS = 8
 MAX_ENGINES = 64
-"""Engines drawn of one run; the table has all."""
+"""Maximum number of engines that are drawn per run. The table has all."""
 MAX_BANDS = 6
-"""With more policies the bands up to P95 would cover each other."""
+"""Maximum number of policies with bands up to P95. More bands would cover each other."""
 MAX_CURVE_POINTS = 300
 MAX_ROWS = 500
 """Maximum number of rows in a table."""
 MAX_SAMPLES = 300
-"""Samples drawn of a run; more are averaged over equal stretches of time."""
+"""Maximum number of samples drawn per run. More are averaged over equal stretches of time."""
 MAX_LIVES = 8
-"""Jobs drawn of a run; the timeline has all of them, to zoom."""
+"""Maximum number of jobs drawn per run. The timeline has all of them, and can be zoomed."""
 MAX_RIVALS = 3
 """Names in the caption of the policies that winners are compared with."""
 
@@ -79,11 +79,11 @@ class Section:
 
 
 def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tuple[list[Section], list[str]]:
-    """All charts, under their headings, and what a reader should know is left out."""
+    """All charts under their headings, and notes about what is left out."""
     sections, notes = [], []
 
     def add(name: str, title: str, charts: Iterable[Chart | None], number: int = 0) -> None:
-        """Charts of one kind are numbered, those of one setting have its number."""
+        """Add a section. Charts of one kind are numbered; those of one setting have its number."""
         found = [
             replace(chart, name=f"{chart.name}-{number or index}")
             for index, chart in enumerate(filter(None, charts), 1)
@@ -178,7 +178,7 @@ def _make_jct_row(group: Group, cell: PolicyCell, looks: Looks) -> tuple[str, ..
 
 
 def plot_speed_ups(group: Group, looks: Looks) -> Chart | None:
-    """How many times faster than the baseline, with what is proved and what is not."""
+    """How many times faster than the baseline each policy is, and whether that is proved."""
     points, rows = [], []
     for policy in group.policies:
         for load in group.loads:
@@ -296,7 +296,7 @@ def _describe_loads(group: Group, loads: Iterable[Load]) -> _Loads:
 def _against_load(
     points: Sequence[_Point], looks: Looks, values: Axis, *, height: float, reference: Reference | None = None
 ) -> Panel:
-    """A curve for each policy; at one load a row for each."""
+    """A curve for each policy; with a single load, a row for each."""
     loads = sort_loads(point.load for point in points)
     if len(loads) == 1:
         rows = [_make_series(looks[point.policy], [row], [point]) for row, point in enumerate(points)]
@@ -424,7 +424,7 @@ def plot_cdf(group: Group, looks: Looks) -> Chart | None:
 
 
 def _choose_loads(group: Group, has_data: Callable[[PolicyCell], bool]) -> list[Load]:
-    """The lowest, the middle and the highest load there is data for."""
+    """The lowest, the middle and the highest load with data."""
     loads = [
         load for load in group.loads if any(cell.load == load and has_data(cell) for cell in group.cells)
     ]
@@ -454,7 +454,7 @@ OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...] = (
 
 
 def map_winners(groups: Sequence[Group], looks: Looks) -> Chart | None:
-    """Per GPU and load who wins, and by how much; of one workload and model."""
+    """The winner per GPU and load, and by how much it wins; for one workload and model."""
     winners = {
         (index, load): winner
         for index, group in enumerate(groups)
@@ -512,7 +512,7 @@ def map_winners(groups: Sequence[Group], looks: Looks) -> Chart | None:
 
 LIGHTEST, DARKEST = 0.12, 0.5
 FULL_RATIO = 3.0
-"""From this ratio on a square is as dark as it gets, so that text on it can be read."""
+"""The ratio with the darkest square. Darker squares would make their text unreadable."""
 
 
 def make_tile(winner: Winner, looks: Looks, suffix: str = "") -> Tile:
@@ -539,7 +539,7 @@ def make_tile(winner: Winner, looks: Looks, suffix: str = "") -> Tile:
 
 
 def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
-    """The verdict of `tenuto ab`: a row for each arm and measure; None before there is a pair."""
+    """The verdict of `tenuto ab`: a row for each arm and measure; None without a pair."""
     if not verdict.rows:
         return None
     baseline, ends = shorten(verdict.baseline), [1.0]
@@ -571,7 +571,7 @@ def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
 
 
 def plot_validation(record: ValidationRecord) -> Chart | None:
-    """What `tenuto validate` measured of each arm, and the simulator's prediction; None without a pair."""
+    """What `tenuto validate` measured on each arm, and the simulator's prediction; None without a pair."""
     arms = [arm for arm in record.arms if arm.mean_job_s]
     if not arms:
         return None
@@ -618,7 +618,7 @@ def plot_validation(record: ValidationRecord) -> Chart | None:
 
 
 _ENGINE_MEASURES = {"busy_s": "busy time", "computed_tokens": "computed tokens", "turns": "turns"}
-"""What the bars of engines show: the first that the record knows of every engine."""
+"""The measures for bars of engines. The first one that the record has for every engine is used."""
 
 
 def plot_fleets(runs: Sequence[Run]) -> list[Chart]:
@@ -661,7 +661,7 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _describe_router(fleet: Mapping[str, Any]) -> str:
-    """What the router did, as far as the record says it."""
+    """What the router did, as far as the record has it."""
     said = []
     if _is_number(moves := fleet.get("moves")):
         tokens, copied = (
@@ -784,13 +784,13 @@ _FILLS: Mapping[CacheVerdict, tuple[str, Fill]] = {
 }
 _TAKEN_BACK = (LeaseEnd.REVOKED.value, LeaseEnd.PRICE.value)
 _BESIDE = 0.42
-"""Where signs that are not about hits stand, in parts of a row above its middle."""
+"""Place of signs that are not about hits, as a share of a row above its middle."""
 
 
 def plot_lives(detail: Detail) -> Chart | None:
     """A few jobs turn by turn, on one time axis: their states, hits, loads and the leases they lost.
 
-    They are neighbours by arrival, from the middle of the run, where its memory is full. None without turns.
+    The jobs are consecutive by arrival, from the middle of the run, when memory is full. None without turns.
     """
     jobs = list(follow_jobs(detail).items())
     first = (len(jobs) - MAX_LIVES) // 2 if len(jobs) > MAX_LIVES else 0

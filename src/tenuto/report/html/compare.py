@@ -1,7 +1,7 @@
-"""Policies side by side: pairs of runs, cells of equal setting and load, who wins, and how sure that is.
+"""Compares policies: pairs of runs, cells of equal setting and load, the winner, and how sure that is.
 
-A pair is what two policies ran with one seed. It gives one ratio, over the jobs that all policies finished.
-The estimate over the pairs is that of `tenuto ab`, so the two never disagree.
+A pair is the runs of two policies with one seed. It gives one ratio, over the jobs that all policies
+finished. The estimate over the pairs is that of `tenuto ab`, so the two never disagree.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tenuto.report.html.spec import BASELINE, format_load, shorten
 from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
 
 BEST_STOCK = "stock @best"
-"""Stock with the step size that is its best at the load, of those that ran."""
+"""Stock with the best of its step sizes that ran at the load."""
 
 Load = float | None
 """Jobs per second; None if the runs have no arrival rate."""
 MIN_TIME_S = 1e-9
-"""Shorter times are none: no job takes them, and their ratios have no meaning."""
+"""Shorter times are ignored: no job is so fast, and their ratios have no meaning."""
 
 
 class JobTimes(NamedTuple):
-    """What one policy's jobs took with one seed."""
+    """The job times of one policy with one seed."""
 
     mean_s: float
     p95_s: float | None
@@ -48,7 +48,7 @@ class Contrast:
     policy: str
     other: str
     ratios: tuple[float, ...]
-    """Of the means, one for each pair."""
+    """Ratios of the means, one for each pair."""
     mean: Estimate
     p95: Estimate | None
     values: JobTimes
@@ -57,11 +57,12 @@ class Contrast:
     threshold: float
     """Differences below it do not matter."""
     is_simulated: bool
-    """The simulator's own runs: a seed has one result, so two pairs are enough for an interval."""
+    """Whether the runs are simulated. A seed then has one result, so two pairs are enough for an interval."""
     is_paired: bool
-    """Both ran with one seed at least. Without, the ratio is of other jobs, and shows nothing."""
+    """Whether both ran with at least one common seed. Without one, the ratio is of other jobs and shows
+    nothing."""
     is_valid: bool
-    """No run says that its figures are INVALID."""
+    """Whether no run says that its figures are INVALID."""
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +89,7 @@ def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
 
     `runs`: by policy, at one load of one setting.
 
-    A job that failed with one policy is left out with all, as in `tenuto ab`, because failed jobs are mostly
+    A job that failed with one policy is left out for all, as in `tenuto ab`, because failed jobs are usually
     long. Runs of one policy with the same seed count as one.
     """
     seeds = dict.fromkeys(run.seed for each in runs.values() for run in each)
@@ -217,20 +218,22 @@ class Winner:
     """Which policy has the shortest mean JCT in one setting at one load, and how sure that is."""
 
     policies: tuple[str, ...]
-    """The one with the shortest, then those from which these runs do not tell it apart, by their means."""
+    """The policy with the shortest mean, then policies that these runs do not distinguish from it, by their
+    means."""
     is_open: bool
-    """Nothing is proved: one seed, too few measured pairs, no seed in common, or INVALID figures."""
+    """Whether nothing is proved: one seed, too few measured pairs, no common seed, or INVALID figures."""
     against: Contrast
-    """The first one against the baseline; the baseline, or where there is none, against the next best."""
+    """The first policy against the baseline. If it is the baseline, or there is none: against the next
+    best."""
 
     @property
     def is_tie(self) -> bool:
-        """Whether nobody wins."""
+        """Whether no policy wins."""
         return len(self.policies) > 1
 
     @property
     def speed_up(self) -> float:
-        """How many times faster than the other the first one is."""
+        """How many times faster the first policy is than the other one."""
         return 1 / self.against.mean.ratio
 
 
@@ -241,7 +244,7 @@ class Group:
     setting: Setting
     cells: tuple[PolicyCell, ...]
     arms: tuple[Run, ...] = ()
-    """Runs that only say where a gain comes from: stock with other steps, policies that keep no KV."""
+    """Runs that only show where a gain comes from: stock with other steps, policies that keep no KV."""
     _pairs: dict[Load, tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -268,7 +271,7 @@ class Group:
 
     @property
     def baseline(self) -> str:
-        """With which the others are compared: the first arm of a `tenuto ab`, else stock."""
+        """The policy that others are compared with: the first arm of a `tenuto ab`, else stock."""
         named = (run.ab.baseline for cell in self.cells for run in cell.runs if run.ab)
         return next(filter(None, named), BASELINE)
 
@@ -288,11 +291,11 @@ class Group:
         return Spread(1 / found.mean.ratio, 1 / max(found.ratios), 1 / min(found.ratios))
 
     def try_winner(self, load: Load) -> Winner | None:
-        """Who wins at a load; None unless two policies have a JCT there."""
+        """The winner at a load; None unless two policies have a JCT there."""
         runs, pairs = self._get_pairs(load)
         if len(runs) < 2:
             return None
-        # Without a seed that all ran, each policy's own seeds have to do.
+        # Without a seed that all policies ran, use each policy's own seeds.
         common = [pair for pair in pairs.values() if pair.keys() == runs.keys()] or list(pairs.values())
         typical_s = {
             policy: get_geometric_mean(pair[policy].mean_s for pair in common if policy in pair)
@@ -317,19 +320,19 @@ class Group:
         return PolicyCell(BEST_STOCK, load, runs) if runs else None
 
     def get_doubts(self, load: Load) -> tuple[str, ...]:
-        """What a reader must know of the numbers at a load."""
+        """What a reader must know about the numbers at a load."""
         runs = [run for cell in self.cells if cell.load == load for run in cell.runs]
         found = dict.fromkeys(doubt for run in runs for doubt in run.doubts)
         is_alone = self.setting.is_simulated and len({run.seed for run in runs}) == 1
         return (*found, *(["one seed"] if is_alone else []))
 
     def describe_load(self, load: Load) -> str:
-        """A load, and what to know of the numbers at it."""
+        """A load, and what a reader must know about its numbers."""
         doubts = self.get_doubts(load)
         return format_load(load) + (f" ({', '.join(doubts)})" if doubts else "")
 
     def describe_place(self, load: Load) -> str:
-        """A GPU, if it is known, and a load: where one comparison stands, and what to know of its numbers."""
+        """The place of one comparison, a GPU and a load, and what a reader must know about its numbers."""
         gpu = () if self.setting.gpu == NO_GPU else (shorten(self.setting.gpu),)
         return ", ".join((*gpu, format_load(load), *self.get_doubts(load)))
 
@@ -411,7 +414,7 @@ def sort_loads(loads: Iterable[Load]) -> list[Load]:
 def get_seed_spread(groups: Sequence[Group]) -> Spread | None:
     """How much a cell's mean JCT differs between seeds: median and range over cells.
 
-    A share: most less least, over the mean. None where no cell has two seeds.
+    The spread is a share: maximum less minimum, over the mean. None if no cell has two seeds.
     """
     shares = []
     for group in groups:

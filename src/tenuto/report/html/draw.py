@@ -47,22 +47,22 @@ from tenuto.report.html.spec import (
 WIDE_INCHES, NARROW_INCHES = 9.6, 3.8
 """In the page an inch is 96 px: up to 920 px wide, and from 360 px."""
 ROW_INCHES = 0.2
-"""Of a legend."""
+"""Height of a legend's row."""
 WIDE_RANGE = 20
 """An axis is logarithmic if its largest value exceeds the smallest by more than this factor."""
 KEYS_INCHES = 0.6
-"""What the longer one of two short texts needs in a tile."""
+"""Width that the longer one of two short texts needs in a tile."""
 _HATCHES = {"leased": "////", "cached": "---"}
 _TRACES: Mapping[str, tuple[str, float]] = {"host": ("solid", 3.2), "disk": ("dashed", 1.5)}
-"""Dashes and width: the host's line is visible under the disk's where both hold the same."""
+"""Dashes and width: the host's line is visible under the disk's where both have the same value."""
 Which = Literal["x", "y"]
 Legend = dict[str, Artist]
-"""The text in place of a label."""
+"""Drawn parts by the label that a legend shows."""
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Matplotlib as all our figures want it; names from outside are never read as formulas."""
+    """Matplotlib's settings for all figures. Names from outside are never read as formulas."""
     settings: dict[Any, Any] = {
         "font.family": ["sans-serif"],
         "font.sans-serif": ["DejaVu Sans"],
@@ -152,7 +152,7 @@ def _add_legend(figure: Figure, legend: Legend, is_narrow: bool) -> None:
 
 
 def _make_nothing() -> Rectangle:
-    """Stands in a legend where a label needs no sign."""
+    """An empty sign, for a legend's labels that need none."""
     return Rectangle((0, 0), 0, 0, alpha=0)
 
 
@@ -182,7 +182,7 @@ def _draw_panel(axes: Axes, panel: Panel, legend: Legend, is_narrow: bool, num_t
 
 
 def _get_values(panel: Panel, which: Which) -> list[float]:
-    """All that must be seen on an axis."""
+    """All values that must be visible on an axis."""
     is_values = (which == "x") == panel.has_rows
     found = [panel.reference.value] if panel.reference and is_values else []
     for mark in panel.marks:

@@ -32,7 +32,7 @@ MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
 DPI = 200
 Say = Callable[[str], None]
-"""Hears how far it is."""
+"""Called with the progress in words."""
 
 
 def run_report(
@@ -70,7 +70,7 @@ def run_report(
 
 
 class _Progress:
-    """Says on stderr how far it is, from the second second on."""
+    """Prints progress to stderr, after the first second."""
 
     def __init__(self) -> None:
         self._said_s = time.monotonic()
@@ -95,7 +95,7 @@ class Report:
 
 
 def make_report(sources: Sources) -> Report:
-    """The parts of the records that the page shows."""
+    """Prepare the parts of the records that the page shows."""
     groups = group_runs(sources.runs)
     looks = make_looks(
         sort_policies(cell.policy for group in groups for cell in group.cells),
@@ -131,7 +131,7 @@ def render_page(report: Report, say: Say = lambda text: None) -> str:
     script = _read("timeline.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     first, more = _fold(report.verdict)
-    # The command that asked for the others makes these too.
+    # The command of the other runs makes these too.
     arms = {id(run) for group in report.groups for run in group.arms}
     return _get_template().render(
         title=_make_title(report),

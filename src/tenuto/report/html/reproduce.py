@@ -29,7 +29,7 @@ _FLAGS = {
 """The flags of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
 _ON_BY_DEFAULT = {field.name for field in dataclasses.fields(Setup) if field.default is True}
 GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
-"""What `tenuto compare` takes lists of, and the options for it."""
+"""Fields for which `tenuto compare` takes lists, and their options."""
 BENCH_USUAL = {
     "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
     "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,

@@ -1,4 +1,4 @@
-"""From files and folders to runs and what happened inside them; a file's first object tells what it holds."""
+"""Reads runs, and what happened inside them, from files and folders. A file's first object shows its kind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What pictures say about numbers that do not come from a real machine."""
+        """The note in pictures about numbers that do not come from a real machine."""
         return self.kind if self.is_simulated or self.sim_speed is not None else ""
 
     @property
@@ -93,7 +93,7 @@ class Run:
     place: str
     """Where the record was read."""
     policy: str
-    """With its options: two settings of one policy are two policies."""
+    """The policy with its options. Two settings of one policy are two policies."""
     setting: Setting
     ab: AbRun | None = None
     """Set for the runs of a `tenuto ab`."""
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether the policy was let keep KV."""
+        """Whether the policy was allowed to keep KV."""
         return self.record.config.get("keep_kv") is not False
 
     @property
@@ -130,7 +130,7 @@ class Run:
 
     @cached_property
     def doubts(self) -> tuple[str, ...]:
-        """What a reader must know of its numbers: it was overloaded, or a roofline gave the step times."""
+        """What a reader must know about its numbers: it was overloaded, or step times are a roofline's."""
         is_rough = (self.record.step_cost or "").startswith("roofline")
         found = {"overloaded": is_overloaded(self.record.to_json()), "roofline": is_rough}
         return tuple(doubt for doubt, is_there in found.items() if is_there)
@@ -261,9 +261,9 @@ class Detail:
     turns: list[TurnRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     leases: list[LeaseRecord] = field(default_factory=list)
-    """Of a scheduler's trace; other files do not tell them."""
+    """Leases from a scheduler's trace; other files have none."""
     note: str = ""
-    """What is inferred in it."""
+    """The parts that are inferred, in words."""
     block_size: int = DEFAULT_BLOCK_SIZE
     mark: str = ""
     """The note of pictures about their source, if it is not a real machine."""
@@ -320,7 +320,7 @@ class _Reader:
         self._left_out: list[str] = []
 
     def read(self, path: Path, is_named: bool) -> None:
-        """Read one file; what is not ours is noted, or an error if it was named."""
+        """Read one file. An unknown file is noted; it is an error if it was named."""
         if path.name == VERDICT:
             self._sources.verdicts.append(_read_verdict(path))
             return
@@ -383,7 +383,7 @@ class _Reader:
 
 
 def _read_ab(fields: Fields) -> AbRun | None:
-    """What `tenuto ab` adds to a record."""
+    """The fields that `tenuto ab` adds to a record."""
     if "ab" not in fields:
         return None
     part = fields.part("ab")
@@ -419,7 +419,7 @@ def _make_unique(details: Sequence[Detail]) -> None:
 
 
 def _drop_copies(sources: Sources) -> None:
-    """A sweep's results.jsonl may hold the records that also lie in its runs' folders."""
+    """Drop duplicates: a sweep's results.jsonl may have records that are also in its runs' folders."""
     kept: list[Run] = []
     by_key: dict[tuple[object, ...], list[Run]] = {}
     for run in sources.runs:

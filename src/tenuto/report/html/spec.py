@@ -1,9 +1,9 @@
-"""What a chart can say: panels of marks, their axes, the words and numbers around them. `draw.py` draws it.
+"""The contents of a chart: panels of marks, their axes, and the text around them. `draw.py` draws it.
 
 Policies and states have a palette each. Within a palette any two colours differ by 25 or more (CIELAB) for
 usual and for colour-blind eyes, by the model of G. Machado and others, "A Physiologically-based Model for
-Simulation of Color Vision Deficiency" (2009). Each stands out from its background by 3 to 1; `free` is quiet
-on purpose. No colour is in both palettes. The tests check all of this.
+Simulation of Color Vision Deficiency" (2009). Each has a contrast of 3 to 1 with its background, except
+`free`, which is pale on purpose. No colour is in both palettes. The tests check all of this.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ DARK = {
     "fg": "#e8ebee", "soft": "#a9b2bc", "grid": "#3a424b", "bg": "#14181d", "link": "#7cc0f5",
     **POLICIES_DARK, **STATES_DARK,
 }  # fmt: skip
-"""The same names; every colour of LIGHT is different, as the page tells them apart by it."""
+"""The same names. All colours of LIGHT are different, because the page replaces each by its value."""
 
 BASELINE = "stock"
 """The baseline of everything but `tenuto ab`, which names its own."""
@@ -96,7 +96,7 @@ _DASHES: tuple[Dashes, ...] = (SOLID, (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.
 
 
 class Look(NamedTuple):
-    """How one policy is drawn, everywhere: never by colour alone."""
+    """How one policy is drawn in all charts; it never differs by colour alone."""
 
     label: str
     color: str
@@ -145,7 +145,7 @@ class Series:
 
     look: Look
     at: Sequence[float]
-    """Where each value stands on the other axis."""
+    """The place of each value on the other axis."""
     values: Sequence[float]
     ranges: Sequence[tuple[float, float]] = ()
     """Whiskers: from where to where, for each value."""
@@ -211,16 +211,16 @@ class Axis:
     """How a value is written on it."""
     ends: tuple[float, float] | None = None
     places: Mapping[float, str] = field(default_factory=dict)
-    """Names that stand on it instead of numbers."""
+    """Names that are written instead of numbers."""
     is_whole: bool = False
-    """It has whole numbers only."""
+    """Whether it has whole numbers only."""
 
 
 TIME = Axis(write=format_seconds)
 
 
 def stretch(values: Sequence[float], least: float) -> tuple[float, float]:
-    """Both ends of an axis on which all values are seen, with some room beside them."""
+    """Both ends of an axis that shows all values, with some room beside them."""
     low, high = min(values), max(values)
     margin = 0.05 * (high - low) or least
     return low - margin, high + margin
@@ -246,7 +246,7 @@ class Panel:
     height: float = 2.8
     """In inches."""
     has_rows: bool = False
-    """`y` has rows, the first one on top, and the values of series run along `x`."""
+    """Whether `y` has rows, the first one on top, and the values of series are along `x`."""
     reference: Reference | None = None
 
 
@@ -275,7 +275,7 @@ class Grid:
     tiles: Mapping[tuple[int, int], Tile]
     """By row and column."""
     keys: Mapping[str, str]
-    """The long texts of the short ones; shown unless all long ones have room."""
+    """The long text of each short one; shown unless all long texts have room."""
 
 
 @dataclass(frozen=True)
@@ -301,4 +301,4 @@ class Chart:
     columns: int = 3
     """Number of panels side by side on a wide screen."""
     mark: str = ""
-    """Written into the picture: what its numbers come from, if not from a real machine."""
+    """Written into the picture: the source of its numbers, if it is not a real machine."""

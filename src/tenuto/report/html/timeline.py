@@ -1,4 +1,4 @@
-"""What happened in a run turn by turn: a turn's time in states, what it hit, and both for two viewers.
+"""What happened in a run, turn by turn: a turn's time in states and its hits, for two viewers.
 
 The page's own timeline shows whole jobs, few enough that the page stays small. Chrome trace events have all
 turns, and the KV cache; Perfetto (ui.perfetto.dev) and chrome://tracing open them. There each job is a
@@ -27,7 +27,7 @@ CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]
 HEIGHTS: dict[State, float] = {
     "queue": 0.18, "wait": 0.32, "prefill": 0.8, "decode": 0.5, "held": 0.3, "tool": 0.08, "failed": 0.5,
 }  # fmt: skip
-"""How tall a state's bar is, of a row: states differ in more than colour."""
+"""Height of a state's bar as a share of a row. States differ in more than colour."""
 LABELS: dict[State, str] = {
     **{state: state for state in HEIGHTS},
     "wait": "waiting for the first token",

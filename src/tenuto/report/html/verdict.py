@@ -51,7 +51,7 @@ class ReportVerdict:
 
 
 class Place(NamedTuple):
-    """Where policies were compared, and what came out."""
+    """A place where policies were compared, and the result."""
 
     group: Group
     load: Load
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 def describe(
     runs: Sequence[Run], groups: Sequence[Group], validations: Sequence[ValidationRecord] = ()
 ) -> ReportVerdict:
-    """What came out of runs. Validations have said it already."""
+    """The results of runs, in sentences. If there are validations, only these are described."""
     if validations:
         first, *rest = [line for record in validations for line in format_validation(record)]
         return ReportVerdict(first, caveats=tuple(rest))
@@ -89,7 +89,7 @@ def describe(
         _write_headline(groups, places),
         tuple(_describe_splits(groups)),
         () if is_one else tuple(_describe_where(places)),
-        # With two policies at one load, the headline has said it.
+        # With two policies at one load, the headline already says this.
         () if is_one and len(speed_ups) < 2 else tuple(sentence for _, sentence in speed_ups),
         tuple(_find_caveats(runs, groups, places)),
     )
@@ -110,7 +110,7 @@ def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
 
 
 def _mark(text: str, settings: Sequence[Setting]) -> str:
-    """Say first that numbers are simulated."""
+    """Put before a text that its numbers are simulated."""
     kinds = {setting.kind for setting in settings}
     if kinds == {"simulated"}:
         return f"Simulated: {text}"
@@ -153,7 +153,7 @@ def _is_sure_but_small(each: Contrast) -> bool:
 
 
 def _describe_reason(each: Contrast) -> str:
-    """Why runs show nothing."""
+    """The reason why runs show nothing."""
     if not each.is_valid:
         return "figures of these runs are INVALID"
     if not each.is_paired:

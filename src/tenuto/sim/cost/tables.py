@@ -141,7 +141,7 @@ class _Curve:
         self._values: list[float | None] = [None] * len(LENGTHS)
 
     def at_each(self, num: int, total: int, num_steps: int) -> list[float]:
-        """Values at the mean of `num` lengths with the sum `total`, now and after each added token per length."""
+        """Values at the mean of `num` lengths with sum `total`; each step adds 1 to each length."""
         values: list[float] = []
         stop = total + num_steps * num
         while total < stop:

@@ -177,7 +177,7 @@ class Answer:
         return delta
 
     def _make_logprob(self, token_id: int, num_shown: int) -> Logprob:
-        """Made up from the token's id: the token is the likeliest, and the next words share half of the rest."""
+        """Made up from the token's id: it is the likeliest, and the words after it share half of the rest."""
         likelihood, words = 0.5 + token_id % 499 / 1000, self._tokenizer.words.other
         others = (words[(token_id + number) % len(words)] for number in range(num_shown + 1))
         ids = [token_id, *(each for each in others if each != token_id)][:num_shown]

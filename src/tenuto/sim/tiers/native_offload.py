@@ -62,7 +62,7 @@ class NativeTiers(GroupedTiers):
         return end - first
 
     def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
-        """Copy the missing ones of these chunks, or none. Returns them, and when the copy ends, in seconds."""
+        """Copy the missing ones of these chunks, or none. Returns them, and when the copy ends."""
         while self._storing and self._storing[0][0] <= now_s:
             self._unready.difference_update(self._storing.popleft()[1])
         new, done_s = super().store(places, now_s, use)

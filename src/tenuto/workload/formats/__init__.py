@@ -1,1 +1,1 @@
-"""One file a format: public traces, agents' logs, Tenuto's own."""
+"""One file per format: public traces, agents' logs, Tenuto's own."""

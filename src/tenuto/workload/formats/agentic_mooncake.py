@@ -7,18 +7,19 @@
     {"request_id": "r2", …, "not_before_ms": 900.0, "dependencies": [{"request_id": "r1",
      "trigger": "completion", "delay_ms": 500.0, "relation": "sequence"}]}
 
-A play is one run of an agent with all it starts; ids of blocks and of sessions mean something within a play.
-Rows come in any order. A request waits for all its dependencies: for "completion" or "dispatch" of another
-request of its play, plus a delay.
+A play is one run of an agent with everything that it starts. Ids of blocks and sessions are valid within a
+play. Rows come in any order. A request waits for all its dependencies: for "completion" or "dispatch" of
+another request of its play, plus a delay.
 
-A row that follows one of its own session in "sequence" is the next turn of that row's job; any other row
-begins a job, whose first turn has the dependencies as its `after` events. Every turn that another follows is
-taken to have called a tool, for the format names none. `not_before_ms` is the recorded time since the play
-began: the arrival of its first request, and for the rest the time of an open loop. Dynamo's own replay never
-sends anything earlier than recorded; our closed loop does, or a faster engine could not show.
+A row that follows another row of its session in "sequence" is the next turn of that row's job. Any other row
+begins a job, whose first turn has the dependencies as its `after` events. The format names no tools, so every
+turn that another turn follows counts as a tool call. `not_before_ms` is the recorded time since the play
+began: the arrival of its first request, and for other requests the time in an open loop. Dynamo's own replay
+never sends a request earlier than recorded. Our closed loop does, because otherwise a faster engine would not
+show.
 
-When jobs are written, those that wait for each other, and a job with those it started, are one play; every
-job is a session of it. `not_before_ms` is then on the workload's own clock, so a play begins when it arrived.
+When jobs are written, jobs that wait for each other, or that one job started, are one play, and every job is
+a session of it. `not_before_ms` is then on the workload's own clock, so a play begins when it arrived.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _check_dependencies(rows: dict[str, _Row]) -> None:
 
 
 def _anchor_roots(rows: dict[str, _Row]) -> None:
-    """Make requests without dependencies depend on the play's first request, so a play stays together."""
+    """Make requests without dependencies depend on the play's first request, to keep the play together."""
     roots: dict[str, _Row] = {}
     free = [row for row in rows.values() if not row.dependencies]
     for row in sorted(free, key=lambda row: row.not_before_s):
@@ -266,7 +267,7 @@ def make_agentic_mooncake(jobs: Sequence[Job], block_size: int) -> Iterator[dict
 
 
 def find_plays(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs that hang together, by parents and by what waits for what; each with its first job first."""
+    """Groups of jobs that are connected by parents or by waiting; the first job of each group is first."""
     leader = {job.job_id: job.job_id for job in jobs}
 
     def find(job_id: str) -> str:
@@ -324,6 +325,6 @@ def _make_dependencies(job: Job, index: int) -> Iterator[dict[str, object]]:
 
 
 def name_agentic(jobs: Sequence[Job]) -> dict[str, str]:
-    """What each job is called when it is read again."""
+    """The name of each job when it is read again."""
     named = [_name_play(members) for members in find_plays(jobs)]
     return {job_id: f"{play}/{session}" for play, sessions in named for job_id, session in sessions.items()}

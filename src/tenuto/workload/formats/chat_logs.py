@@ -60,7 +60,7 @@ def _add_row(
     usage: Mapping[str, Any],
     sent_s: float | None,
 ) -> None:
-    """The answers that a row holds, but for those that an earlier row held or asked for."""
+    """Add a row's answers, except those that an earlier row contains or asked for."""
     shift = len(pieces) - len(messages)
     known = {turn.prompt: index for index, turn in enumerate(turns)}
     for index, message in enumerate(messages):

@@ -1,6 +1,6 @@
 """Makes jobs from conversations with text: agents' own logs, and the traffic that `tenuto record` sees.
 
-Only these facts about the text are kept: lengths, which beginnings are alike, and the tools called. If a log
+Only these facts about the text are kept: lengths, which beginnings are equal, and the tools called. If a log
 has no token counts, 4 characters count as one token, and the turn's `extra` says so.
 
 A prompt is a sequence of pieces: blocks of 16 tokens if token ids are known, otherwise messages. A message is
@@ -39,11 +39,12 @@ from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 GUESSED = "guessed_lengths"
 """Key in a turn's `extra`, true where lengths were guessed from text."""
 BLOCK_TOKENS = 16
-"""Tokens per piece, where they are known: vLLM's smallest block, so that any of its caches can be told."""
+"""Tokens per piece if token ids are known: vLLM's smallest block, so that every block size can be
+replayed."""
 TOKENS_START, TEXTS_START = b"tokens", b"texts"
 """Start values of the hash chains. They differ, so a block of tokens never has the hash of a text."""
 MAX_REMEMBERED = 300_000
-"""Pieces remembered, the latest; 5 million tokens of different content."""
+"""Number of latest pieces that are kept: 5 million tokens of different content."""
 TEXT_PIECE_CHARS = 256
 """A prompt that is one text is split into pieces of this length."""
 CHARS_PER_TOKEN = 4
@@ -56,7 +57,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One answer of a model: what it was asked with, and what is known of it."""
+    """One answer of a model, its prompt, and what is known about them."""
 
     prompt: Sequence[str]
     """The pieces before it."""
@@ -64,9 +65,9 @@ class Said:
     """The answer; None where the log ends before it."""
     usage: Mapping[str, Any]
     sent_s: float | None = None
-    """When it was asked for, on the log's clock."""
+    """When its request was sent, on the log's clock."""
     tool_s: float = 0.0
-    """From its end until the next was asked for."""
+    """Seconds from its end until the next request."""
     calls: tuple[tuple[Any, Any], ...] = ()
     """Name and arguments of its tool calls, where the log has them beside the message."""
 
@@ -126,7 +127,7 @@ class JobMaker:
 
 
 def _get_counts(said: Said) -> tuple[int | None, int | None]:
-    """Tokens of the prompt and of the answer, where somebody counted them."""
+    """Tokens of the prompt and of the answer, as far as the log has counts."""
     found = [
         said.usage.get(new, said.usage.get(old))
         for new, old in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
@@ -141,7 +142,7 @@ class Pieces:
 
     hashes: list[bytes]
     weights: list[int]
-    """Tokens of each piece; characters, where tokens are not known."""
+    """Tokens of each piece; characters if tokens are not known."""
 
 
 class Hasher:
@@ -179,20 +180,20 @@ class Hasher:
 
 
 class Contents:
-    """The beginnings of prompts seen so far, and their spans. Bounded, the oldest goes first."""
+    """The beginnings of the prompts seen so far, and their spans. Beyond a limit, the oldest are dropped."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, tuple[Prompt, int]] = OrderedDict()
 
     def resolve(self, pieces: Pieces, num_tokens: int) -> Prompt:
-        """The spans of a prompt, `num_tokens` in all; later prompts with these beginnings get the same spans.
+        """The spans of a prompt of `num_tokens`. Later prompts with the same beginnings get the same spans.
 
-        Pieces not seen before share what the others leave, by their weights.
+        New pieces share the tokens that known pieces leave, by their weights.
         """
         known, start = self._find(pieces, num_tokens)
         num_known = sum(span.num_tokens for span in known)
         rest = num_tokens - num_known
-        # Named by the last hash, which covers everything: no other content ever has this name.
+        # The name is the last hash, which covers everything before it, so it is unique.
         prompt = (*known, Span(pieces.hashes[-1].hex(), rest)) if rest else known
         self.remember(prompt, pieces, start, num_known)
         return prompt
@@ -243,7 +244,7 @@ def write_message(message: Mapping[str, Any]) -> str:
 
 
 def write_piece(message: Message) -> str:
-    """The form that all messages are compared in."""
+    """A message in the form in which messages are compared."""
     return "\x00".join([str(message.role), message.text, *(write_call(*call) for call in message.calls)])
 
 

@@ -1,15 +1,16 @@
 """What traces of spans and of rounds share: calls of a model with their times, and the tools between them.
 
-Such traces know how many tokens a prompt had, not which. A conversation grows: a prompt that is long enough
-to hold the one before and its answer is taken to begin with both.
+Such traces have the number of a prompt's tokens, but not the tokens. Conversations grow, so a prompt that is
+long enough to contain the previous prompt and its answer is assumed to begin with both.
 
     100 tokens, answer 20     →  [text0 100]                     answer  [out0 20]
     150 tokens, answer 30     →  [text0 100][out0 20][text1 30]  answer  [out1 30]
     140 tokens                →  [text0 100][text2 40]           it is shorter: 100 tokens came from a cache
 
-Reasoning is not sent again. It comes before the visible answer, so no KV of such an answer can be used
-again, and the next prompt shares only the prompt before. A shorter prompt was rewritten: it shares what the
-trace says was read from a cache, or nothing. First prompts share nothing: no trace says with which text.
+Reasoning is not sent again. It comes before the visible answer, so no KV of such an answer can be reused, and
+the next prompt shares only the previous prompt. A shorter prompt was rewritten. It shares the tokens that
+were read from a cache according to the trace, or nothing. First prompts share nothing, because no trace says
+what they share.
 
 A turn's `extra` has the true times of its tools, `tool_times`: [[name, seconds], …] in the order of their
 calls; null for a call that has no time.
@@ -39,7 +40,7 @@ class Call(NamedTuple):
     """One call of a tool."""
 
     name: object
-    """As the trace has it; not checked."""
+    """The name in the trace; not checked."""
     arguments: object = None
     seconds: float | None = None
     """From the call to its result; None if it is not known."""
@@ -47,7 +48,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One call of a model: when, how many tokens, and which tools its answer called."""
+    """One call of a model: its times, its numbers of tokens, and the tools that its answer called."""
 
     place: Fields
     """Its place in the file, for error messages."""

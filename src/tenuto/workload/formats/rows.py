@@ -10,9 +10,10 @@ Ids that always follow each other become one span, so that a prompt of thousands
 `BlockIds` goes the other way:
 
     prompt A   [a 40][b 20]     blocks of 16  →  0 1 2 3        (the last one holds 12 tokens)
-    prompt B   [a 40][c 24]                   →  0 1 4 5        alike for 40 tokens, so for 2 whole blocks
+    prompt B   [a 40][c 24]                   →  0 1 4 5        equal for 40 tokens, so for 2 whole blocks
 
-An id names a block and all before it, so the shared part of two prompts is rounded down to whole blocks.
+An id names a block and everything before it. So the shared part of two prompts is rounded down to whole
+blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tenuto.records.codec import MAX_SECONDS, Fields
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 _UNKNOWN = "unknown"
-"""The model of a request of which nothing is known, in formats that must name one."""
+"""The model of a request whose model is unknown, in formats that require a name."""
 
 
 class HashedPrompt(NamedTuple):
@@ -122,8 +123,8 @@ def get_model(turn: TurnSpec) -> str:
 def get_sent_times(jobs: Sequence[Job]) -> dict[str, list[float]]:
     """By job id, the recorded times of sending, in seconds.
 
-    A turn without one is taken to be sent its tool time after the turn before was, as if answers took no
-    time: no trace says how long they did.
+    A turn without such a time is assumed to be sent its tool time after the previous turn was sent, as if
+    answers took no time, because no trace says how long they took.
     """
     times: dict[str, list[float]] = {}
     for job in jobs:
@@ -140,7 +141,7 @@ def to_ms(seconds: float) -> Decimal:
 
 
 def dump_json(value: object) -> str:
-    """JSON of a row; like json.dumps, which cannot write a Decimal."""
+    """A row as JSON. Unlike json.dumps it can write a Decimal."""
     if isinstance(value, Decimal):
         return f"{value:f}"
     if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from tenuto.workload.formats.conversations import JobMaker, Said, write_piece
 from tenuto.workload.schema import Job
 
 CONVERSATIONS = "conversations"
-"""The key that tells the format."""
+"""The key by which the format is recognised."""
 _ROLES: Mapping[str, str] = {
     "human": "user",
     "user": "user",
@@ -28,7 +28,7 @@ _ROLES: Mapping[str, str] = {
     "function": "tool",
     "observation": "tool",
 }
-"""The names of those who ask. Whoever else speaks (gpt, chatgpt, bing, bard, …) is the model."""
+"""The roles of the asking side. All other names (gpt, chatgpt, bing, bard, …) are the model."""
 
 
 def read_sharegpt(records: Sequence[Fields]) -> list[Job]:

@@ -3,7 +3,7 @@
     {"session": "a", "timestamp": 0, "input_length": 92, "output_length": 20, "tool": "ls"}
     {"session": "a", "delay": 500, "input_length": 1840, "output_length": 20}
 
-One row per turn; the rows of a session are a job's turns in order, and rows of other sessions may stand
+There is one row per turn. The rows of a session are a job's turns in order, and rows of other sessions may be
 between them. `session_id`, as AIPerf and Dynamo write it, is read as `session`. Times are milliseconds.
 
     session         the job's id
@@ -16,7 +16,7 @@ between them. `session_id`, as AIPerf and Dynamo write it, is read as `session`.
     hash_ids        or content as block ids, `block_size` tokens each (512 unless the row says otherwise)
     output          the output's content id
     after           other turns to wait for: [{"session", "turn", "event": "sent" | "finished", "delay"}, …]
-    tenant, parent  in the first row: who pays, and the session that started this one
+    tenant, parent  in the first row: the job's owner, and the session that started this one
 
 Rows whose `kind` is "recording" or "failed" are notes of `tenuto record` and are passed over.
 
@@ -54,7 +54,7 @@ _KEYS = (
     "parent",
 )
 NOTE_KINDS = ("recording", "failed")
-"""What a recording holds besides turns: its head, and requests that brought no whole answer."""
+"""Rows of a recording that are not turns: its header, and requests without a complete answer."""
 _EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
 
 
@@ -76,7 +76,7 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
 
 
 def is_note(record: Fields) -> bool:
-    """Whether a row is about a recording and is not a turn."""
+    """Whether a row is a note of a recording and not a turn."""
     return record.values.get("kind") in NOTE_KINDS
 
 
@@ -166,7 +166,7 @@ def _read_spans(row: Fields, num_tokens: int) -> Prompt:
 
 
 def _make_hashed_prompts(records: Sequence[Fields]) -> dict[str, Prompt]:
-    """The prompts given as block ids, by the row's place; an id means one text per block size."""
+    """The prompts that are given as block ids, by the row's place. An id means one text per block size."""
     by_size: dict[int, list[tuple[str, HashedPrompt]]] = {}
     for row in records:
         if "hash_ids" in row:
@@ -195,7 +195,7 @@ def _read_event(entry: Fields) -> After:
 
 
 def write_tenuto_jsonl(path: Path, jobs: Sequence[Job]) -> None:
-    """Write jobs so that `read_tenuto_jsonl` gives back equal ones, to the last digit of every time."""
+    """Write jobs so that `read_tenuto_jsonl` returns equal jobs, to the last digit of every time."""
     rows = (dump_json(row) for job in jobs for row in make_tenuto_rows(job))
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", newline="\n")
 

@@ -16,8 +16,8 @@ docs/prompt_cache_accounting.md). Its data are CC BY 4.0.
   `tool_internal_latency_ms`, the tool's own time, is kept as the turn's other key, `tool_internal_times`.
 - `prefix_tokens` came from the provider's cache, which forgets after minutes. See `rounds` for what prompts
   are taken to share instead.
-- Published rows have no `input` of tools; rows of one's own do, and then a shell call has its command.
-- Nothing ties a sub-agent to the session that started it: it is a job of its own.
+- Published rows have no `input` of tools. Your own rows have it, and then a shell call has its command.
+- Nothing connects a sub-agent with the session that started it, so it is a job of its own.
 - `round_index` contradicts the times at some places, so rounds are in the order of sending.
 """
 

@@ -19,18 +19,18 @@ The meaning of the fields was derived from 710 published sessions (49,334 reques
   Several in a row start together and run in parallel. The session waits for the completed ones.
 - No tool is named; `stop` tells whether there was a call.
 
-A session becomes one job, each sub-agent a job of its own, tied to it by `after` events. In a closed loop a
-job's requests go one after the other; the 4 of 49,334 that overlapped do so again in an open loop only.
-An output of 0 tokens (27 of 49,334) counts as 1, the least an engine produces.
+A session becomes one job. Each sub-agent is a job of its own, connected with it by `after` events. In a
+closed loop a job's requests are sent one after the other. The 4 of 49,334 that overlapped do so again only in
+an open loop. An output of 0 tokens (27 of 49,334) counts as 1, the least that an engine produces.
 
-When jobs are written, each that no other started is one object, with its sub-agents within. `t` is then on
-the workload's own clock, to the last digit; recorded sessions begin at 0 and have whole seconds. What is
-written has the fields that other readers need, and no others: AIPerf 0.13 (`weka_trace_models.py`) refuses a
-session without `models`, a request without `model`, a sub-agent without `subagent_type`, parts of a
-millisecond in `duration_ms`, and `ttft` where the type is not "s". A session is read from a file of its own.
+When jobs are written, each job that no other started is one object with its sub-agents in it. `t` is then on
+the workload's own clock, to the last digit; recorded sessions begin at 0 and have whole seconds. Only the
+fields that other readers need are written: AIPerf 0.13 (`weka_trace_models.py`) refuses a session without
+`models`, a request without `model`, a sub-agent without `subagent_type`, parts of a millisecond in
+`duration_ms`, and `ttft` where the type is not "s". A session is read from a file of its own.
 
-The turns keep what jobs have no place for among their other keys: `model`, `latency_ms` (api_time) and
-`ttft_ms` as `tenuto record` names them, the rest under its own name, a session's fields at its first turn.
+Fields without a place in a job are kept in the turns' `extra`: `model`, `latency_ms` (api_time) and `ttft_ms`
+under the names of `tenuto record`, others under their own names, and a session's fields at its first turn.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _find_sub_agents(jobs: Sequence[Job]) -> dict[str, Job]:
 
 
 def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]) -> _Ends:
-    """When each turn was answered; None where nothing tells it.
+    """When each turn was answered; None if that is unknown.
 
     A sub-agent starts its delay after the answer that called it. A turn that waits for a sub-agent starts a
     delay after the sub-agent's last answer. Any other turn's latency may be recorded; else the turn ended its
@@ -310,7 +310,7 @@ def _find_ends(jobs: Sequence[Job], times: _Times, sub_agents: Mapping[str, Job]
 
 
 def _derive_end(sent_s: float, end_s: float) -> float | None:
-    """None for an answer that took no time: then no end was recorded, or the times are made up."""
+    """The end, or None if the answer took no time: then no end was recorded, or the times are made up."""
     return None if abs(end_s - sent_s) < _TOLERANCE_S else max(sent_s, end_s)
 
 
@@ -321,7 +321,7 @@ def _get_joins(session: Job, spawner: int, job_id: str) -> list[After]:
 
 
 def _try_get_seconds(turn: TurnSpec, key: str) -> float | None:
-    """A recorded time, which a key holds in milliseconds."""
+    """A recorded time in seconds, from a key in milliseconds."""
     value = turn.extra.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS * 1000:
         return None
@@ -329,7 +329,7 @@ def _try_get_seconds(turn: TurnSpec, key: str) -> float | None:
 
 
 def _get_kept(turn: TurnSpec, keys: Iterable[str]) -> dict[str, object]:
-    """A turn's keys of the types that readers of the format want; other programs may have written others."""
+    """A turn's keys that have the types of the format. Other programs may have written other types."""
     return {key: turn.extra[key] for key in keys if key in turn.extra and _KEPT_TYPES[key](turn.extra[key])}
 
 
@@ -355,7 +355,7 @@ _KEPT_TYPES: Mapping[str, Callable[[object], bool]] = {
 
 
 class _Session:
-    """Writes one session and its sub-agents, whose block ids mean the same in all of it."""
+    """Writes one session and its sub-agents, which share the meaning of block ids."""
 
     def __init__(self, job: Job, block_size: int, times: _Times, ends: _Ends) -> None:
         self._job = job

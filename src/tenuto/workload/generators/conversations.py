@@ -1,17 +1,18 @@
 """Jobs of several turns that differ from the agents of the benchmarks.
 
-- `chat`: people. Some 5 turns, without memory; a pasted text of some 2,000 tokens at first, messages of some
-  80, answers of some 250. A person takes some 60 s between two turns, half of the time less than 43 s.
-- `geometric`: agents with one tool. Some 8 turns and tool times of some 1.5 s, both without memory; texts as
-  long as those of `swe-bench`.
-- `giants`: 96 % of the jobs have 1 to 3 turns from some 500 tokens up, 4 % have 30 to 50 from some 2,000
-  tokens up, with some 1,200 new ones a turn.
-- `coding`: some 30 turns, as in the public Claude Code sessions (Weka): 20,000 tokens at first, 14,000 of it
-  shared, and some 860 new ones a turn.
+- `chat`: people. About 5 turns, memoryless. The first prompt is a pasted text of about 2,000 tokens; messages
+  have about 80 tokens, answers about 250. A person takes about 60 s between two turns, half of the time less
+  than 43 s.
+- `geometric`: agents with one tool. About 8 turns and tool times of about 1.5 s, both memoryless. Texts are
+  as long as those of `swe-bench`.
+- `giants`: 96 % of the jobs have 1 to 3 turns and start with about 500 tokens. 4 % have 30 to 50 turns, start
+  with about 2,000 tokens, and add about 1,200 per turn.
+- `coding`: about 30 turns, as in the public Claude Code sessions (Weka): 20,000 tokens at first, 14,000 of
+  them shared, and about 860 new ones per turn.
 
-Nothing in these jobs announces their length. The numbers are ours, except those of `coding`: medians and
-means of 150 public sessions (first prompt 20,195; answers of 413 and new text of 862 tokens on average; half
-of the waits below 9 s), with 29 turns at the median. Longer sessions than 60 turns are left out.
+Nothing in these jobs shows their length in advance. The numbers are ours, except those of `coding`: medians
+and means of 150 public sessions (first prompt 20,195; answers of 413 and new text of 862 tokens on average;
+half of the waits below 9 s), with 29 turns at the median. Longer sessions than 60 turns are left out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def chat_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
 
 
 def geometric_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """Agents whose past says nothing: turns and tool times have no memory, and there is one tool."""
+    """Agents whose past says nothing: turns and tool times are memoryless, and there is one tool."""
     jobs = []
     for number, arrival_s in enumerate(arrivals):
         rng = make_rng("geometric", seed, number)

@@ -1,4 +1,4 @@
-"""What the generators of mixed traffic share: jobs from lists of lengths, and streams mixed from several."""
+"""Shared parts of the generators of mixed traffic: jobs from lists of lengths, and mixed streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Generate = Callable[[Iterable[float], int], list[Job]]
 
 
 class Exchange(NamedTuple):
-    """One turn: what is new in its prompt, its answer, and what the job waits for after it."""
+    """One turn: the new part of its prompt, its answer, and the wait after it."""
 
     new_tokens: int
     output_tokens: int
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
 
 
 def make_job(job_id: str, arrival_s: float, head: Prompt, exchanges: Sequence[Exchange]) -> Job:
-    """A job whose prompts grow: each is the one before, its answer, and new text. `head` comes first.
+    """A job with growing prompts: each is the previous prompt, its answer, and new text. `head` comes first.
 
     The last exchange's tool and wait are left out, because no turn follows it.
     """
@@ -44,7 +44,7 @@ def make_job(job_id: str, arrival_s: float, head: Prompt, exchanges: Sequence[Ex
 
 
 def make_rng(name: str, seed: int, number: int) -> random.Random:
-    """The random numbers of one job. Its text seeds them through SHA-512: the same in every process."""
+    """The random numbers of one job, seeded with a text through SHA-512: the same in every process."""
     return random.Random(f"{name}/{seed}/{number}")
 
 
@@ -60,7 +60,7 @@ def draw_tokens(rng: random.Random, mean: float, cv: float = 1.0, *, most: int =
 
 
 def draw_turns(rng: random.Random, mean: float, *, most: int = 100) -> int:
-    """Draw a number of turns, from 1 up. It has no memory: earlier turns say nothing of how many follow."""
+    """Draw a number of turns, at least 1, from a memoryless (geometric) distribution."""
     num_turns = 1
     while num_turns < most and rng.random() > 1 / mean:
         num_turns += 1

@@ -23,7 +23,7 @@ class RandomLengths:
     range_ratio: float = 0.0
     """0: every length is as given. 0.5: from half of it to one and a half."""
     prefix_len: int = 0
-    """Tokens that all prompts begin with, beside `input_len`."""
+    """Tokens that all prompts begin with, in addition to `input_len`."""
 
 
 VLLM_LENGTHS = RandomLengths()

@@ -1,4 +1,4 @@
-"""Jobs of one turn: nothing of a job is worth keeping, and all that a policy can do is to order them.
+"""Jobs of one turn. No KV of a job is worth keeping, so a policy can only choose their order.
 
 | name | prompt | answer | shared |
 |---|---|---|---|

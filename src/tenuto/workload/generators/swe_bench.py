@@ -9,11 +9,11 @@ Not published, chosen by us: the tools other than `cd`, how often each tool is c
 shell commands begin with `cd`), and how long the other tools take. They are fitted to the mean and deviation
 of the tool times above.
 
-`swe-bench-contexts` is the other reading, tokens per job as the length of the last context. Its tools'
-outputs have 2,500 tokens in the mean, the 10,000 characters that mini-swe-agent leaves of longer ones; what
-then is missing in 70,126 tokens are answers, some 43,000 tokens per job. The paper's figures load one B200
-with 0.025 to 0.125 of these jobs per second, and jobs take hundreds of seconds and more. Read as sums, these
-rates are a hundredth of that GPU's capacity, so contexts are probably meant.
+`swe-bench-contexts` is the other interpretation: tokens per job as the length of the last context. Its tools'
+outputs have 2,500 tokens on average, the 10,000 characters to which mini-swe-agent truncates longer ones. The
+rest of the 70,126 tokens are answers, about 43,000 tokens per job. The paper's figures load one B200 with
+0.025 to 0.125 of these jobs per second, and jobs take hundreds of seconds and more. If tokens were sums,
+these rates would be a hundredth of that GPU's capacity, so contexts are probably meant.
 """
 
 from __future__ import annotations
