@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "wishes: what makes no sense is not counted",
         "core/wishes/wish.py",
-        '"""It says something that makes no sense."""\n        self.num_malformed += 1',
-        '"""It says something that makes no sense."""',
+        '"""The request has a malformed value."""\n        self.num_malformed += 1',
+        '"""The request has a malformed value."""',
         ("core/test_wishes.py",),
     ),
     Fault(
