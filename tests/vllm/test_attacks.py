@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.scheduler import Scheduler
+
 import tenuto.vllm
 from tenuto.vllm.hooks import MAX_RENEWALS
+from tenuto.vllm.requests import is_deep
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -184,3 +188,31 @@ def test_everybody_is_asked_once_a_step_however_many_have_to_yield(clock: Clock)
     assert most_preempted > 2
     assert most_asked <= 16
     engine.run()
+
+
+def test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_workers(clock: Clock) -> None:
+    """vLLM checks no depth in `kv_transfer_params`, and its workers get steps by pickle."""
+    deep: Any = 1.0
+    for _ in range(900):
+        deep = [deep]
+    kept = {"agent_hint": {"lease_until": 7.0}, "remote_block_ids": [[1, 2], [3]]}
+    prompt = list(range(10, 60))
+
+    def add(scheduler: Any, name: str, params: Any) -> Any:
+        xargs = {"job_id": "job", "kv_transfer_params": params}
+        scheduler.add_request(make_request(name, prompt, xargs=xargs))
+        return scheduler.requests[name]
+
+    stock = make_scheduler(Scheduler, make_config(is_async=False), num_blocks=60)
+    add(stock, "deep", {"agent_hint": {"lease_until": deep}})
+    with pytest.raises(RecursionError):
+        pickle.dumps(stock.schedule())
+
+    scheduler = start("continuum").scheduler
+    asked = add(scheduler, "deep", {"agent_hint": {"lease_until": deep}})
+    assert asked.kv_transfer_params is None and asked.sampling_params.extra_args == {"job_id": "job"}
+    assert add(scheduler, "usual", kept).kv_transfer_params == kept
+    pickle.dumps(scheduler.schedule())
+    assert [is_deep(value) for value in ({}, deep, {"a": [deep]}, [0] * 9999, "[" * 999)] == [
+        *(False, True, True, False, False)
+    ]

@@ -19,10 +19,42 @@ logger = logging.getLogger("vllm.tenuto")
 
 OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
+MAX_DEPTH = 32
+"""Levels of lists and objects in one field of a request. KV connectors use two or three."""
 TAIL_TOKENS = 96
 """Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
 """The most that is decoded: the tail may have only the end of a long call, such as one that writes a file."""
+
+
+def drop_deep_fields(request: Any) -> None:
+    """Remove fields that a client nested too deeply (`MAX_DEPTH`), before vLLM passes them on to its workers.
+
+    Workers in processes of their own get them by pickle, which fails at some hundred levels. Then the engine
+    stops. So one client's `kv_transfer_params` could stop it for everybody.
+    """
+    params = request.sampling_params
+    fields = None if params is None else params.extra_args
+    deep = [name for name, value in fields.items() if is_deep(value)] if fields else []
+    if not fields or not deep:
+        return
+    logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, deep[:4], MAX_DEPTH)
+    params.extra_args = {name: value for name, value in fields.items() if name not in deep}
+    if "kv_transfer_params" in deep:
+        request.kv_transfer_params = None
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [each for each in level if isinstance(each, (dict, list, tuple))]
+        if not containers:
+            return False
+        level = [
+            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return any(isinstance(each, (dict, list, tuple)) for each in level)
 
 
 def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arrival:

@@ -47,7 +47,7 @@ from tenuto.vllm.control_http import CALL
 from tenuto.vllm.engine import Ended
 from tenuto.vllm.hooks import Hooks
 from tenuto.vllm.metrics import Metrics
-from tenuto.vllm.requests import OutputReader, describe
+from tenuto.vllm.requests import OutputReader, describe, drop_deep_fields
 from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
 from tenuto.vllm.state import StateFile
 from tenuto.vllm.steps import StepTracer
@@ -144,6 +144,7 @@ class _DrivenScheduler(PrivateHooks):
     def add_request(self, request: Any) -> None:
         """A request arrived. Later pieces of a request that is streamed in go only to vLLM's own code."""
         if request.request_id not in self.requests:
+            drop_deep_fields(request)
             self._tell_later(self._tell_arrival, request, time.monotonic())
             if self._hooks.is_followed:
                 # The driver decides the request's place in the queue.
