@@ -61,7 +61,7 @@ def make_mixed(fixed_s: float, token_s: float, sizes: list[int]) -> StepTimes:
     return times
 
 
-@pytest.mark.parametrize("fixed_s", [-0.008, -0.003, 0.0, 0.003])
+@pytest.mark.parametrize("fixed_s", [-0.008, -0.003, 0.0, 0.003, 0.03])
 def test_what_prefill_adds_to_a_step(fixed_s: float) -> None:
     # One step in a few is twice as large.
     times = make_mixed(fixed_s, 4e-5, [500, 500, 500, 1000] * 40)

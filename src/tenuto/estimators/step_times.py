@@ -98,13 +98,15 @@ class _Added:
                 self.xy = DIFFERENCE_DECAY * self.xy + x * y
         self.last = (num_tokens, added_s, num_requests)
 
-    def get_line(self, pass_s: float) -> tuple[float, float]:
-        """Intercept, which may be negative and is at most `pass_s`, and slope."""
+    def get_line(self) -> tuple[float, float]:
+        """Intercept and slope. The intercept has either sign.
+
+        It may be more than a pass over the weights for decoding: prompts use more experts of a mixture.
+        """
         mean_tokens, mean_s = self.tokens / self.weight, self.added_s / self.weight
         guess = (mean_s + self.decode_s / self.weight / 2) / mean_tokens
         slope = max(0.0, (self.xy + PRIOR_XX * guess) / (self.xx + PRIOR_XX))
-        fixed_s = min(mean_s - slope * mean_tokens, pass_s)
-        return fixed_s, max(0.0, mean_s - fixed_s) / mean_tokens
+        return mean_s - slope * mean_tokens, slope
 
     def __repr__(self) -> str:
         sums = (self.weight, self.tokens, self.added_s, self.decode_s, self.xx, self.xy)
@@ -186,7 +188,7 @@ class StepTimes:
         """
         if self._added_line is None:
             known = self._added.weight > MIN_STEPS
-            self._added_line = self._added.get_line(self.get_pass_s()) if known else (0.0, self.get_token_s())
+            self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
         return self._added_line
 
     def get_tokens_per_decode(self) -> float:
