@@ -161,6 +161,16 @@ FAULTS = (
         ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),
     ),
     Fault(
+        "requests: fields of any depth go on to the workers",
+        "vllm/scheduler.py",
+        "            drop_deep_fields(request)\n",
+        "",
+        (
+            "vllm/test_attacks.py::"
+            "test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_workers",
+        ),
+    ),
+    Fault(
         "routers: an id that a client can write for a job without one",
         "core/dispatcher.py",
         'return f"\\tunnamed-{self._num_unnamed}"',

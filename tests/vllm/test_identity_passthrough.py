@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.core.requests import JOB_HEADERS, WISH_FIELD, parse_hints
+from tenuto.core.requests import CONVERSATION_FIELD, JOB_HEADERS, WISH_FIELD, parse_hints
 from tenuto.vllm import Middleware, identity
 from tests.vllm.asgi import CHAT, REQUEST, App, make_scope, post, run
 
@@ -227,3 +227,18 @@ def test_listed_lines_are_edited_and_every_other_byte_stays(monkeypatch):
         app.body != post(other).body
         and json.loads(post(other).body)["messages"] == json.loads(other)["messages"]
     )
+
+
+@pytest.mark.parametrize("name", ["vllm_xargs", "kv_transfer_params"])
+def test_halves_of_characters_do_not_go_on_to_the_engines(name):
+    """vLLM's messages to its engines are UTF-8 and cannot hold them: it would answer 500."""
+    fields = {"a\ud800": "x\ud83d", "whole": "Grüße 😀 ?", "n": [1.5, "\udfff"]}
+    sent = {**REQUEST, name: fields}
+    app = post(sent)
+    read = json.loads(app.body)
+    read[name].pop(CONVERSATION_FIELD, None)
+    assert read[name] == {"a?": "x?", "whole": "Grüße 😀 ?", "n": [1.5, "?"]}
+    assert {**read, "vllm_xargs": None, name: None} == {**sent, "vllm_xargs": None, name: None}
+    assert app.headers["content-length"] == str(len(app.body))
+    whole = {**REQUEST, name: {"a": "😀?"}}
+    assert json.loads(post(whole).body)[name]["a"] == "😀?"

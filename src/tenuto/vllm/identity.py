@@ -71,6 +71,7 @@ DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
+_SENT_ON = ("vllm_xargs", "kv_transfer_params")
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -179,6 +180,7 @@ class Middleware:
         request, text = parsed
         headers = get_headers(scope)
         added = dict(self._head_lines.edit(request)) if self._head_lines else {}
+        added |= _replace_surrogates(request, text)
         request = {**request, **added}
         xargs = request.get("vllm_xargs")
         given = {} if xargs is None else xargs
@@ -262,6 +264,25 @@ def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     except (ValueError, RecursionError):
         return None
     return (request, text.encode(errors="surrogatepass")) if isinstance(request, dict) else None
+
+
+def _replace_surrogates(request: Mapping[str, Any], text: bytes) -> dict[str, Any]:
+    """The fields that vLLM sends on to its engines, without halves of characters; empty if they have none.
+
+    Its messages to the engines are UTF-8, which cannot hold these. vLLM would answer 500.
+    """
+    if b"\\u" not in text and b"\xed" not in text:
+        return {}
+    replaced = {}
+    for name in _SENT_ON:
+        try:
+            field = json.dumps(request.get(name), ensure_ascii=False)
+            clean = field.encode(errors="replace")
+            if b"?" in clean and clean.decode() != field:
+                replaced[name] = json.loads(clean)
+        except (ValueError, RecursionError):
+            continue
+    return replaced
 
 
 def _append_members(text: bytes, members: Mapping[str, Any]) -> bytes:
