@@ -35,10 +35,10 @@ OUT = Path(__file__).parents[1] / "out" / "random_scenarios.jsonl"
 CHOSEN_ON = Path(__file__).with_name("chosen_on.txt")
 
 
-def read_chosen() -> set[int]:
-    """The seeds that something was chosen on."""
+def read_chosen() -> set[str]:
+    """The seeds that something was chosen on, and single scenarios: `SEED/NUMBER`."""
     lines = CHOSEN_ON.read_text(encoding="utf-8").splitlines()
-    return {int(line.split()[0]) for line in lines if line and not line.startswith("#")}
+    return {line.split()[0] for line in lines if line and not line.startswith("#")}
 
 
 def read_step(text: str) -> Step:
@@ -91,7 +91,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.count < 1 or args.first < 0 or args.repeats < 1:
         parser.error("--count and --repeats must be at least 1, --first must not be negative")
-    is_chosen_on = args.seed in read_chosen()
+    chosen_on = read_chosen()
+    is_chosen_on = str(args.seed) in chosen_on
     if is_chosen_on and (args.page or args.picture):
         parser.error(f"seed {args.seed} was used to choose something: it is never reported")
     scenarios = [(args.seed, number) for number in range(args.first, args.first + args.count)]
@@ -124,7 +125,10 @@ def main() -> int:
             for each in run_all(worst, EXPLAINING, book, workers=args.workers, ray=args.ray)
             if each not in records
         ]
-    found = Found(records)
+    left_out = {each for each in chosen_on if each.startswith(f"{args.seed}/")}
+    found = Found([each for each in records if f"{each['seed']}/{each['number']}" not in left_out])
+    if left_out:
+        print(f"Left out, because something was chosen on them: {', '.join(sorted(left_out))}.\n")
     if is_chosen_on:
         print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
     print(format_report(found))

@@ -171,7 +171,7 @@ def test_a_seed_that_something_was_chosen_on_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book = tmp_path / "kept.jsonl"
-    seed = min(command.read_chosen())
+    seed = min(int(each) for each in command.read_chosen() if each.isdecimal())
     records = [record | {"seed": seed, "number": 0} for record in make_found((10, 9, 5)).records]
     book.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
     arguments = ["--seed", str(seed), "--count", "1", "--report", "--out", str(book)]
@@ -179,6 +179,21 @@ def test_a_seed_that_something_was_chosen_on_is_said(
     assert command.main() == 0
     assert f"Seed {seed} was used to choose something" in capsys.readouterr().out
     assert MATTERS > 1
+
+
+def test_a_single_scenario_that_something_was_chosen_on_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen, book = tmp_path / "chosen_on.txt", tmp_path / "kept.jsonl"
+    chosen.write_text("# SEED/NUMBER WHAT\n3/1 a rule\n")
+    monkeypatch.setattr(command, "CHOSEN_ON", chosen)
+    records = [record | {"seed": 3} for record in make_found((10, 9, 5), (10, 40, 5)).records]
+    book.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["", *f"--seed 3 --count 2 --report --out {book}".split()])
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert "Left out, because something was chosen on them: 3/1." in shown
+    assert "Over 1 scenarios" in shown
 
 
 def test_an_interval_is_a_setting_of_its_own() -> None:
@@ -252,7 +267,7 @@ def test_a_page_has_the_report_between_its_marks(tmp_path: Path) -> None:
 def test_a_seed_that_something_was_chosen_on_is_not_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    seed = min(command.read_chosen())
+    seed = min(int(each) for each in command.read_chosen() if each.isdecimal())
     monkeypatch.setattr(
         "sys.argv", ["", "--seed", str(seed), "--report", "--page", str(tmp_path / "page.md")]
     )
