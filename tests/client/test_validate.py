@@ -201,7 +201,7 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert (machine.gpu, machine.driver, machine.gpu_memory_mib) == ("NVIDIA X", "550.1", 81559)
     assert machine.gpu_processes == 2
     assert disturbances[0] == "2 other processes use the GPU"
-    assert disturbances[-1] == "a GPU was slowed down by heat: see to its cooling"
+    assert disturbances[-1] == "a GPU was throttled because of heat: check its cooling"
     assert all(line.endswith("-i 3") for line in (tmp_path / "nvidia-smi.log").read_text().splitlines())
 
 
@@ -354,7 +354,7 @@ def test_a_whole_short_run_on_simulated_servers(
     again = run_validate(parse(arguments)[1].read(ValidateOptions))[0]
     assert again.ratios == record.ratios
     assert (folder / "ab" / "results.jsonl").read_text() == before
-    assert "going on with" in capsys.readouterr().err
+    assert "continuing with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_answers_that_were_read_late() -> None:
     turns = make_turns(0.2, [0.0] * 20)
     assert find_invalid(turns, [0.001] * 1000, None) == ()
     (reason,) = find_invalid(turns, [0.02] * 1000, None)
-    assert "read answers late, by 20.0 ms in the mean" in reason
+    assert "read answers late, by 20.0 ms on average" in reason
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_damaged_states_must_be_ignored_and_others_taken_up(tmp_path: Path) -> N
 def test_logs_traces_and_the_number_of_failures(tmp_path: Path) -> None:
     log, book = tmp_path / "log", Book(tmp_path / "out.jsonl")
     log.write_text(
-        "(EngineCore pid=1) ERROR 11-22 [metrics.py:1] the metrics stand still, x cannot be written: y\n"
+        "(EngineCore pid=1) ERROR 11-22 [metrics.py:1] metrics are not updated: cannot write x: y\n"
         "(APIServer pid=1) ERROR 11-22 [validation.py:1] a body of a stranger\n"
         "(APIServer pid=1) ERROR 11-22 [async_llm.py:1] EngineDeadError: EngineCore encountered an issue\n"
         "(EngineCore pid=1) ERROR 11-22 [core.py:1] EngineCore died\n"

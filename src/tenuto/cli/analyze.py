@@ -18,7 +18,7 @@ examples:
   tenuto analyze trace.jsonl
   tenuto analyze trace.jsonl --job task-17        one job turn by turn; '--job "*"' shows all
   tenuto analyze runs/stock runs/tenuto --json    two runs of the bench, for another program
-  tenuto analyze results.jsonl                    which cells of a sweep are sick, and of what
+  tenuto analyze results.jsonl                    which cells of a sweep have problems, and why
 """
 
 _NOTES = """\
@@ -29,10 +29,10 @@ It reads (plain or gzip):
   result.json, results.jsonl        of a run, a sweep or an `ab`: a diagnosis per record
   scheduler_timestamps              of the public Continuum prototype
 
-It prints job completion times and queueing; the hit ratio and what was saved; how leases ended and how long
-they held; for each turn the hit against the best possible one (the previous prompt and output over this
-prompt) with the cause of the gap; T8/T1; and a diagnosis in words: linear growth, turn-2 explosion, link
-collapse, preemption storm, leases too short or reclaimed, prompts that change.
+It prints job completion times and queueing; the hit ratio and the saved tokens; how leases ended and how long
+they lasted; each turn's hit and the best possible one (the part of its prompt that the previous prompt and
+output cover), with the cause of the difference; T8/T1; and a diagnosis in words: linear growth, turn-2
+explosion, link collapse, preemption storm, leases too short or reclaimed, prompts that change.
 """
 
 

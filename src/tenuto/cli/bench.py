@@ -33,12 +33,12 @@ moment. Prompts are token ids: they have exactly the planned length and share ex
 on any server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For other servers there is
 --prompts words.
 
-stderr shows the progress. Ctrl-C ends the run early and keeps its results. A sweep (--jps 1,2,4) has a
-folder for each load in DIR, and DIR/results.jsonl; the same command, given again, continues there.
+stderr shows the progress. Ctrl-C ends the run early and keeps its results. A sweep (--jps 1,2,4) has a folder
+for each load in DIR, and DIR/results.jsonl. The same command again continues there.
 
 The result shows percentiles of the job time (tools included), and for turns: the whole time (e2e), the time
 to the first token (ttft), the mean time per further token (tpot) and the gaps between tokens (itl). "cache"
-is the share of the tokens left by a job's previous turn that were hit; "client lag" is how late we were.
+is the share of a job's reusable tokens that were hit; "client lag" is the delay of this client.
 
 The result begins with INVALID, and says why, if the figures do not describe the server: if the client's own
 delay in sending or reading, or the lag of a simulated server, is more than 10 ms and more than 5 % of the
@@ -50,7 +50,7 @@ Exit status: 0 if every turn was answered, 1 if not, 2 if nothing could be run, 
 
 
 def run(given: Given) -> int:
-    """Measure a server. Status 0: every turn was answered; 1: not every; 130: interrupted."""
+    """Measure a server. Status 0: every turn was answered; 1: some were not; 130: interrupted."""
     with needing("bench"):
         from tenuto.client.bench import run_bench, run_sweep
     loads = given.read(SweepOptions).jps

@@ -1,4 +1,4 @@
-"""`tenuto check-policy`: whether a policy keeps its contract, in seconds and without vLLM."""
+"""`tenuto check-policy`: check in seconds, without vLLM, that a policy keeps its contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(Options):
-    """Of `check-router` too."""
+    """The options of `check-policy` and `check-router`."""
 
     name: str = option(
         MISSING,
@@ -41,7 +41,7 @@ class CheckOptions(Options):
 
 
 def run_check(given: Given, check: Callable[[str, Mapping[str, Any]], None]) -> int:
-    """Say what `check` finds. Returns the exit status."""
+    """Print what `check` finds. Returns the exit status."""
     options = given.read(CheckOptions)
     try:
         check(options.name, parse_policy_options(options.options, options.name))

@@ -1,4 +1,4 @@
-"""`tenuto check-router`: whether a router keeps its contract, in a second and without vLLM."""
+"""`tenuto check-router`: check in a second, without vLLM, that a router keeps its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines a command: its texts, its options and its function. Makes the parser from it.
+"""Defines commands, each with its texts, options and function, and makes their parsers.
 
 Each option is declared once, as a field of a dataclass made with `tenuto.core.settings.option`:
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-rate"}
-"""Flags of earlier releases, and what they are called now."""
+"""Flags of earlier releases, and their present names."""
 
 
 NOW_WANTS: Mapping[str, str] = {"--hints": "; what --hints alone did in 0.1 is --hints tool now"}
@@ -48,7 +48,7 @@ class UsageError(ConfigError):
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a command's options: a dataclass of them, less the fields that the command gives itself."""
+    """A part of a command's options: a dataclass, without the fields that the command sets itself."""
 
     cls: type
     without: tuple[str, ...] = ()
@@ -67,15 +67,15 @@ class Command:
     run: Callable[[Given], int]
     """Returns the exit status. Raises TenutoError."""
     notes: str = ""
-    """What else a user should know; the help ends with it."""
+    """Further notes, at the end of the help."""
     passes_on: bool = False
-    """Unknown arguments are passed on to another program."""
+    """Whether unknown arguments are passed on to another program."""
     main: tuple[str, ...] = ()
-    """Fields that --help shows where a command has many; --help-all shows the others too. Empty: --help shows
-    all. Options that must be given are always shown."""
+    """For commands with many options: the fields that --help shows. --help-all shows all. Empty: --help shows
+    all. Required options are always shown."""
 
     def get_flags(self) -> list[Flag]:
-        """All its flags; a field that two parts have is one flag."""
+        """All its flags. A field of several parts is one flag."""
         first: dict[str, Flag] = {}
         for part in self.options:
             for flag in get_flags(part.cls):
@@ -122,7 +122,7 @@ class _HelpAll(argparse.Action):
 
 
 def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argparse.ArgumentParser:
-    """The parser of a command, which raises UsageError. `shows_all`: its help has every option."""
+    """A command's parser, which raises UsageError. `shows_all`: whether its help has every option."""
     flags = command.get_flags()
     hidden = set() if shows_all else command.get_hidden()
     parser = _Parser(
@@ -142,7 +142,7 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
 
 
 def _make_usage(name: str, flags: Sequence[Flag]) -> str:
-    """What must be given, in one line; the help lists the rest."""
+    """The usage line with the required arguments; the help lists the others."""
     words = ["tenuto", name]
     for flag in flags:
         if flag.field.metadata.get("is_positional"):
@@ -172,20 +172,20 @@ def _describe_unknown(rest: Sequence[str], known: Sequence[str]) -> str:
 
 
 class Flag(NamedTuple):
-    """A field as the command line gives it."""
+    """The command line flag of a field."""
 
     field: dataclasses.Field[Any]
     kind: type
-    """Of the value, or of each value of a tuple."""
+    """The type of the value, or of each value of a tuple."""
     is_tuple: bool
     choices: tuple[str, ...]
     group: str
     is_required: bool
-    """Marks an option without a default."""
+    """Whether the option has no default."""
 
     @property
     def name(self) -> str:
-        """With its dashes."""
+        """The flag's name, with dashes."""
         return get_flag(self.field)
 
     @property
@@ -196,7 +196,7 @@ class Flag(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """What the help shows in the place of the value."""
+        """The placeholder for the value in the help."""
         if said := self.field.metadata.get("metavar"):
             return str(said)
         if self.choices:
@@ -207,7 +207,7 @@ class Flag(NamedTuple):
 
 
 def get_flags(cls: type) -> Iterator[Flag]:
-    """The flags of a class of options and of those nested in it: its own first, then those of its bases."""
+    """The flags of a class of options, including nested ones: its own first, then those of its bases."""
     kinds = get_type_hints(cls)
     fields = [
         (cls.__mro__.index(_find_owner(cls, field)), not field.metadata.get("is_option"), field)
@@ -240,7 +240,7 @@ def _make_flag(cls: type, field: dataclasses.Field[Any], kind: Any) -> Flag:
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Container[str] = ()) -> None:
-    """Add the flags under their headings. Their values stay text until `Given.read`.
+    """Add the flags under their headings. Values stay text until `Given.read`.
 
     `hidden`: fields that the help leaves out.
     """
@@ -256,7 +256,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Contai
             continue
         words |= {"dest": flag.field.name, "default": argparse.SUPPRESS}
         if flag.kind is bool:
-            # What is on by default gets a --no-… beside its flag.
+            # An option that is on by default also gets a --no-… flag.
             words["action"] = argparse.BooleanOptionalAction if flag.field.default is True else "store_true"
         else:
             words["metavar"] = flag.metavar
@@ -282,7 +282,7 @@ def _describe(flag: Flag) -> str:
 
 
 def _format_default(default: Any) -> str | None:
-    """A default as the help shows it; None for those that need no words."""
+    """A default as the help shows it; None if the help need not show it."""
     if default is False or default in ("", ()) or not isinstance(default, int | float | str | Path | tuple):
         return None
     if default is True:
@@ -293,7 +293,7 @@ def _format_default(default: Any) -> str | None:
 
 
 class Given:
-    """What a command line gave, still as text."""
+    """The values from a command line, still as text."""
 
     def __init__(self, values: Mapping[str, Any], passed_on: list[str]) -> None:
         self._values = values
@@ -305,7 +305,7 @@ class Given:
         return name in self._values
 
     def read(self, cls: Callable[..., T], **known: Any) -> T:
-        """Make options of a class from what was given. `known` fields are taken as they are.
+        """Make an object of an options class. `known`: fields whose values are not from the command line.
 
         Raises ConfigError naming the flag that is missing, not of its type, or out of bounds.
         """
@@ -362,7 +362,7 @@ def _convert(flag: Flag, given: Any) -> Any:
 
 
 def _check_writable(name: str, path: Path) -> None:
-    """Find out before a long run whether its result can be written. Raises ConfigError."""
+    """Check before a long run that its result can be written. Raises ConfigError."""
     if not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
     elif path.is_dir():
@@ -376,7 +376,7 @@ def _check_writable(name: str, path: Path) -> None:
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Say what to install where an import fails; `extra` brings it."""
+    """In this context, a failed import becomes an error that says which `extra` to install."""
     try:
         yield
     except ImportError as error:

@@ -29,7 +29,7 @@ from tenuto.workload.load import JPS_HELP, LoadOptions
 
 _SUMMARY = """\
 Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.
-Runs that DIR/results.jsonl has already are not repeated: a sweep that was stopped continues.
+Runs that are already in DIR/results.jsonl are not repeated, so the same command continues a stopped sweep.
 """
 
 _EXAMPLES = """\
@@ -42,7 +42,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(GridOptions):
-    """The sweep's."""
+    """The options of a sweep."""
 
     GROUP = "the sweep"
 
@@ -50,14 +50,14 @@ class CompareOptions(GridOptions):
     seeds: tuple[int, ...] = option((42,), "seeds of the arrivals and of generated jobs", alias="--seed")
     out: Path = option(MISSING, "results.jsonl goes here", metavar="DIR")
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
-    ray: str | None = option(None, "run on a Ray cluster instead (auto: the one around)", metavar="ADDRESS")
+    ray: str | None = option(None, "run on a Ray cluster instead (auto: find it)", metavar="ADDRESS")
     as_json: bool = option(False, "print the table as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the table as CSV too", is_written=True)
     split: bool = option(
         True,
-        "also run stock with smaller steps, and each policy without the KV that it keeps: the table then has "
-        "stock at its best step size, and says where a gain comes from; 6 more runs at most for each run "
-        "of stock with one policy, 2 for each further policy",
+        "also run stock with smaller steps, and each policy without leases. The table then has stock at its "
+        "best step size, and says where a gain comes from. This adds at most 6 runs for each run of stock "
+        "with one policy, and 2 for each further policy",
     )
     strict: bool = option(False, "stop with an error when a policy raises or gives a wrong answer")
 
@@ -74,8 +74,8 @@ def run(given: Given) -> int:
     if arms:
         say_notes(
             [
-                f"{len(arms)} runs beside the {len(cells)} tell where a gain comes from; --no-split leaves "
-                "them out"
+                f"{len(arms)} runs in addition to the {len(cells)} show where a gain comes from; --no-split "
+                "leaves them out"
             ]
         )
     every = [*cells, *arms]
@@ -96,7 +96,7 @@ def run(given: Given) -> int:
 
 
 class Runs:
-    """A line on stderr per finished run, with the time that is left, and progress lines in between."""
+    """Prints a line on stderr per finished run, with the remaining time, and progress lines in between."""
 
     def __init__(self, cells: list[Cell], num_done_before: int) -> None:
         self._num_cells = len(cells)
@@ -107,17 +107,17 @@ class Runs:
             self._progress.say(f"{num_done_before} of {len(cells)} runs are there already")
 
     def show_waiting(self) -> AbstractContextManager[None]:
-        """Print progress lines now and then, until the end of the context."""
+        """Print progress lines at intervals until the context ends."""
         return self._progress.keep_telling(lambda: f"{self._num_done} of {self._num_cells} runs done")
 
     def say_kept(self, folder: Path) -> None:
-        """The sweep was interrupted: say what is left of it."""
+        """The sweep was interrupted: say which runs were saved."""
         self._progress.say(
             f"{self._num_done} of {self._num_cells} runs are in {folder}; the same command goes on from there"
         )
 
     def say(self, cell: Cell, record: dict[str, Any]) -> None:
-        """One more is there."""
+        """A run finished."""
         self._num_done += 1
         num_new = self._num_done - self._num_done_before
         if num_new <= 0:

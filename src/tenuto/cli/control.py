@@ -23,7 +23,7 @@ examples:
 
 _NOTES = """\
 The server must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the
-same key. Only release does without it: a client ends its own jobs, with its own API key.
+same key. Only release does not need it: a client ends its own jobs, with its own API key.
 
 Exit status: 0 if every data-parallel rank confirmed; 1 if a rank did not answer in time (ask for the status,
 and try again); 2 if the server refused, or does not answer.

@@ -22,8 +22,8 @@ examples:
 _NOTES = """\
 IN is anything that --workload takes: Tenuto's JSONL (a recording, say), Mooncake, agentic Mooncake, Weka,
 trajectories of mini-swe-agent (a file, or a folder of *.traj.json), OpenAI-style chat logs (JSONL of rows
-with messages), ShareGPT, TraceLab's rounds, or OpenTelemetry's spans of agents (JSON). What was written
-is read again and compared, to find what was lost.
+with messages), ShareGPT, TraceLab's rounds, or OpenTelemetry's spans of agents (JSON). The written file is
+read again and compared, to find what was lost.
 """
 
 

@@ -29,8 +29,8 @@ from tenuto.sim.setup import Setup
 from tenuto.workload.load import GENERATORS, LoadOptions
 
 _SUMMARY = """\
-Say what Tenuto would gain for this traffic on this GPU: job times and first tokens with stock as it is, with
-stock at its best step size, and with Tenuto. It simulates, and takes two minutes on two cores.
+Estimate what Tenuto would gain for this traffic on this GPU: job times and times to first token with stock as
+it is, with stock at its best step size, and with Tenuto. It simulates, and takes two minutes on two cores.
 """
 
 _EXAMPLES = """\
@@ -42,12 +42,13 @@ examples:
 
 _NOTES = """\
 A recording is a file of `tenuto record`, or any trace that `tenuto convert` reads. Its jobs are repeated in
-random order, at the recorded rate or that of --jps. Without a recording, jobs of the SWE-bench kind arrive as
-often as the GPU could compute them if it computed nothing twice.
+random order, at the recorded rate or at --jps. Without a recording, SWE-bench jobs arrive at the highest rate
+that the GPU could serve if it computed nothing twice.
 
-Then it searches the load from which on Tenuto gains 2 % of the mean job time over stock at its best step
-size, and the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a part, the
-answer leaves it out and names it. Machines are independent, as behind a router that keeps each job on one.
+Then it searches for the smallest load at which Tenuto's mean job time is 2 % better than that of stock at its
+best step size, and for the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a
+part, the answer says that it is left out. Machines are independent, as behind a router that keeps each job on
+one.
 
 --url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
 it has, or what its traffic is.
@@ -56,7 +57,7 @@ it has, or what its traffic is.
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(Options):
-    """The question's."""
+    """The options of an estimate."""
 
     GROUP = "the question"
 
@@ -68,7 +69,7 @@ class EstimateOptions(Options):
         alias="--workload",
         metavar="FILE|NAME",
     )
-    url: str | None = option(None, "a server whose model and size of the KV cache are taken", metavar="URL")
+    url: str | None = option(None, "take the model and the KV cache size from this server", metavar="URL")
     api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
     jps: float | None = option(
         None,
@@ -81,7 +82,7 @@ class EstimateOptions(Options):
     seeds: tuple[int, ...] = option(
         (42, 43, 44), "seeds of the arrivals and of generated jobs", alias="--seed"
     )
-    limit_s: float = option(110.0, "leave out what is not done after S seconds", above=0)
+    limit_s: float = option(110.0, "leave out parts that are not done after S seconds", above=0)
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
@@ -102,14 +103,14 @@ def run(given: Given) -> int:
 
     def say(make_text: Callable[[], str]) -> None:
         if time.monotonic() > started_s + options.limit_s:
-            raise TimeUpError(f"nothing is known after {options.limit_s:g} s; allow more with --limit")
+            raise TimeUpError(f"no result after {options.limit_s:g} s; allow more with --limit")
         progress.tell(make_text)
 
     runner = SeedRunner(seeds, workers=workers, max_jobs=MAX_JOBS, say=say)
     try:
         with progress.cleared(), runner as measure:
             fill(estimate, measure, tell=progress.say, num_at_once=workers)
-    except TimeUpError:  # after the processes were ended, which the runs that are left out would keep busy
+    except TimeUpError:  # after the worker processes have ended
         if not estimate.cases:
             raise
     next_lines = suggest_next(estimate, has_recording=options.workload not in GENERATORS)
@@ -121,7 +122,7 @@ def run(given: Given) -> int:
 
 
 def _ask(options: EstimateOptions) -> dict[str, Any]:
-    """What a server says about its machine. Raises TenutoError if it does not answer, or is not vLLM."""
+    """A server's report on its machine. Raises TenutoError if it does not answer, or is not vLLM."""
     if options.url is None:
         return {}
     import httpx
@@ -138,7 +139,7 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
             cache = read_cache_state(client)
     except httpx.HTTPError as error:
         raise TenutoError(f"{options.url} does not say what it is: {error}") from error
-    # vLLM counts its null block in the size of the cache.
+    # vLLM includes its null block in the cache's size.
     kv_tokens = (cache.num_blocks // len(cache.engines) + 1) * cache.block_size
     say_notes([f"{options.url} serves {model} with a KV cache of {kv_tokens:,} tokens"])
     return {"model": model, "max_model_len": longest, "kv_tokens": kv_tokens}

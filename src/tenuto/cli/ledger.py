@@ -9,7 +9,7 @@ from tenuto.client.ledger import LedgerOptions
 
 _SUMMARY = """\
 Show what jobs and tenants used on a live server: tokens read from the cache, loaded, computed, computed again
-and stored, and blocks held on GPU, host and disk, times seconds.
+and stored, and block-seconds on GPU, host and disk.
 """
 
 _EXAMPLES = """\
@@ -20,10 +20,10 @@ examples:
 """
 
 _NOTES = """\
-The figures are totals since the server started, and of its jobs those that it still remembers. The server
-must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the same key; a
-client may ask for its own job without. `tenuto simulate --ledger FILE` writes the same table, so that a price
-can be tried before it is charged.
+The figures are totals since the server started. Only jobs that it still remembers are listed. The server must
+have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the same key. A
+client does not need it to ask for its own job. `tenuto simulate --ledger FILE` writes the same table, so that
+a price can be tried before it is charged.
 """
 
 

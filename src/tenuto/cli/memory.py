@@ -34,12 +34,12 @@ _USED = (
     *("gpu", "model", "tp", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "kv_tokens", "host_gb"),
     *("link_gb_s", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "step_cost"),
 )
-"""The machine's options that matter here."""
+"""The machine's options that affect memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(Options):
-    """What is asked."""
+    """The options of `tenuto memory`."""
 
     GROUP = "the jobs"
 

@@ -36,9 +36,9 @@ from tenuto.sim.steady import Target
 from tenuto.workload.load import LoadOptions
 
 _SUMMARY = """\
-Find the fewest GPUs, of which kind and with which policy, that keep the P95 job time within a target.
-It searches over the simulator. With --router, all machines are simulated behind that router; without, they
-are independent, as behind a perfect router with session affinity.
+Find the fewest GPUs that keep the P95 job time within a target, and their kind and policy. It searches with
+the simulator. With --router, all machines are simulated behind that router. Without it, they are independent,
+as behind a perfect router with session affinity.
 """
 
 _EXAMPLES = """\
@@ -54,17 +54,17 @@ Each machine is simulated until it is steady: its warm-up is cut off, and the nu
 no trend, with every seed. A queue that grows has no P95, because its times depend on the length of the run.
 Such a machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on
 --window, which only sets the least time to simulate. The jobs of a trace are repeated, in random order, each
-time as new jobs. A run ends as "too slow" when its P95 would be 1.3 times what the target less its margin
-allows even if all open jobs had ended at that moment.
+time as new jobs. A run ends as "too slow" if its P95 would exceed 1.3 times the target less its margin, even
+if all open jobs had ended at that moment.
 
-With --servers, only these machines are judged, and no others are tried.
+With --servers, only these machines are simulated, and no others are tried.
 
 Exit status: 0 if some number of GPUs suffices, 1 if none does.
 """
 
 
 _CHANGES = -1
-"""Who measures what the plan depends on; the setups are numbered from 0."""
+"""The number of the measurement of what changes the plan; setups are numbered from 0."""
 
 
 def _read_prices(texts: Iterable[str]) -> dict[str, float]:
@@ -83,7 +83,7 @@ def _read_prices(texts: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(GridOptions):
-    """The search's."""
+    """The options of a plan."""
 
     GROUP = "the search"
 
@@ -98,7 +98,7 @@ class PlanOptions(GridOptions):
         metavar="SHARE",
         minimum=0,
         below=1,
-        shown_default="what predictions for such a GPU were too fast at worst, 0.05 at least",
+        shown_default="the worst error of predictions for such a GPU that were too fast, at least 0.05",
     )
     jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
     seeds: tuple[int, ...] = option(
@@ -114,10 +114,10 @@ class PlanOptions(GridOptions):
     )
     max_machines: int = option(64, "most machines to try", minimum=1)
     max_sim_jobs: int = option(
-        2000, "give a machine up that is not steady after N jobs, with one seed", minimum=50
+        2000, "give up a machine that is not steady after N jobs, with one seed", minimum=50
     )
     no_sensitivity: bool = option(
-        False, "do not try what a little more load, longer jobs or slower steps change"
+        False, "do not test how a little more load, longer jobs or slower steps change the plan"
     )
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
@@ -169,7 +169,7 @@ def run(given: Given) -> int:
 
 
 def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
-    """With --router alone, a fleet of one engine means any number of engines."""
+    """The setups. With --router but without --servers, a fleet of one engine stands for any number."""
     if given.has("router") and not given.has("servers"):
         fleets = given.read(FleetOptions, servers=("",)).make_fleets()
         return [replace(setup, fleet=fleet) for setup in options.make_setups(given) for fleet in fleets]
@@ -177,7 +177,7 @@ def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
 
 
 def _check_prices(prices: Mapping[str, float], setups: Iterable[Setup]) -> None:
-    """A price of a GPU that no plan has is a slip. Raises ConfigError."""
+    """Raise ConfigError for the price of a GPU that no plan has."""
     planned = set()
     for setup in setups:
         servers = setup.fleet.servers if setup.fleet is not None else ("",)

@@ -25,7 +25,7 @@ with one token of output each, show its prefill. Several conversations at once, 
 decode. What was measured goes to --save, one step a line.
 
 The table shows how good the fit is. R2: how much of the differences between steps it explains, 1 is all.
-off: how far it is from the observed times, in the mean. worst: the farthest step.
+off: how far it is from the observed times, on average. worst: the farthest step.
 A fit is poor if it is off by more than 15 %, or if R2 is below 0.9 and it is off by more than 5 %. A poor fit
 is not written, and the exit status is 1. With --force it is written, and every simulation with it says so.
 

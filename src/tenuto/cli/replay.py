@@ -1,4 +1,4 @@
-"""`tenuto replay`: a recording against a server again, or a scheduler's decisions again without one."""
+"""`tenuto replay`: run a recording again on a server, or repeat a scheduler's decisions without one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Exit status with --decisions: 0 if it does, 1 if an answer differs, 2 if the tra
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(Options):
-    """What is replayed, and how decisions are."""
+    """The options of a replay."""
 
     GROUP = "decisions, without a server"
 
@@ -51,7 +51,7 @@ class ReplayOptions(Options):
     )
     options: tuple[str, ...] = option(
         (),
-        "a policy's option; with --policy, and without where the trace does not name its policy",
+        "a policy's option; needs --policy, unless the trace does not name its policy",
         flag="--option",
         metavar="[POLICY:]KEY=VALUE",
         is_repeatable=True,
@@ -61,7 +61,7 @@ class ReplayOptions(Options):
 
 
 def run(given: Given) -> int:
-    """Replay. Status 0: all went well; 1: an answer differs, or a turn was not answered."""
+    """Replay. Status 0: success; 1: an answer differs, or a turn was not answered."""
     options = given.read(ReplayOptions)
     if options.decisions:
         return _replay_decisions(options)
@@ -76,7 +76,7 @@ def run(given: Given) -> int:
 
 
 def _replay_decisions(options: ReplayOptions) -> int:
-    """Ask the trace's policy again, and print how its answers compare."""
+    """Repeat the trace's calls on a policy, and print how its answers compare."""
     from tenuto.report.decisions import check_decisions, format_verdict
 
     policy_options = parse_policy_options(options.options, options.policy or "")

@@ -9,7 +9,7 @@ from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.core.settings import Options, option
 
 _SUMMARY = """\
-Make one HTML page from the records of runs: who wins where, and by how much. It needs no network.
+Make one HTML page from the records of runs: which policy wins where, and by how much. It needs no network.
 RECORDS are files, or folders that are searched.
 """
 
@@ -27,9 +27,9 @@ examples:
 """
 
 _NOTES = """\
-The first line says who wins, by how much, at which load, against whom, and whether that is simulated. Charts
-show job completion times and cache hits against load, latency turn by turn, the KV cache over time, and a
-timeline of jobs. At the end are the commands that make the runs again.
+The first line says which policy wins, by how much, at which load, against which, and whether by simulation.
+Charts show job completion times and cache hits against load, latency turn by turn, the KV cache over time,
+and a timeline of jobs. At the end are the commands that make the runs again.
 
 Two policies with the same seed are a pair. A policy wins if the 95 % interval of its pairs' ratios leaves out
 1, as in `tenuto ab`. If 1 is inside it, nobody wins. Measured runs need 6 pairs. INVALID runs prove nothing.

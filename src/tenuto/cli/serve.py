@@ -60,7 +60,8 @@ class ServeOptions(Options):
     state: str | None = option(None, "keep what the policy learned across restarts", metavar="FILE")
     host_gb: float | None = option(
         None,
-        "keep KV in so much host memory too, in the policy's order (of all GPUs of an engine together)",
+        "also keep KV in this much host memory, for all GPUs of an engine together; the policy decides what "
+        "is evicted first",
         metavar="GIB",
         above=0,
     )
@@ -77,12 +78,12 @@ class ServeOptions(Options):
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):
-            raise ConfigError("--disk lies behind host memory: add --host-gb")
+            raise ConfigError("--disk needs host memory above it: add --host-gb")
         if self.disk is None and self.disk_gb is not None:
             raise ConfigError("--disk-gb needs --disk, the folder")
 
     def get_settings(self) -> dict[str, Any]:
-        """What was given, as the plugin's settings."""
+        """The given options, as the plugin's settings."""
         options = parse_policy_options(self.options, self.policy or "tenuto")
         settings = {
             "policy": self.policy,
@@ -95,7 +96,7 @@ class ServeOptions(Options):
 
 
 def run(given: Given) -> int:
-    """Become `vllm serve`."""
+    """Replace this process with `vllm serve`."""
     from tenuto.vllm.launch import Tiers, build_command, check_files, get_environment, get_hints
 
     options = given.read(ServeOptions)

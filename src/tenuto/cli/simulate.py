@@ -27,8 +27,8 @@ examples:
 """
 
 _NOTES = """\
-It prints the result, and beside it what stock as shipped does with the same load (--no-beside-stock: not).
-Where stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
+It prints the result, and next to it the result of stock as shipped on the same load, unless --no-beside-stock
+is given. If stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
 With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
 `tenuto report` and `tenuto analyze`.
 """
@@ -38,12 +38,12 @@ _OF_STOCK = (
     *("job_s", "slowdown", "ttft_s", "reused_tokens", "reusable_tokens", "recomputed_tokens"),
     *("offered_jps", "finished_jps", "step_cost"),
 )
-"""What JSON and CSV have of stock's run."""
+"""The fields of stock's run in JSON and CSV."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(Options):
-    """The result's."""
+    """The options of the result."""
 
     GROUP = "the result"
 
@@ -74,7 +74,7 @@ def run(given: Given) -> int:
     if options.out:
         make_folder(options.out)
     occupancy = Occupancy() if options.out else None
-    watch = occupancy if setup.fleet is None else None  # several engines have no one KV cache
+    watch = occupancy if setup.fleet is None else None  # several engines have no common KV cache
     policy = load_policy(setup.policy, setup.options)
     # The commands are in the workload's own file, so hiding them here would hide nothing.
     whole = TraceOptions(commands="full")

@@ -1,4 +1,4 @@
-"""What the commands on simulated GPUs share: the choice of policies, the folder of --out, notes, progress."""
+"""Shared by commands on simulated GPUs: the choice of policies, the folder of --out, notes, progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenuto.sim.hardware.gpus import GPUS, get_gpu
 from tenuto.sim.setup import FleetOptions, Setup
 
 QUIET_S = 2.0
-"""Runs that take less show no progress."""
+"""Runs of fewer seconds show no progress."""
 TERMINAL_S = 0.5
 LOG_S = 10.0
 _CLEAR = "\r\x1b[2K"
@@ -26,7 +26,7 @@ _CLEAR = "\r\x1b[2K"
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(Options):
-    """One policy."""
+    """The options of one policy."""
 
     GROUP = "the policy"
 
@@ -40,7 +40,7 @@ class PolicyOptions(Options):
     )
 
     def read_setup(self, given: Given) -> Setup:
-        """The machine, with this policy."""
+        """The setup of the machine with this policy."""
         options = parse_policy_options(self.options, self.policy)
         fleet = given.read(FleetOptions).make_fleet()
         setup = given.read(Setup, policy=self.policy, options=options, fleet=fleet)
@@ -49,7 +49,7 @@ class PolicyOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GridOptions(Options):
-    """Several kinds of GPU and several policies, each with each."""
+    """The options of a grid: every kind of GPU with every policy."""
 
     GROUP = "what is compared"
 
@@ -68,12 +68,12 @@ class GridOptions(Options):
     )
 
     def read_setups(self, given: Given) -> list[Setup]:
-        """A machine for each pair, or a fleet for each pair with each router."""
+        """A machine for each GPU and policy, or a fleet for each of them with each router."""
         fleets = given.read(FleetOptions).make_fleets()
         return [replace(setup, fleet=fleet) for setup in self.make_setups(given) for fleet in fleets]
 
     def make_setups(self, given: Given) -> list[Setup]:
-        """A machine for each pair."""
+        """A machine for each GPU and policy."""
         return [
             given.read(
                 Setup,
@@ -94,15 +94,15 @@ def say_notes(notes: Iterable[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of --out, before anything runs. Raises ConfigError."""
+    """Make the folder of --out before anything runs. Raises ConfigError."""
     with writing(path, is_folder=True):
         path.mkdir(parents=True, exist_ok=True)
 
 
 class Progress:
-    """How far a long run is, on stderr: one line, overwritten on a terminal, repeated now and then in a log.
+    """A long run's progress, as a line on stderr: overwritten on a terminal, repeated at intervals in a log.
 
-    It shows reported progress from time to time. A report is cheap, so every step can make one.
+    Reports are cheap, so every step can make one. Only some are printed.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Progress:
         self._is_shown = False
 
     def tell(self, make_text: Callable[[], str]) -> None:
-        """Show the text, if it is time to."""
+        """Print the text if the interval has passed."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -125,7 +125,7 @@ class Progress:
 
     @contextmanager
     def keep_telling(self, make_text: Callable[[], str]) -> Iterator[None]:
-        """Report repeatedly from a thread, for work that cannot report by itself, until the context ends."""
+        """Report repeatedly from a thread until the context ends, for work that cannot report by itself."""
         is_over = threading.Event()
 
         def tell() -> None:

@@ -9,15 +9,15 @@ from tenuto.client.address import check_api_key, check_url
 from tenuto.core.settings import Options, option
 
 _SUMMARY = """\
-Watch a live server, or several together: what runs, what is leased and until when, what the cache hits.
-It reads nothing but the server's /metrics. Ctrl-C ends it.
+Watch a live server, or several together: what runs, what is leased and until when, and the hit ratio.
+It reads only the server's /metrics. Ctrl-C ends it.
 """
 
 _EXAMPLES = """\
 examples:
   tenuto top --url http://localhost:8000
-  tenuto top --url http://localhost:8000 --once            one picture, and done
-  tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per look
+  tenuto top --url http://localhost:8000 --once            print one screen and exit
+  tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per refresh
   tenuto top --url http://a:8000 --url http://b:8000       two engines: sums, and a line for each
   tenuto top --url http://localhost:8000 >> top.log        a plain line every two seconds
 """
@@ -45,14 +45,14 @@ class TopOptions(Options):
         metavar="URL",
         is_repeatable=True,
     )
-    interval_s: float = option(2.0, "seconds between two looks", minimum=0.1)
+    interval_s: float = option(2.0, "seconds between two refreshes", minimum=0.1)
     window_s: float = option(60.0, "rates and percentiles are over the last S seconds", minimum=0.1)
-    once: bool = option(False, "look twice, an interval apart, print one picture and exit")
-    as_json: bool = option(False, "print JSON, one object a line for each look", flag="--json")
+    once: bool = option(False, "read twice, an interval apart, print one screen and exit")
+    as_json: bool = option(False, "print JSON, one object per line for each refresh", flag="--json")
     api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Check the options. Raises ConfigError."""
         super().__post_init__()
         for url in self.urls:
             check_url(url)

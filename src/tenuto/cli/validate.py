@@ -1,4 +1,4 @@
-"""`tenuto validate`: prove or refute on one's own machine what Tenuto gains."""
+"""`tenuto validate`: measure on your own machine what Tenuto gains."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.options import ValidateOptions
 
 _SUMMARY = """\
-Measure on this machine what Tenuto gains over stock vLLM, and whether the simulator said so: one page with a
-verdict, and one small record to send in. It takes thirty minutes, and nothing else should run.
+Measure on this machine what Tenuto gains over stock vLLM, and whether the simulator predicts it. It makes one
+page with a verdict, and one small record to send in. It takes thirty minutes, and nothing else should run.
 """
 
 _EXAMPLES = """\
@@ -22,20 +22,21 @@ examples:
 """
 
 _NOTES = """\
-It starts vLLM as installed here: as it is; at the step size that is best for it by the simulator
-(--max-num-batched-tokens), unless its own is; and with Tenuto. One server runs at a time, on 127.0.0.1. First
-it times identical requests, which show the noise, and the steps of a server, as `tenuto profile`. From these
-the simulator chooses a load that stock can just about serve. Then all arms run the same jobs in turns, six
-times or more, as `tenuto ab`. Beside each arm stands what the simulator says of the same jobs.
+It starts the vLLM that is installed here in two or three arms: as it is; at the step size that the simulator
+finds best for it (--max-num-batched-tokens), unless that is its own; and with Tenuto. One server runs at a
+time, on 127.0.0.1. First it times identical requests, which show the noise, and a server's steps, as `tenuto
+profile` does. With these times, the simulator chooses a load that stock can just about serve. Then all arms
+run the same jobs alternately, six times or more, as in `tenuto ab`. The page also has the simulator's
+prediction for each arm.
 
 The verdict is that of `tenuto ab`: Tenuto is faster or slower only if the 95 % interval of at least six pairs
-leaves out 1. It stops early where noise makes a verdict impossible, and says what disturbs the machine.
+excludes 1. It stops early if noise makes a verdict impossible, and says what disturbs the machine.
 
 The record (DIR/validation.json) has times, sizes and names of GPU, processor and model. It has no text of
 requests, no paths and no host names. `tenuto report DIR/validation.json` draws it again, and
 docs/field-results.md says how to send it in.
 
-Ctrl-C stops the servers and gives the page of what ran. The same command again goes on from there.
+Ctrl-C stops the servers and makes the page from the runs so far. The same command again continues from there.
 Exit status: 0 if all runs were made, 1 if it ended early, 2 if it could not run, 130 if interrupted.
 """
 

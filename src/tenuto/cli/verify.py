@@ -24,11 +24,10 @@ examples:
 
 _NOTES = """\
 Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
-hit on return and released at the end; 1 if not; 2 if that could not be checked, or if other work kept the
-memory from the job. Some policies hold only under load: then the status is 0, and the text says that holding
-is not shown on an idle server.
-Under data parallelism each rank is checked. Through a router one job is checked, which must stay with one
-engine; check each engine with its own --url too.
+hit on return and released at the end; 1 if not; 2 if that could not be checked, or if other work used the
+memory that the job needed. Some policies hold only under load: then the status is 0, and the text says that
+an idle server does not show it. With data parallelism, each rank is checked. Through a router, one job is
+checked, which must stay with one engine; also check each engine with its own --url.
 """
 
 

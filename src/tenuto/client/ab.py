@@ -82,7 +82,7 @@ def run_ab(options: AbOptions) -> int:
                 run_slots(options, folder, slots)
         except KeyboardInterrupt:
             is_interrupted = True
-            say("interrupted; the same command again goes on from here")
+            say("interrupted; the same command continues from here")
         except TenutoError as error:
             failure = error
         is_whole = _show(options, folder, conclude(options, folder, slots))
@@ -231,7 +231,7 @@ def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> bool:
         print(json.dumps(_describe_verdict(options, found)))
     else:
         print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
-    say(f"all of it: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
+    say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
     return found.is_whole
 
 
@@ -324,7 +324,7 @@ class AbFolder:
             self._take_up()
         except OSError as error:
             self._lock.close()
-            raise ConfigError(f"--out {self.path}: another tenuto ab is at work there") from error
+            raise ConfigError(f"--out {self.path}: another tenuto ab is using this folder") from error
         except ConfigError:
             self._lock.close()
             raise
@@ -355,7 +355,7 @@ class AbFolder:
             name = differing[0]
             raise ConfigError(
                 f"--out {self.path} holds a comparison with another {name}: {before.get(name)!r} there, "
-                f"{self._settings.get(name)!r} now; name another folder, or repeat the same command to go on"
+                f"{self._settings.get(name)!r} now; name another folder, or repeat the same command"
             )
 
     def get_run(self, slot: Slot) -> Path:

@@ -274,9 +274,9 @@ def describe_caches(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
     if not not_emptied:
         return []
     return [
-        f"The prefix cache of {', '.join(not_emptied)} could not be emptied between runs. No run hits what "
-        "another left there, as all content is its own, but it starts with the cache full. For vLLM, start "
-        "the server with VLLM_SERVER_DEV_MODE=1."
+        f"The prefix cache of {', '.join(not_emptied)} could not be emptied between runs. Runs share no "
+        "content, so no run hits another's, but it starts with a full cache. For vLLM, start the server "
+        "with VLLM_SERVER_DEV_MODE=1."
     ]
 
 
@@ -389,7 +389,7 @@ def format_verdict(
     """Write a table and sentences. The first sentence states the first row of the table in words."""
     lines = [f"{num_pairs} of {num_planned} pairs of runs"]
     if not num_pairs:
-        lines[0] += ": no verdict, as that takes a run on every arm"
+        lines[0] += ": no verdict, because it needs a run on every arm"
     for arm in dict.fromkeys(each.arm for each in comparisons):
         these = [each for each in comparisons if each.arm == arm]
         lines += ["", *_format_table(these), "", *_format_sentences(these)]

@@ -292,7 +292,7 @@ async def _get_growth(engines: Engines, server: Server, interruption: Interrupti
     if server.totals is None:
         return None
     if interruption.has_come:
-        say("interrupted; the server is asked for its last counts (Ctrl-C again: not even that)")
+        say("interrupted; asking the server for its last counts (Ctrl-C again skips that)")
     question = asyncio.create_task(_ask_totals(engines, 0.0 if interruption.has_come else SETTLE_S))
     interruption.on_signal = question.cancel
     await asyncio.wait([question])
@@ -520,7 +520,7 @@ def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
     if values.get("config") != now or client.get("url") != ",".join(options.urls):
         raise ConfigError(
             f"--out: {folder} holds a run of another load or server; name another folder, or repeat the same "
-            "command to go on"
+            "command"
         )
     return values
 
@@ -538,7 +538,7 @@ def _print(results: Sequence[Result], options: BenchOptions) -> None:
         return
     print(format_sweep(results))
     if options.out:
-        say(f"all of it: {options.out}; charts: tenuto report {options.out}")
+        say(f"all results: {options.out}; charts: tenuto report {options.out}")
 
 
 COLUMNS = (

@@ -32,7 +32,7 @@ class ControlOptions(Options):
         choices=ACTIONS,
     )
     url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
-    policy: str | None = option(None, "set: the policy; its options begin anew", metavar="NAME")
+    policy: str | None = option(None, "set: the policy; its other options get their defaults", metavar="NAME")
     options: tuple[str, ...] = option(
         (),
         "set: an option of the policy; may be repeated",
@@ -63,7 +63,7 @@ class ControlOptions(Options):
     no_canary: bool = option(False, "set: the policy applies to all jobs again")
     job: str | None = option(None, "release: the job's id", metavar="ID")
     admin_key: str | None = option(
-        None, "the operator's key, as the server has it", environment="TENUTO_ADMIN_KEY", metavar="KEY"
+        None, "the operator's key, equal to the server's", environment="TENUTO_ADMIN_KEY", metavar="KEY"
     )
     api_key: str | None = option(
         None, "release: the client's key", environment="OPENAI_API_KEY", metavar="KEY"
@@ -81,7 +81,7 @@ class ControlOptions(Options):
         check_api_key(self.api_key)
         if self.admin_key is not None and not (self.admin_key.isprintable() and self.admin_key.isascii()):
             raise ConfigError(
-                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) holds strange characters"
+                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) has characters not allowed in a header"
             )
         if (self.action == "release") != (self.job is not None):
             raise ConfigError("release needs --job, and no other action takes it")

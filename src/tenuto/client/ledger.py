@@ -30,9 +30,9 @@ class LedgerOptions(Options):
 
     url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
     job: str | None = option(None, "one job only; its own client needs no operator's key", metavar="ID")
-    csv: Path | None = option(None, "write a row of CSV for each account; - for the output", is_written=True)
+    csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
     admin_key: str | None = option(
-        None, "the operator's key, as the server has it", environment="TENUTO_ADMIN_KEY", metavar="KEY"
+        None, "the operator's key, equal to the server's", environment="TENUTO_ADMIN_KEY", metavar="KEY"
     )
     api_key: str | None = option(
         None, "with --job: the client's key", environment="OPENAI_API_KEY", metavar="KEY"
@@ -48,7 +48,7 @@ class LedgerOptions(Options):
             raise ConfigError("--admin-key or $TENUTO_ADMIN_KEY is missing: the operator's key")
         if self.admin_key and not (self.admin_key.isprintable() and self.admin_key.isascii()):
             raise ConfigError(
-                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) holds strange characters"
+                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) has characters not allowed in a header"
             )
 
 
@@ -89,7 +89,7 @@ def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | Non
         for job in rank["jobs"]:
             jobs.setdefault((job["tenant"], job["job"]), []).append(job)
     num_left_out = sum(int(rank["jobs_left_out"]) for rank in ranks)
-    note = f"{num_left_out} more jobs are known, which came earlier" if num_left_out else None
+    note = f"{num_left_out} earlier jobs are left out" if num_left_out else None
     return make_rows([rank["total"] for rank in ranks], tenants, jobs), note
 
 

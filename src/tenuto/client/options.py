@@ -59,15 +59,15 @@ class RequestOptions(Options):
     )
     metrics_interval_s: float = option(
         2.0,
-        "read the server's /metrics every S seconds, for metrics.jsonl. 0: only before and after, because "
-        "writing the page costs a server that is short of processor time",
+        "read the server's /metrics every S seconds, for metrics.jsonl. 0: only before and after, for "
+        "servers that are short of processor time",
         minimum=0,
     )
-    timeout_s: float = option(3600.0, "give up a request that has no whole answer after S seconds", above=0)
+    timeout_s: float = option(3600.0, "give up a request without a complete answer after S seconds", above=0)
     retries: int = option(
         0,
-        "repeat a failed request up to N times, after a pause; its latency goes on counting. A turn that "
-        "fails for good ends its job, and what waits for it is not sent",
+        "repeat a failed request up to N times, after a pause; its latency includes all attempts. A turn "
+        "that fails for good ends its job, and turns that depend on it are not sent",
         minimum=0,
     )
 
@@ -110,7 +110,7 @@ class BenchOptions(RequestOptions):
     )
     run_id: str | None = option(
         None,
-        "goes into all content and job ids, so that no run hits another's cache",
+        "part of all content and job ids, so that no run hits another's cache",
         shown_default="random",
     )
     policy: str | None = option(None, "label in the result: the server's policy", metavar="NAME")
@@ -311,7 +311,7 @@ class AbOptions(ArmOptions):
     out: Path = option(MISSING, "for runs, logs, results.jsonl, verdict.json", metavar="DIR")
     repeats: int = option(
         6,
-        "runs of each arm; 6 are the least that can prove anything, and more can be added later",
+        "runs of each arm. Fewer than 6 prove nothing; more can be added later",
         minimum=1,
     )
     warmup_jobs: int = option(
@@ -324,7 +324,7 @@ class AbOptions(ArmOptions):
     )
     threshold_percent: float = option(
         THRESHOLD_PERCENT,
-        "differences below are not called differences, however sure",
+        "smaller differences do not count, even if they are certain",
         flag="--threshold",
         metavar="PERCENT",
         minimum=0,
@@ -380,7 +380,7 @@ class ProfileOptions(Options):
         shown_default="16384, or what the model and half of the KV cache allow",
     )
     max_batch: int = option(16, "most decodes at once; no more than the server's --max-num-seqs", minimum=2)
-    repeats: int = option(3, "each is timed N times, and the median counts", minimum=1)
+    repeats: int = option(3, "time each step N times, and use the median", minimum=1)
     limit_s: float | None = option(
         None, "begin no further repeat after S seconds", above=0, shown_default="no limit"
     )
@@ -405,9 +405,9 @@ class FitOptions(Options):
     save: Path | None = option(
         None,
         "what --url measured, as JSONL",
-        shown_default="beside --out, its name ending in .observations.jsonl",
+        shown_default="next to --out, with .observations.jsonl at the end of its name",
     )
-    force: bool = option(False, "write a poor fit too; every simulation with it then says that it is poor")
+    force: bool = option(False, "write even a poor fit; every simulation with it then says so")
     as_json: bool = option(False, "print JSON instead of tables", flag="--json")
 
     @property
@@ -437,16 +437,16 @@ class ValidateOptions(Options):
     )
     workload: str = option("ab8", "the jobs: a generator, or a file of `tenuto record`", metavar="NAME|FILE")
     seed: int = option(42, "seed of the first pair's jobs; each later pair has the next one")
-    out: Path = option(Path("validation"), "for the page, the record, the runs and the logs", metavar="DIR")
+    out: Path = option(Path("validation"), "folder for page, record, runs and logs", metavar="DIR")
     config: str | None = option(
         None,
-        "what the simulator takes for the model: a config.json, or the name of a bundled model",
+        "the model for the simulator: a config.json, or the name of a bundled model",
         metavar="FILE|NAME",
         shown_default="the model's own config.json",
     )
-    despite_noise: bool = option(False, "go on where noise makes a verdict impossible")
+    despite_noise: bool = option(False, "continue even if noise makes a verdict impossible")
     engine: Literal["vllm", "sim"] = option(
-        "vllm", "sim: simulated servers instead, without vLLM and a GPU, to see what it does"
+        "vllm", "sim: use simulated servers, without vLLM and a GPU, to see what the command does"
     )
     port: int = option(8100, "the servers' port, on 127.0.0.1", minimum=1, maximum=65535)
     start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)

@@ -293,8 +293,8 @@ async def _check_hits(client: Client, before: Totals | None) -> None:
     growth = get_growth(before, parse_totals(await client.get_text("/metrics")))
     if growth[_HITS] == 0:
         raise ServerError(
-            f"{client.url} never hit its prefix cache, so what comes before a chunk was computed with it; "
-            "start it with its prefix cache on"
+            f"{client.url} never hit its prefix cache, so it computed the context of each chunk too; start "
+            "it with its prefix cache on"
         )
 
 
@@ -338,7 +338,7 @@ async def time_copies(
     if num_missing:
         say(
             f"{num_missing} copies are left out: the prompts were still on the GPU (does the policy hold "
-            "leases?), or no more in host memory"
+            "leases?), or no longer in host memory"
         )
     return observations
 

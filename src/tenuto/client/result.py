@@ -175,12 +175,12 @@ def find_invalid(
     mean_s = fmean(seen_s)
     if loop_lags_s and _spoils(late_s := fmean(loop_lags_s), mean_s, floor_s):
         reasons.append(
-            f"this client read answers late, by {_ms(late_s)} in the mean at a TTFT of {_ms(mean_s)}. Its "
+            f"this client read answers late, by {_ms(late_s)} on average at a TTFT of {_ms(mean_s)}. Its "
             "machine is too busy, with the server or with others"
         )
     if server and server.mean_lag_s is not None and _spoils(server.mean_lag_s, mean_s, floor_s):
         reasons.append(
-            f"the simulated server was late, by {_ms(server.mean_lag_s)} in the mean at a TTFT of "
+            f"the simulated server was late, by {_ms(server.mean_lag_s)} on average at a TTFT of "
             f"{_ms(mean_s)}. Its machine is too busy, or too slow for --speed {server.speed:g}"
         )
     return tuple(reasons)
@@ -263,9 +263,7 @@ def get_notes(outcome: Outcome) -> tuple[str, ...]:
     """Notes that a reader of the record must know."""
     preemptions = get_preemptions(outcome)
     if preemptions and _get_growth(outcome, "tenuto:recomputed_tokens_total") is None:
-        return (
-            f"recomputed tokens do not hold what {preemptions} preemptions took: the server does not tell",
-        )
+        return (f"recomputed tokens lack the losses of {preemptions} preemptions: the server reports none",)
     return ()
 
 
@@ -389,7 +387,7 @@ def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
         return []
     speed, lag_s = server["speed"], server["mean_lag_s"]
     scale = f": times here are real seconds, 1/{speed:g} of the simulated ones" if speed != 1 else ""
-    late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late in the mean"
+    late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late on average"
     return [f"server       simulated, at speed {speed:g}{scale}{late}"]
 
 

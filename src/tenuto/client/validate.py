@@ -150,7 +150,7 @@ def find_throttling() -> list[str]:
     reasons = ("hw_thermal_slowdown", "sw_thermal_slowdown")
     rows = _ask_gpus("--query-gpu=" + ",".join(f"clocks_throttle_reasons.{each}" for each in reasons))
     if any("Active" in row for row in rows):
-        return ["a GPU was slowed down by heat: see to its cooling"]
+        return ["a GPU was throttled because of heat: check its cooling"]
     return []
 
 
@@ -426,7 +426,7 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
                 "time was up before the first run: give --minutes more, or end what else computes here"
             ) from None
         if run.stopped is None:
-            run.say("interrupted; the same command again goes on from here")
+            run.say("interrupted; the same command continues from here")
             is_interrupted, run.stopped = True, "it was interrupted"
     except TenutoError:
         if run.record is not None and run.record.load is not None:
@@ -568,7 +568,7 @@ class _Validation:
         if (options.out / RECORD).exists() and (options.out / COSTS).exists():
             self.record = read_validation(read_first(options.out / RECORD))
             if self.record.load is not None:
-                self.say(f"going on with {options.out}")
+                self.say(f"continuing with {options.out}")
                 return
         num_arms = 3
         with contextlib.suppress(ConfigError):  # printed again once the start has been timed
@@ -777,8 +777,8 @@ class _Validation:
         if not ratios or not all(is_hopeless(each, planned) for each in ratios):
             return None
         return (
-            f"noise: after {len(found.pairs)} pairs the ratios scatter so much that {planned} pairs would "
-            "not tell a difference as small as this one"
+            f"noise: after {len(found.pairs)} pairs the ratios vary so much that {planned} pairs would not "
+            "show a difference as small as this one"
         )
 
     # The end.

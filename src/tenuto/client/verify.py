@@ -505,7 +505,7 @@ def _conclude(verdict: Verdict) -> list[str]:
         if get_promise(verdict.policy) == "never" and verdict.policy is not None:
             lines.append(f"Policy {verdict.policy} holds nothing, by design.")
         lines.append(
-            "NOT held: this server gives a job's KV cache away during its tool calls, or keeps it after."
+            "NOT held: this server loses a job's KV cache during its tool calls, or keeps it afterwards."
         )
         if len(verdict.engine_urls) > 1:
             lines.append(

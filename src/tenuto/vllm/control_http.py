@@ -80,10 +80,10 @@ class ControlAddresses:
         # The path is already decoded, and a job id may contain slashes.
         is_job, is_release = address.startswith("jobs/"), address.endswith("/release")
         if not is_job and address not in ("control", "ledger"):
-            return 404, {"error": "there are /tenuto/control, …/ledger, …/jobs/ID and …/jobs/ID/release"}
+            return 404, {"error": "not found; try /tenuto/control, …/ledger, …/jobs/ID or …/jobs/ID/release"}
         can_get, can_post = not is_release, is_release or address == "control"
         if not ((method == "GET" and can_get) or (method == "POST" and can_post)):
-            return 405, {"error": f"{method} is not possible here"}
+            return 405, {"error": f"{method} is not allowed here"}
         if is_job:
             job_id = address.removeprefix("jobs/").removesuffix("/release")
             return await self._ask_job(scope, headers, job_id, "release" if is_release else "job")
@@ -144,13 +144,13 @@ class ControlAddresses:
         if check_operator(headers.get("authorization", "")) is None:
             tenant = said
             if tenant is None and self._tenants.has_tenants:
-                return 400, {"error": "say whose job it is: ?tenant=NAME"}
+                return 400, {"error": "name the job's tenant: ?tenant=NAME"}
         elif not self._tenants.has_valid_key(headers):
             return 401, {"error": "Unauthorized"}
         else:
             tenant = self._tenants.get(headers)
             if tenant is None and self._tenants.has_tenants:
-                return 403, {"error": "a job is its tenant's alone, and this request names no tenant"}
+                return 403, {"error": "only its own tenant may use a job, and this request names no tenant"}
         # Without a signature, the engine accepts the client's tenant only if the settings let clients name
         # tenants.
         fields = {"job_id": job_id, "tenant": said, **({} if tenant is None else sign(tenant))}

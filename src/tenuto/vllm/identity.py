@@ -116,7 +116,7 @@ class Middleware:
             return None
         problem = tenants.find_secret_problem()
         if problem is None and not watch_requests(client, tenants.stamp):
-            problem = "this vLLM's client of its engines is not known, so no tenant reaches them"
+            problem = "Tenuto does not know this vLLM's engine client, so tenants cannot reach the engines"
         if problem is None:
             self._watched = client
         return problem
@@ -128,7 +128,7 @@ class Middleware:
             return problem
         answers = await ask_engines(client, tenants.INTRODUCE, tenants.make_introduction())
         if not answers:
-            return "this vLLM's client of its engines is not known, so they cannot be told of tenants"
+            return "Tenuto does not know this vLLM's engine client, so it cannot tell the engines of tenants"
         # Stock vLLM keeps nothing for jobs, so it need not know the tenants.
         wrong = [f"rank {rank['rank']}: {rank['error']}" for rank in answers if not rank["ok"]]
         return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None

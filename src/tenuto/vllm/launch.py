@@ -214,16 +214,17 @@ def describe_interval(model: str, given: str | None, *, retains: bool) -> str | 
         return None
     text = ", ".join(f"{number} layers with {kind}" for kind, number in layers.items())
     if given is not None and given != "0":
-        advice = "without that flag Tenuto caches less, and what jobs share" if retains else "as you asked"
+        advice = "without it Tenuto caches less, but also what jobs share" if retains else "as you asked"
         return f"{INTERVAL_FLAG} {given}: {text}; {advice}"
     if not retains:
         return (
-            f"{INTERVAL_FLAG} stays 0: {text}. This policy holds nothing, so each turn computes the answer "
-            "before it again; None avoids that while the cache is large"
+            f"{INTERVAL_FLAG} stays 0: {text}. This policy holds nothing, so each turn computes the previous "
+            "answer again. An interval of None avoids that if the cache is large"
         )
     return (
-        f"{INTERVAL_FLAG} stays 0: {text}. Leases hold what the next turn hits, its answer too, and what "
-        "jobs share is pinned (limits.max_pinned_share); other intervals fill the cache with what nobody hits"
+        f"{INTERVAL_FLAG} stays 0: {text}. Leases hold what the next turn hits, including the answer. "
+        "Prefixes that jobs share are pinned (limits.max_pinned_share). Other intervals mostly cache what is "
+        "never hit"
     )
 
 

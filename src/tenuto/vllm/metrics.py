@@ -125,7 +125,7 @@ TIERS = (
     Metric(
         "gauge",
         "tier_wait_seconds",
-        "Until a copy queued now would begin.",
+        "Seconds until a copy that is queued now would begin.",
         lambda tier: {view.name: view.wait_s for view in tier.get_views()},
         ("tier",),
     ),
@@ -146,7 +146,7 @@ TIERS = (
     Metric(
         "counter",
         "tier_refused_chunks",
-        "Chunks not stored: what would have made room goes before them.",
+        "Chunks not stored, because only chunks of higher rank could have made room.",
         lambda tier: tier.host.num_refused,
     ),
     Metric(
@@ -158,7 +158,7 @@ TIERS = (
     Metric(
         "gauge",
         "tier_waiting_blocks",
-        "Blocks that stay taken until they are stored.",
+        "Blocks that stay allocated until they are stored.",
         lambda tier: tier.later.num_held_blocks,
     ),
     Metric(
@@ -179,7 +179,7 @@ TIERS = (
     Metric(
         "counter",
         "tier_prefetched_blocks",
-        "Blocks loaded before their job came.",
+        "Blocks loaded before their job returned.",
         lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks,
     ),
 )
@@ -331,11 +331,11 @@ class Metrics:
         except OSError as error:
             # A failure to write metrics must not stop the engine. The disk may be full only for a while.
             if not self._has_failed:
-                logger.error("tenuto: the metrics stand still, %s cannot be written: %s", file, error)
+                logger.error("tenuto: metrics are not updated: cannot write %s: %s", file, error)
             self._has_failed = True
         else:
             if self._has_failed:
-                logger.info("tenuto: the metrics go on")
+                logger.info("tenuto: metrics are updated again")
             self._has_failed = False
 
 
@@ -424,8 +424,8 @@ def _get_file(engine_index: int) -> Path | None:
     if folder is None:
         if multiprocessing.parent_process() is not None:
             logger.error(
-                "tenuto: /metrics of this server will have no line of Tenuto's. vLLM's plug-in `tenuto` is "
-                "not loaded (VLLM_PLUGINS is %r): add `tenuto` to it",
+                "tenuto: /metrics of this server will lack Tenuto's metrics, because vLLM's plug-in `tenuto` "
+                "is not loaded (VLLM_PLUGINS is %r): add `tenuto` to it",
                 os.environ.get("VLLM_PLUGINS"),
             )
         return None

@@ -452,7 +452,7 @@ class Scheduler(_DrivenScheduler, AsyncScheduler):  # type: ignore[misc]
         settings = read_settings(vllm_config.additional_config)
         reason = _get_reason_for_stock(vllm_config, settings)
         if reason is not None:
-            logger.warning("Tenuto stands aside, stock vLLM schedules: %s", reason)
+            logger.warning("Tenuto is inactive, and stock vLLM schedules: %s", reason)
             return get_stock_class(vllm_config)(vllm_config, *args, **kwargs)
         if not vllm_config.cache_config.enable_prefix_caching:
             logger.warning("prefix caching is off: nothing can be retained between turns")

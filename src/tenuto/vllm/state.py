@@ -138,7 +138,7 @@ class StateFile:
             with contextlib.suppress(OSError):
                 self._path.replace(aside)
             logger.error(
-                "tenuto.state: %s is ignored, policy %s starts with nothing learned: %s (set aside as %s)",
+                "tenuto.state: %s is ignored, policy %s starts with nothing learned: %s (the file is now %s)",
                 self._path,
                 self._policy_name,
                 error or repr(error),

@@ -163,7 +163,7 @@ class TenantVerifier:
         """As `read`, for a call that ends a job. Raises TenutoError if the tenant cannot be verified."""
         own = self.read(fields)
         if own is None:
-            raise TenutoError(f"a job is its tenant's alone, and {_UNVERIFIED_REASON}")
+            raise TenutoError(f"only its own tenant may use a job, and {_UNVERIFIED_REASON}")
         return own
 
     def answer(self, text: str) -> str:
@@ -198,8 +198,8 @@ class TenantVerifier:
 
 
 _UNVERIFIED_REASON = (
-    "this server has tenants, and the tenant cannot be verified. Either it came without an API key or the "
-    "tenant header, or an API server runs without --middleware tenuto.vllm.Middleware, or the processes have "
+    "this server has tenants, and the tenant cannot be verified. Either the request has no API key or tenant "
+    "header, or an API server runs without --middleware tenuto.vllm.Middleware, or the processes have "
     f"different values of {SECRET_VARIABLE}"
 )
 
@@ -222,8 +222,8 @@ def check_names(names: Iterable[str]) -> None:
     """Warn if settings name API keys while no secret is set: such names change at each start."""
     if (get_secret() or _MADE).startswith(_MADE) and any(name.startswith(_KEY_NAME) for name in names):
         logger.warning(
-            "tenuto: the names of API keys in the settings (%s…) mean nothing unless %s is set: they are "
-            "made with it, and it is another at each start",
+            "tenuto: the names of API keys in the settings (%s…) mean nothing unless %s is set: they "
+            "depend on it, and without it they change at each start",
             _KEY_NAME,
             SECRET_VARIABLE,
         )
@@ -236,8 +236,8 @@ def find_secret_problem() -> str | None:
         loaded = os.environ.get("VLLM_PLUGINS")
         cause = "" if loaded is None else f" (VLLM_PLUGINS is {loaded!r})"
         return (
-            "this server has tenants (API keys, or a tenant header), and its processes share no secret that "
-            f"keeps them apart. vLLM's plug-in `tenuto` makes it, and is not loaded{cause}: add `tenuto` to "
+            "this server has tenants (API keys, or a tenant header), but its processes share no secret to "
+            f"sign them. vLLM's plug-in `tenuto`, which makes one, is not loaded{cause}: add `tenuto` to "
             f"VLLM_PLUGINS, or set {SECRET_VARIABLE} to {MIN_SECRET_CHARS} random characters or more"
         )
     if len(secret) < MIN_SECRET_CHARS:

@@ -97,7 +97,7 @@ def test_a_difference_below_the_threshold() -> None:
 
 def test_no_pairs() -> None:
     assert format_verdict(compare([], 0.01), 0, 6, ["Errors: none."]) == (
-        "0 of 6 pairs of runs: no verdict, as that takes a run on every arm\n\nErrors: none."
+        "0 of 6 pairs of runs: no verdict, because it needs a run on every arm\n\nErrors: none."
     )
 
 

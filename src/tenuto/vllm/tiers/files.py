@@ -111,7 +111,7 @@ def read_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
             raise DamagedError("the header is cut")
         magic, found, num_bytes, checksum = HEADER.unpack(header)
         if magic != MAGIC or num_bytes != data.nbytes:
-            raise DamagedError("the header is another's")
+            raise DamagedError("the header belongs to another file")
         if found != origin:
             raise DamagedError("its KV is of other weights or another configuration")
         rest = data

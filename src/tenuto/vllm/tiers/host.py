@@ -155,7 +155,7 @@ class HostTier:
 
     def change_weights(self, what: str) -> None:
         """The weights in memory may have changed, so that they differ from the model's files."""
-        logger.info("after %s, KV of before is not used any more; nor is the disk's after a restart", what)
+        logger.info("after %s, older KV is not used any more; a restart will not use the disk's either", what)
         for disk in self._port.disks:
             disk.forget_origin()
         self._scheduler.reset_prefix_cache(reset_connector=True)
@@ -171,7 +171,7 @@ class HostTier:
         is_known = (name, path) in self._adapters
         known, self._adapters[name, path] = self._adapters.get((name, path)), digest
         if is_known and (digest is None or digest != known):
-            logger.info("adapter %s was loaded anew: KV of before is not used any more", name)
+            logger.info("adapter %s was loaded again: its older KV is not used any more", name)
             with self._port.keep_disks():
                 self._scheduler.reset_prefix_cache(reset_connector=True)
         return done
@@ -237,7 +237,7 @@ class HostTier:
             try:
                 origin = get_origin(config, self._scheduler.kv_cache_config, disk.offloading_config)
             except UnknownOriginError as error:
-                logger.warning("disk tier: begins anew, and the next start will: %s", error)
+                logger.warning("disk tier: starts empty, now and at the next start: %s", error)
             disk.open(get_name(config), get_rank(config), origin)
 
     def _get_adapter(self, name: str, path: str) -> str | None:

@@ -173,7 +173,7 @@ class Copies:
         since_s = self._reads_since_s
         if self._is_stuck or since_s is None or time.perf_counter() - since_s < self._stuck_s:
             return
-        logger.error("a copy hangs; KV is computed and not loaded until it goes on")
+        logger.error("a copy hangs: until it ends, KV is computed instead of loaded")
         self._is_stuck = True
         for job in [*self._loads.values(), *self._stores.values()]:
             self._fail(job)
