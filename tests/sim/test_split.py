@@ -142,7 +142,10 @@ def test_compare_shows_the_split_unless_told_not_to(
     line = [*COMPARE, "--out", str(tmp_path), "--csv", str(tmp_path / "table.csv")]
     assert main([*line, "--json"]) == 0
     output = capsys.readouterr()
-    assert "note: 5 runs in addition to the 2 show where a gain comes from; --no-split leaves them out" in output.err
+    assert (
+        "note: 5 runs in addition to the 2 show where a gain comes from; --no-split leaves them out"
+        in output.err
+    )
     assert len(read_results(tmp_path)) == 7
     tenuto = json.loads(output.out)[-1]
     product = tenuto["steps_ratio"] * tenuto["order_ratio"] * tenuto["cache_ratio"]
