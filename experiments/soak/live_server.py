@@ -81,7 +81,7 @@ def prepare_state(state: Path, book: Book, rng: random.Random) -> str:
 
 def check_log(log: Path, book: Book) -> None:
     """Errors of the engine's process, and of Tenuto's addresses, that no fault explains."""
-    known = ("metrics are not updated", "is not saved in", "is ignored, policy")
+    known = ("metrics are not updated", "cannot be written", "is not saved in", "is ignored, policy")
     for line in log.read_text(errors="replace").splitlines():
         # An API server complains of its dead engine, which was killed on purpose.
         is_ours = line.startswith("(EngineCore") or "control: a request failed" in line
