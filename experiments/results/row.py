@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Row:
         policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
         key, _, value = option.partition("=")
-        options = {key: float(value)} if option else {}
+        options = {key: json.loads(value)} if option else {}
         setup = dataclasses.replace(
             self.setup,
             policy=name,

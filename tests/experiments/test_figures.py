@@ -30,7 +30,8 @@ def test_every_figure_has_cells_that_can_be_built(name: str) -> None:
     assert len({cell.key for _, cell in full}) == len(full)
     assert {place.policy for place, _ in quick} == {place.policy for place, _ in full}
     assert {place.panel for place, _ in quick} == {place.panel for place, _ in full}
-    for setup in {cell.setup.policy: cell.setup for _, cell in quick}.values():
+    setups = {(cell.setup.policy, str(cell.setup.options)): cell.setup for _, cell in quick}
+    for setup in setups.values():
         setup = replace(setup, step_cost="roofline")
         if setup.fleet is not None:
             check_fleet(setup)
