@@ -123,7 +123,7 @@ def test_metrics_go_on_after_a_full_disk(
         granted = [line for line in file.read_text().splitlines() if line.startswith("tenuto:leases_granted")]
         assert any(line.endswith(f" {1 if is_full else number}.0") for line in granted), granted
     said = [record.message for record in caplog.records if "metrics" in record.message]
-    assert [text.split(",")[0] for text in said] == [
+    assert [text.split(": cannot")[0] for text in said] == [
         "tenuto: metrics are not updated",
         "tenuto: metrics are updated again",
     ]
