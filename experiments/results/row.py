@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from experiments.results.settings import Step
+from tenuto.core.loader import load_policy
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -34,7 +34,9 @@ class Row:
         policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
         key, _, value = option.partition("=")
-        options = {key: json.loads(value)} if option else {}
+        # A number is written as in the records: an int only where the option is one.
+        is_int = option and type(getattr(load_policy(name), key)) is int
+        options = {key: int(value) if is_int else float(value)} if option else {}
         setup = dataclasses.replace(
             self.setup,
             policy=name,
