@@ -38,7 +38,8 @@ def drop_deep_fields(request: Any) -> None:
     deep = [name for name, value in fields.items() if is_deep(value)] if fields else []
     if not fields or not deep:
         return
-    logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, deep[:4], MAX_DEPTH)
+    names = [name[:40] for name in deep[:4]]
+    logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, names, MAX_DEPTH)
     params.extra_args = {name: value for name, value in fields.items() if name not in deep}
     if "kv_transfer_params" in deep:
         request.kv_transfer_params = None
