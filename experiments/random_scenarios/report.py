@@ -409,11 +409,14 @@ def draw_picture(found: Found, path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(metrics), figsize=(10, 3.6), sharey=True, layout="constrained")
     for panel, metric in zip(panels, metrics, strict=True):
         ratios = found.get_ratios(STOCK, metric, found.scenarios)
-        for at, scenario in enumerate(sorted(ratios, key=lambda each: ratios[each])):
-            low, high = found.get_range(scenario, metric)
-            color = "tab:blue" if scenario in found.matters else "silver"
-            panel.plot([at, at], [low, high], color=color, linewidth=1)
-            panel.plot(at, ratios[scenario], marker="o", markersize=3, color=color)
+        order = list(enumerate(sorted(ratios, key=lambda each: ratios[each])))
+        for color, matters in (("tab:blue", True), ("silver", False)):
+            drawn = {at: each for at, each in order if (each in found.matters) == matters}
+            ranges = [found.get_range(each, metric) for each in drawn.values()]
+            panel.vlines(
+                [*drawn], [low for low, _ in ranges], [high for _, high in ranges], color=color, linewidth=1
+            )
+            panel.plot([*drawn], [ratios[each] for each in drawn.values()], "o", markersize=3, color=color)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_yscale("log")
         ticks = (0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)

@@ -12,7 +12,7 @@ from tenuto.core.requests import Hints, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.core.wishes.wish import MarkFinder, Wish
-from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint
+from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint, replace_fields
 from tenuto.vllm.tenants import TenantVerifier
 
 logger = logging.getLogger("vllm.tenuto")
@@ -40,9 +40,7 @@ def drop_deep_fields(request: Any) -> None:
         return
     names = [name[:40] for name in deep[:4]]
     logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, names, MAX_DEPTH)
-    params.extra_args = {name: value for name, value in fields.items() if name not in deep}
-    if "kv_transfer_params" in deep:
-        request.kv_transfer_params = None
+    replace_fields(request, {name: value for name, value in fields.items() if name not in deep})
 
 
 def is_deep(value: Any) -> bool:

@@ -207,6 +207,12 @@ def get_session_id(request: Any) -> str | None:
     return getattr(request, "session_id", None)
 
 
+def replace_fields(request: Any, fields: dict[str, Any]) -> None:
+    """Give a request other fields for the workers and the KV connector, as vLLM does for a new request."""
+    request.sampling_params.extra_args = fields
+    request.kv_transfer_params = fields.get("kv_transfer_params")
+
+
 def has_release_hint(request: Any) -> bool:
     """Whether a request carries vLLM's own hint that its KV cache is not needed afterwards.
 
