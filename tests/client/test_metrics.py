@@ -112,7 +112,7 @@ def test_what_preemptions_took_is_the_servers_count_or_said_to_be_missing() -> N
     preempted = {"vllm:num_preemptions_total": 3.0}
     outcome = make_outcome(*WHOLE, growth=preempted)
     assert metrics.get_recomputed_tokens(outcome) == 32
-    assert "what 3 preemptions took" in metrics.get_notes(outcome)[0]
+    assert "losses of 3 preemptions" in metrics.get_notes(outcome)[0]
     outcome = make_outcome(*WHOLE, growth={**preempted, "tenuto:recomputed_tokens_total": 45.0})
     assert metrics.get_recomputed_tokens(outcome) == 45
     assert metrics.get_notes(outcome) == ()
