@@ -221,7 +221,8 @@ def read_as_router(data: bytes) -> None:
 def pass_middleware(data: bytes) -> None:
     """A body in pieces through the middleware: nothing changes but `vllm_xargs` and the length.
 
-    The tenant reaches the engine, whatever the body is.
+    Halves of characters are replaced in what vLLM sends on to its engines. The tenant reaches the engine,
+    whatever the body is.
     """
     path = GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
     headers = [(b"content-length", str(len(data)).encode()), (b"x-tenant", b"acme")]
@@ -241,11 +242,13 @@ def pass_middleware(data: bytes) -> None:
         if received != data:
             raise Wrong("a body that is no JSON object was changed")
         return
+    for name in before.keys() & {"vllm_xargs", "kv_transfer_params"}:
+        before[name] = _without_halves(before[name])
     after = json.loads(received)
     if repr({**before, "vllm_xargs": 0}) != repr({**after, "vllm_xargs": 0}) and received != data:
         raise Wrong("more than vllm_xargs was changed")
     xargs = before.get("vllm_xargs") or {}
-    if received != data and not are_xargs(after["vllm_xargs"]):
+    if repr(after) != repr(before) and not are_xargs(after["vllm_xargs"]):
         raise Wrong(f"vLLM does not take {after['vllm_xargs']!r}")
     if isinstance(xargs, dict) and any(
         repr(after["vllm_xargs"].get(name)) != repr(xargs[name])
@@ -254,6 +257,11 @@ def pass_middleware(data: bytes) -> None:
     ):
         raise Wrong("what was in vllm_xargs is not there any more")
     _check_passed_wish(before, after, said)
+
+
+def _without_halves(value: Any) -> Any:
+    """The same JSON with a question mark for each half of a character."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _check_passed_wish(before: dict[str, Any], after: dict[str, Any], said: str | None) -> None:

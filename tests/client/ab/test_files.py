@@ -47,7 +47,7 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path, text: str) -> None:
 def test_one_at_a_time(tmp_path: Path) -> None:
     with (
         AbFolder(tmp_path, {}),
-        pytest.raises(ConfigError, match="another tenuto ab is at work"),
+        pytest.raises(ConfigError, match="another tenuto ab is using this folder"),
         AbFolder(tmp_path, {}),
     ):
         pass
