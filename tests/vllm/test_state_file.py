@@ -181,7 +181,7 @@ def test_a_corrupt_file_is_reported_set_aside_and_ignored(
     policy = Counting()
     with caplog.at_level(logging.ERROR, "vllm.tenuto"):
         state = open_file(path, policy)
-    assert "state.json is ignored" in caplog.text and "set aside as state.json.ignored" in caplog.text
+    assert "state.json is ignored" in caplog.text and "the file is now state.json.ignored" in caplog.text
     assert policy.count == 0
     policy.count = 5
     state.close()
