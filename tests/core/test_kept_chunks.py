@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tenuto.core.kept_chunks import KeptChunks
-from tenuto.core.tier_order import TierOrder, Use, list_wished
+from tenuto.core.tier_order import KeptChunks, TierOrder, Use, list_wished
 from tenuto.core.wishes.wish import Span, Wish
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tenuto.cli import main
-from tenuto.client.ledger import LedgerOptions, format_rows, join_ranks, read_ledger, write_rows
+from tenuto.client.control import LedgerOptions, format_rows, join_ranks, read_ledger, write_rows
 from tenuto.client.metrics import parse_page
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import ConfigError, TenutoError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.client.ledger import LedgerOptions
+from tenuto.client.control import LedgerOptions
 
 _SUMMARY = """\
 Show what jobs and tenants used on a live server: tokens read from the cache, loaded, computed, computed again
@@ -29,7 +29,7 @@ a price can be tried before it is charged.
 
 def run(given: Given) -> int:
     """Ask the server, and print or write its accounts."""
-    from tenuto.client.ledger import format_rows, read_ledger, write_rows
+    from tenuto.client.control import format_rows, read_ledger, write_rows
 
     options = given.read(LedgerOptions)
     rows, note = read_ledger(options)

@@ -111,7 +111,7 @@ def run(given: Given) -> int:
         if not options.as_json:
             print(format_beside(record, stock))
     if options.ledger:
-        from tenuto.client.ledger import join_ranks, write_rows
+        from tenuto.client.control import join_ranks, write_rows
 
         write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
     if options.csv:

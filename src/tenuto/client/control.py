@@ -1,13 +1,17 @@
-"""`tenuto control`: its options, and its requests to a server (`tenuto.vllm.control_http`)."""
+"""An operator's commands to a live server (`tenuto.vllm.control_http`): `tenuto control`, `tenuto ledger`."""
 
 from __future__ import annotations
 
+import csv
 import getpass
+import io
 import json
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,14 +19,75 @@ import httpx
 
 from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
 
 ACTIONS = ("status", "on", "off", "shadow", "set", "release")
+COLUMNS = ("kind", "tenant", "job", *FIGURES)
+Row = dict[str, Any]
+"""`kind` (total, tenant or job), `tenant`, `job`, and the figures of one account."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions(Options):
-    """All options, checked. Raises ConfigError."""
+class _ServerOptions(Options):
+    """The server, and the keys to it."""
+
+    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
+    job: str | None = option(None, "one job, by its id; its own client needs no operator's key", metavar="ID")
+    admin_key: str | None = option(
+        None, "the operator's key, equal to the server's", environment="TENUTO_ADMIN_KEY", metavar="KEY"
+    )
+    api_key: str | None = option(
+        None, "the key of a job's client", environment="OPENAI_API_KEY", metavar="KEY"
+    )
+    timeout_s: float = option(90.0, "longest wait for the server's answer, seconds", above=0)
+
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        super().__post_init__()
+        check_url(self.url)
+        check_api_key(self.api_key)
+        if self.admin_key is not None and not (self.admin_key.isprintable() and self.admin_key.isascii()):
+            raise ConfigError(
+                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) has characters not allowed in a header"
+            )
+
+    def require_admin_key(self) -> str:
+        """The operator's key. Raises ConfigError if there is none."""
+        if not self.admin_key:
+            raise ConfigError("--admin-key or $TENUTO_ADMIN_KEY is missing: the operator's key")
+        return self.admin_key
+
+    def ask(
+        self, client: httpx.Client | None, path: str, key: str | None, body: Any = None, **headers: str
+    ) -> httpx.Response:
+        """The answer to a POST; to a GET if there is no body. Raises TenutoError if there is none."""
+        url = f"{self.base_url}/tenuto/{path}"
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        with client or httpx.Client(timeout=self.timeout_s, trust_env=False) as http:
+            try:
+                if body is None:
+                    return http.get(url, headers=headers)
+                return http.post(url, headers=headers, json=body)
+            except httpx.HTTPError as error:
+                raise TenutoError(
+                    f"no answer from {self.base_url}: {error or type(error).__name__}"
+                ) from error
+
+    @property
+    def job_path(self) -> str:
+        """Where the server answers about the job."""
+        return f"jobs/{quote(self.job or '', safe='')}"
+
+    @property
+    def base_url(self) -> str:
+        """The server, without `/v1`."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(_ServerOptions):
+    """All options of `tenuto control`, checked. Raises ConfigError."""
 
     action: str = option(
         MISSING,
@@ -31,7 +96,6 @@ class ControlOptions(Options):
         is_positional=True,
         choices=ACTIONS,
     )
-    url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
     policy: str | None = option(None, "set: the policy; its other options get their defaults", metavar="NAME")
     options: tuple[str, ...] = option(
         (),
@@ -61,28 +125,14 @@ class ControlOptions(Options):
         is_repeatable=True,
     )
     no_canary: bool = option(False, "set: the policy applies to all jobs again")
-    job: str | None = option(None, "release: the job's id", metavar="ID")
-    admin_key: str | None = option(
-        None, "the operator's key, equal to the server's", environment="TENUTO_ADMIN_KEY", metavar="KEY"
-    )
-    api_key: str | None = option(
-        None, "release: the client's key", environment="OPENAI_API_KEY", metavar="KEY"
-    )
     operator: str | None = option(
         None, "your name in the server's log", metavar="NAME", shown_default="user@host", flag="--as"
     )
-    timeout_s: float = option(90.0, "longest wait for the server's answer, seconds", above=0)
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
         """Check the options. Raises ConfigError."""
         super().__post_init__()
-        check_url(self.url)
-        check_api_key(self.api_key)
-        if self.admin_key is not None and not (self.admin_key.isprintable() and self.admin_key.isascii()):
-            raise ConfigError(
-                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) has characters not allowed in a header"
-            )
         if (self.action == "release") != (self.job is not None):
             raise ConfigError("release needs --job, and no other action takes it")
         if self.action == "set" and not self.get_change():
@@ -131,12 +181,12 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
     Status 0: every rank confirmed. 1: a rank did not confirm. Raises TenutoError if the server refuses or
     does not answer.
     """
-    url = options.url.rstrip("/").removesuffix("/v1")
-    with client or httpx.Client(timeout=options.timeout_s, trust_env=False) as http:
-        try:
-            response = _send(http, url, options)
-        except httpx.HTTPError as error:
-            raise TenutoError(f"no answer from {url}: {error or type(error).__name__}") from error
+    if options.action == "release":
+        response = options.ask(client, f"{options.job_path}/release", options.api_key, {})
+    else:
+        key, operator = options.require_admin_key(), {"X-Tenuto-Operator": options.get_operator()}
+        response = options.ask(client, "control", key, options.get_change() or None, **operator)
+    url = options.base_url
     answer = _read(response, url)
     if response.status_code not in (200, 504):
         raise TenutoError(f"{url}: {answer.get('error') or f'status {response.status_code}'}")
@@ -175,20 +225,6 @@ def format_status(answer: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _send(http: httpx.Client, url: str, options: ControlOptions) -> httpx.Response:
-    if options.action == "release":
-        assert options.job is not None
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        return http.post(f"{url}/tenuto/jobs/{quote(options.job, safe='')}/release", headers=headers)
-    if not options.admin_key:
-        raise ConfigError("--admin-key or $TENUTO_ADMIN_KEY is missing: the operator's key")
-    headers = {"Authorization": f"Bearer {options.admin_key}", "X-Tenuto-Operator": options.get_operator()}
-    change = options.get_change()
-    if not change:
-        return http.get(f"{url}/tenuto/control", headers=headers)
-    return http.post(f"{url}/tenuto/control", headers=headers, json=change)
-
-
 def _read(response: httpx.Response, url: str) -> dict[str, Any]:
     try:
         answer = response.json()
@@ -209,3 +245,122 @@ def _format_release(answer: Mapping[str, Any]) -> str:
 
 def _list(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items() if value is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerOptions(_ServerOptions):
+    """All options of `tenuto ledger`, checked. Raises ConfigError."""
+
+    csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
+
+    def __post_init__(self) -> None:
+        """Check the options. Raises ConfigError."""
+        super().__post_init__()
+        if self.job is None:
+            self.require_admin_key()
+
+
+def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> tuple[list[Row], str | None]:
+    """A server's accounts, and a note on what its answer leaves out. Raises TenutoError if it has none."""
+    url = options.base_url
+    if options.job is None:
+        response = options.ask(client, "ledger", options.admin_key)
+    else:
+        response = options.ask(client, options.job_path, options.api_key or options.admin_key)
+    try:
+        answer = response.json()
+        if response.status_code != 200:
+            raise TenutoError(f"{url}: {answer.get('error') or f'status {response.status_code}'}")
+        ranks: Sequence[Mapping[str, Any]] = answer["ranks"]
+        if options.job is None:
+            return join_ranks(ranks)
+        told = [rank["ledger"] for rank in ranks]
+        row = {"kind": "job", "tenant": None, "job": options.job, **add_figures(told)}
+        return ([row] if told else []), answer.get("note")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise TenutoError(
+            f"{url} does not say what jobs used (status {response.status_code}); is it Tenuto's?"
+        ) from None
+
+
+def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | None]:
+    """The sums over a server's data-parallel ranks: total, tenants, jobs; and a note on what is left out."""
+    tenants: dict[str, list[Mapping[str, float]]] = {}
+    jobs: dict[tuple[str | None, str], list[Mapping[str, float]]] = {}
+    for rank in ranks:
+        for name, figures in rank["tenants"].items():
+            tenants.setdefault(name, []).append(figures)
+        for job in rank["jobs"]:
+            jobs.setdefault((job["tenant"], job["job"]), []).append(job)
+    num_left_out = sum(int(rank["jobs_left_out"]) for rank in ranks)
+    note = f"{num_left_out} earlier jobs are left out" if num_left_out else None
+    return make_rows([rank["total"] for rank in ranks], tenants, jobs), note
+
+
+def make_rows(
+    totals: Iterable[Mapping[str, float]],
+    tenants: Mapping[str, Iterable[Mapping[str, float]]],
+    jobs: Mapping[tuple[str | None, str], Iterable[Mapping[str, float]]],
+) -> list[Row]:
+    """A row for the total, for each tenant, and for each job."""
+    return [
+        {"kind": "total", "tenant": None, "job": None, **add_figures(totals)},
+        *(
+            {"kind": "tenant", "tenant": name or None, "job": None, **add_figures(each)}
+            for name, each in tenants.items()
+        ),
+        *(
+            {"kind": "job", "tenant": tenant, "job": name, **add_figures(each)}
+            for (tenant, name), each in jobs.items()
+        ),
+    ]
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write the accounts as CSV, with `-` to standard output. Raises ConfigError if that fails."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _bound(row[name]) for name in COLUMNS} for row in rows)
+    if str(path) == "-":
+        sys.stdout.write(text.getvalue())
+        return
+    try:
+        path.write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--csv: cannot write {path}: {error.strerror or error}") from error
+
+
+def _bound(value: Any) -> Any:
+    """A safe cell: names come from clients, and a spreadsheet must not read one as a formula."""
+    if isinstance(value, float):
+        return round(value, 3)
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value
+
+
+def format_rows(rows: Sequence[Row], most: int = 20) -> str:
+    """The accounts as a table: the total, the tenants, and the jobs that computed most."""
+    jobs = sorted(
+        (row for row in rows if row["kind"] == "job"), key=lambda row: row["computed_tokens"], reverse=True
+    )
+    shown = [row for row in rows if row["kind"] != "job"] + jobs[:most]
+    heads = ["", *(name.replace("_block_seconds", " block-s").replace("_tokens", "") for name in FIGURES)]
+    table = [heads] + [[_name(row), *(f"{row[name]:,.0f}" for name in FIGURES)] for row in shown]
+    widths = [max(len(line[column]) for line in table) for column in range(len(heads))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
+    if len(jobs) > most:
+        lines.append(f"… and {len(jobs) - most} more jobs; --csv has all")
+    return "\n".join(lines)
+
+
+def _name(row: Row) -> str:
+    if row["kind"] == "job":
+        return json.dumps(row["job"])[1:-1][:40]
+    return "all" if row["kind"] == "total" else f"tenant {json.dumps(row['tenant'] or '(none)')[1:-1][:40]}"

@@ -363,10 +363,6 @@ class RemainingWork:
             return left.this
         return min(left.this / left.stops, self._trust(left.work))
 
-    def get_trust(self) -> float:
-        """Correlation between predicted and actual remaining work, from 0 (none, or unknown) to 1."""
-        return self._agreement.get_correlation()
-
     def get_state(self) -> dict[str, Any]:
         """What was learned of all jobs, as JSON values."""
         return {**self._all.get_state(), "agreement": self._agreement.sums}

@@ -191,11 +191,6 @@ class StepTimes:
             self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
         return self._added_line
 
-    def get_tokens_per_decode(self) -> float:
-        """Number of prefill tokens that take as long as one more decoding request, from 1 to 50."""
-        token_s, (_, decode_s) = self._get_lines()
-        return min(50.0, max(1.0, decode_s / token_s)) if token_s > 0 else 10.0
-
     def _get_lines(self) -> tuple[float, tuple[float, float]]:
         """Both fits, computed at most once per step, because many turns end with one step."""
         if self._lines is None:

@@ -60,9 +60,8 @@ POLICIES_DARK = {
     "p4": "#b740b1", "p5": "#f1e079", "p6": "#a446ee",
 }  # fmt: skip
 
-TURN_STATES = ("queue", "wait", "prefill", "decode", "held", "tool", "failed")
 BLOCK_STATES = ("running", "leased", "cached", "free", "host", "disk")
-"""The states of turns and those of blocks are never in one picture."""
+"""States of blocks. The others below are states of turns, and are never in one picture with these."""
 STATES_LIGHT = {
     "queue": "#a98c07", "wait": "#850ea9", "prefill": "#7a2b00", "decode": "#199dba", "held": "#3333ff",
     "tool": "#464658", "failed": "#e0666b", "running": "#316077", "leased": "#f45b17", "cached": "#4d4920",

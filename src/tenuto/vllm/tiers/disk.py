@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.kept_chunks import KeptChunks
-from tenuto.core.tier_order import HeldChanges
+from tenuto.core.tier_order import HeldChanges, KeptChunks
 from tenuto.core.types import TierView
 from tenuto.vllm.compat.offload import (
     JobResult,
