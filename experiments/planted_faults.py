@@ -207,14 +207,14 @@ FAULTS = (
     ),
     Fault(
         "wishes: a year",
-        "core/wishes/wish.py",
+        "core/wishes.py",
         "(min(keep_s, MAX_KEEP_S), end)",
         "(keep_s, end)",
         ("sim_server/test_wishes.py",),
     ),
     Fault(
         "wishes: what makes no sense is not counted",
-        "core/wishes/wish.py",
+        "core/wishes.py",
         '"""The request has a malformed value."""\n        self.num_malformed += 1',
         '"""The request has a malformed value."""',
         ("core/test_wishes.py",),

@@ -30,7 +30,7 @@ from typing import Any
 import tenuto.vllm
 from experiments.benchmarks.scheduler_step import TimedEngine
 from tenuto.core.requests import WISH_FIELD
-from tenuto.core.wishes.wish import Mark, Span, Wish, write_wish
+from tenuto.core.wishes import Mark, Span, Wish, write_wish
 from tenuto.vllm.requests import OutputReader
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 

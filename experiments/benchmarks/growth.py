@@ -25,7 +25,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, ToolCall, Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.estimators.step_size import make_step_chooser
 
 BLOCK_SIZE = 16

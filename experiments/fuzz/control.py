@@ -25,7 +25,7 @@ from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
-from tenuto.core.wishes.wish import make_wish_header
+from tenuto.core.wishes import make_wish_header
 from tenuto.sim.machine import build
 from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.app import make_parts

@@ -35,8 +35,8 @@ from tenuto.core.requests import (
 )
 from tenuto.core.settings import parse_option, parse_policy_options
 from tenuto.core.tool_calls import MAX_COMMAND_CHARS, find_tool_call, is_cut
-from tenuto.core.wishes import DIALECTS, read_wish, read_wish_text
-from tenuto.core.wishes.wish import (
+from tenuto.core.wish_dialects import DIALECTS, read_wish, read_wish_text
+from tenuto.core.wishes import (
     MAX_KEEP_S,
     MAX_PROMPT_TOKENS,
     MAX_SPANS,

@@ -263,7 +263,7 @@ SIGNS = (
 ELSEWHERE = {
     "add an option": "tests/cli/test_options.py: an option is a field of what it belongs to",
     "read one more hint": "tests/core/test_hints.py holds every name of a job that is read",
-    "read a cache wish": "tests/core/test_wishes.py: every reader is listed, and reads its own samples",
+    "read a cache wish": "tests/core/test_wishes.py: every reader has samples, and reads them",
     "add a hook": "tests/core/test_told_hooks.py and tests/agreement: both engines provide each hook",
     "read or write another API": "tests/wire: what one side writes the other reads, in each format",
     "change what `plan` prints": "tests/sim/test_plan.py",

@@ -14,7 +14,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, ToolCall, Turn, Yields
-from tenuto.core.wishes.wish import Span, Wish
+from tenuto.core.wishes import Span, Wish
 from tests.support.checks import check_integrity
 from tests.support.toy_engine import ToyEngine, ToyTurn
 

@@ -17,7 +17,7 @@ from tenuto.core.requests import (
     write_context_as_text,
 )
 from tenuto.core.types import Decision, EngineView, Keep, LeaseRefusal, Turn
-from tenuto.core.wishes.kv_hints import MAX_ACTIONS
+from tenuto.core.wish_dialects import MAX_ACTIONS
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 CHAT = "/v1/chat/completions"

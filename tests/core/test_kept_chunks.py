@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tenuto.core.tier_order import KeptChunks, TierOrder, Use, list_wished
-from tenuto.core.wishes.wish import Span, Wish
+from tenuto.core.wishes import Span, Wish
 
 
 def fill(order: TierOrder, name: str, number: int = 3) -> list[str]:

@@ -10,7 +10,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LeaseEnd, LeaseRefusal, Release, Turn, Yields
-from tenuto.core.wishes.wish import Span, Wish
+from tenuto.core.wishes import Span, Wish
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 NOW_S = 5.0

@@ -6,12 +6,10 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tenuto.core import wishes
 from tenuto.core.requests import (
     HINT_FIELDS,
     WISH_FIELD,
@@ -22,8 +20,8 @@ from tenuto.core.requests import (
     read_hints,
 )
 from tenuto.core.types import LeaseEnd, LeaseRefusal
-from tenuto.core.wishes import DIALECTS, MODULES, agent_hint, read_wish, read_wish_text
-from tenuto.core.wishes.wish import (
+from tenuto.core.wish_dialects import CONTEXT_FIELD, DIALECTS, read_wish, read_wish_text
+from tenuto.core.wishes import (
     MAX_KEEP_S,
     MAX_MARKS,
     MAX_SPANS,
@@ -41,8 +39,73 @@ from tenuto.core.wishes.wish import (
     write_wish,
 )
 
-UNIX_S = agent_hint.SAMPLE_UNIX_S
-SAMPLES = [(module.NAME, *sample) for module in MODULES for sample in module.SAMPLES]
+UNIX_S = 1_788_839_400.0
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+TOOL = {"name": "ls", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
+SYSTEM = [{"type": "text", "text": "Be brief.", "cache_control": HOUR}]
+HELLO = [{"role": "user", "content": "Hello."}]
+PARTS = [{"type": "text", "text": "Be brief.", "prompt_cache_breakpoint": {"mode": "explicit"}}]
+RETAIN = {"action_type": "Retain", "payload": {"ttl_seconds": 300}}
+HINT = {"schema_version": 1, "trajectory_id": "t", "kv_priority": 65, "lease_until": 1_788_840_000.0}
+OF_DIALECTS: dict[str, tuple[tuple[dict[str, Any], float], ...]] = {
+    "anthropic": (
+        ({"cache_control": HOUR, "messages": HELLO}, 3600.0),
+        ({"system": SYSTEM, "messages": HELLO}, 3600.0),
+        ({"tools": [TOOL], "messages": HELLO}, 300.0),
+        ({"messages": [{"role": "user", "content": SYSTEM}]}, 3600.0),
+        ({"cache_control": {"type": "ephemeral"}, "messages": HELLO}, 0.0),
+    ),
+    "openai": (
+        ({"prompt_cache_retention": "24h", "messages": HELLO}, 86_400.0),
+        ({"prompt_cache_retention": "in_memory", "input": "Hello."}, 300.0),
+        ({"prompt_cache_options": {"ttl": "30m"}, "input": "Hello."}, 1800.0),
+        (
+            {
+                "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+                "messages": [{"role": "system", "content": PARTS}, *HELLO],
+            },
+            1800.0,
+        ),
+        ({"prompt_cache_options": {"mode": "implicit"}, "input": "Hello."}, 0.0),
+        ({"prompt_cache_key": "app", "messages": HELLO}, 0.0),
+    ),
+    "retention-directives": (
+        ({"retention_directives": [{"start": 0, "end": 2048, "priority": 80, "duration": 300}]}, 300.0),
+        (
+            {"retention_directives": [{"start": 0, "end": None, "duration": 12.8}], "retention_scope": "s"},
+            12.8,
+        ),
+        ({"retention_directives": [{"start": 0, "end": 16, "priority": 80}]}, 0.0),
+    ),
+    "nvext": (
+        ({"nvext": {"cache_control": {"type": "ephemeral", "ttl": "30m"}}}, 1800.0),
+        (
+            {"nvext": {"cache_control": {"type": "ephemeral", "ttl": "45s"}, "agent_hints": {"osl": 128}}},
+            45.0,
+        ),
+        ({"nvext": {"cache_control": {"type": "ephemeral"}}}, 0.0),
+        ({"nvext": {"agent_hints": {"latency_sensitivity": 1.0, "priority": 5}}}, 0.0),
+    ),
+    "kv-hints": (
+        ({"kv_hints": {"protocol_version": "1", "actions": [RETAIN]}}, 300.0),
+        ({"kv_hints": {"retain_full_prompt": {"ttl_seconds": 1800}}}, 1800.0),
+        ({"kv_hints": {"actions": [{"action_type": "retain"}, {"action_type": "prefetch"}]}}, 0.0),
+    ),
+    "agentic-context": (
+        ({"vllm_xargs": {CONTEXT_FIELD: {"program_id": "p", "kv_retention_ttl_seconds": 30}}}, 30.0),
+        ({CONTEXT_FIELD: '{"program_id": "p", "kv_retention_ttl_seconds": 7200}'}, 7200.0),
+        ({CONTEXT_FIELD: {"program_id": "p", "kv_retention_ttl_seconds": 0}}, 0.0),
+        ({CONTEXT_FIELD: {"program_id": "p"}}, 0.0),
+    ),
+    "agent-hint": (
+        ({"kv_transfer_params": {"agent_hint": HINT}}, 600.0),
+        ({"agent_hint": HINT}, 600.0),
+        ({"agent_hint": {**HINT, "lease_until": UNIX_S - 1}}, 0.0),
+        ({"agent_hint": {"schema_version": 1, "kv_priority": 65}}, 0.0),
+    ),
+}
+"""Sample bodies of each dialect, and the longest time that each asks for at `UNIX_S`, in seconds."""
+SAMPLES = [(name, *sample) for name, samples in OF_DIALECTS.items() for sample in samples]
 ODD = (
     0,
     -1,
@@ -76,12 +139,6 @@ def test_each_dialect(dialect: str, body: dict[str, Any], keep_s: float) -> None
         return
     assert wish is not None
     assert (wish.dialect, wish.keep_s, wish.malformed) == (dialect, keep_s, ())
-
-
-def test_every_reader_is_listed() -> None:
-    folder = Path(wishes.__file__).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "wish"}
-    assert {module.__name__.rpartition(".")[2] for module in MODULES} == files
 
 
 def test_every_dialect_has_a_wish_and_what_is_none() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.client.metrics import parse_page
 from tenuto.core.types import Yields
-from tenuto.core.wishes.wish import WISH_HEADER
+from tenuto.core.wishes import WISH_HEADER
 from tests.sim_server.live import Live, serve
 
 HOUR = {"type": "ephemeral", "ttl": "1h"}

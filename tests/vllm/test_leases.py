@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 import tenuto.vllm
 from tenuto.core.requests import WISH_FIELD
 from tenuto.core.types import LeaseEnd
-from tenuto.core.wishes.wish import Span, Wish, write_wish
+from tenuto.core.wishes import Span, Wish, write_wish
 from tenuto.vllm import engine as vllm_engine
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock

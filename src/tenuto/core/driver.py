@@ -55,7 +55,7 @@ from tenuto.core.types import (
     Turn,
     name_reason,
 )
-from tenuto.core.wishes.wish import Verdict, Wish, judge
+from tenuto.core.wishes import Verdict, Wish, judge
 
 
 class Driver:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 
 
 class Engine(Protocol):

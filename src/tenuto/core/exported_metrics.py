@@ -18,8 +18,8 @@ from tenuto.core.jobs import NOBODY, UNVERIFIED
 from tenuto.core.ledger import OTHER_TENANTS, PLACES, TOKENS, Ledger, add_figures
 from tenuto.core.stats import DECISION_BUCKETS_S, PARTED_BUCKETS, QUEUE_BUCKETS_S, TOOL_BUCKETS_S, DriverStats
 from tenuto.core.types import EngineView
-from tenuto.core.wishes import DIALECTS
-from tenuto.core.wishes.wish import RESULTS
+from tenuto.core.wish_dialects import DIALECTS
+from tenuto.core.wishes import RESULTS
 
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, before its own."""

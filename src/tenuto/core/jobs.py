@@ -11,7 +11,7 @@ from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
-from tenuto.core.wishes.wish import Verdict
+from tenuto.core.wishes import Verdict
 
 NOBODY = ""
 """The tenant of turns without a tenant. They count as one tenant."""

@@ -41,7 +41,7 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 
 
 @dataclass(slots=True)

@@ -29,8 +29,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.core.wishes import agentic_context, kv_hints, normalize_wish, read_wish, read_wish_text
-from tenuto.core.wishes.wish import Wish, write_wish
+from tenuto.core.wish_dialects import (
+    CONTEXT_FIELD,
+    get_context,
+    list_actions,
+    normalize_wish,
+    read_wish,
+    read_wish_text,
+)
+from tenuto.core.wishes import Wish, write_wish
 
 MAX_ID_CHARS = 128
 """Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
@@ -428,7 +435,7 @@ def _get_parts(content: Any) -> Iterator[bytes]:
 
 
 # Hints in foreign formats: vllm-router's `agentic_context`, and vLLM's `kv_hints`. Both may contain wishes
-# too, so `tenuto.core.wishes` reads them and names their sources. vLLM does not execute the actions of
+# too, so `tenuto.core.wish_dialects` reads them and names their sources. vLLM does not execute the actions of
 # `kv_hints` itself. Here each action becomes a hint about the request's own job.
 
 
@@ -437,14 +444,14 @@ def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) ->
 
     The context has precedence, because it describes the whole program.
     """
-    context = _read_context(agentic_context.get_context(request, xargs))
+    context = _read_context(get_context(request, xargs))
     said = {name: value for name, value in context.items() if value is not None}
     return {**_read_actions(request.get("kv_hints"), said.get("job_id")), **said}
 
 
 def write_context_as_text(xargs: Any) -> Any:
     """`vllm_xargs` with its context as text. Routers send an object, which vLLM 0.33 and older refuse."""
-    name = agentic_context.FIELD
+    name = CONTEXT_FIELD
     if not isinstance(xargs, dict) or not isinstance(xargs.get(name), dict):
         return xargs
     try:
@@ -474,7 +481,7 @@ def _join_program(context: Mapping[str, Any]) -> Any:
 def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
     """The combined meaning of an envelope's actions. If two contradict each other, the later one counts."""
     fields: dict[str, Any] = {}
-    for kind, ttl in kv_hints.list_actions(envelope, own_id):
+    for kind, ttl in list_actions(envelope, own_id):
         match kind:
             case "retain" | "pin":
                 fields |= {"is_last_step": False, **_keep_for(ttl)}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 
 MIN_HEAP = 64
 """A heap is rebuilt only if it is larger than this and most of its entries are stale."""

@@ -28,7 +28,7 @@ from tenuto.client.address import get_base_url
 from tenuto.client.metrics import Buckets, Page, find_engines, join_pages, parse_page
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.types import WORDS
-from tenuto.core.wishes.wish import RESULTS
+from tenuto.core.wishes import RESULTS
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 LATENCIES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from tenuto.core.types import EngineView, Turn
 from tenuto.core.windows import get_max_tokens
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.vllm.compat.groups import cache_ends, find_hit, get_hit_alignment, get_tokens_per_block
 from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,

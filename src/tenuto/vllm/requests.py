@@ -11,7 +11,7 @@ from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
 from tenuto.core.requests import Hints, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
-from tenuto.core.wishes.wish import MarkFinder, Wish
+from tenuto.core.wishes import MarkFinder, Wish
 from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint, replace_fields
 from tenuto.vllm.tenants import TenantVerifier
 

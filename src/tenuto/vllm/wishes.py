@@ -15,7 +15,7 @@ from tenuto.core.limits import Limits, read_canary
 from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import LeaseRefusal
-from tenuto.core.wishes.wish import judge, make_wish_header
+from tenuto.core.wishes import judge, make_wish_header
 from tenuto.vllm.compat.process import get_own_config
 from tenuto.vllm.settings import read_settings
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from tenuto.core.requests import Hints
 from tenuto.core.router import NO_TOKENS, Arrival, Part
-from tenuto.core.wishes.wish import Span, Wish
+from tenuto.core.wishes import Span, Wish
 from tenuto.workload.schema import Job
 from tenuto.workload.turn_driver import Due
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tenuto.core.requests import Hints, make_job_header
 from tenuto.core.tool_calls import find_tool_call
-from tenuto.core.wishes.wish import make_wish_header
+from tenuto.core.wishes import make_wish_header
 from tenuto.sim.server.engine import Pacer, ServedRequest, ServedTurn
 from tenuto.sim.server.request import (
     GenerateRequest,

@@ -27,7 +27,7 @@ from random import Random
 from typing import Any
 
 from tenuto.core.requests import Hints, are_xargs, read_hints, write_context_as_text
-from tenuto.core.wishes.wish import Mark
+from tenuto.core.wishes import Mark
 from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
 from tenuto.wire import Format, get_format
 from tenuto.wire.request import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import Row, Segment, skip_to
 from tenuto.sim.kv.request import Request, Status

@@ -23,7 +23,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Key
 from tenuto.core.tier_order import Rank, Use
 from tenuto.core.types import Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request
 from tenuto.sim.tiers.grouped_offload import GroupedOffloader, GroupedTiers, Place

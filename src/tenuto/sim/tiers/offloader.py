@@ -28,7 +28,7 @@ from typing import Literal
 from tenuto.core.driver import Driver
 from tenuto.core.tier_order import Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.sim.kv.pool import Row
 from tenuto.sim.kv.request import Request
 from tenuto.sim.tiers.tier import NOBODY, Tier

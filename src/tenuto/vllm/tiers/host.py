@@ -20,7 +20,7 @@ from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Policy
 from tenuto.core.tier_order import MAX_STORING_S, Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
-from tenuto.core.wishes.wish import Wish
+from tenuto.core.wishes import Wish
 from tenuto.vllm.compat.offload import ConnectorPort, HostManagerHooks, find_connector
 from tenuto.vllm.compat.origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
 from tenuto.vllm.settings import Settings

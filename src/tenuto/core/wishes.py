@@ -6,7 +6,8 @@ wanted. Tenuto never guarantees a wish:
     on the GPU    held for at most `limits.max_lease_s`, and revoked before any lease that the policy wants
     below it      evicted last for as long as asked, within `limits.max_wished_share` and the tenant's part
 
-The reader of each dialect fills a `Said`. `read_wish` in this package combines them into one wish.
+The readers of dialects (`tenuto.core.wish_dialects`) fill a `FoundWishes` each; `read_wish` makes one wish of
+them.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _resolve(span: Span, find: Callable[[Mark], int]) -> Span:
 
 
 @dataclass
-class Said:
+class FoundWishes:
     """The wishes that one reader found in a request."""
 
     asked: list[tuple[float, Place | int | None]] = field(default_factory=list)
