@@ -30,14 +30,18 @@ def read_steps() -> list[tuple[str, str]]:
 def test_the_image_and_its_tag() -> None:
     steps = read_steps()
     assert {name for name, _ in steps} <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENTRYPOINT"}
-    [tag] = [text.partition("=")[2] for name, text in steps if name == "ARG"]
-    assert [text for name, text in steps if name == "FROM"][-1] == "vllm/vllm-openai:${VLLM_TAG}"
+    tags = dict(text.split("=") for name, text in steps if name == "ARG")
+    tag = tags["VLLM_TAG"]
+    images = [text.split(" ")[0] for name, text in steps if name == "FROM"]
+    assert images == ["python:${PYTHON_TAG}", "vllm/vllm-openai:${VLLM_TAG}"]
     # A release that is checked, the same in all files.
     supported = re.findall(
         r"0\.\d+\.0", (ROOT / "Makefile").read_text(encoding="utf-8").partition("for release")[2]
     )
     assert tag.removeprefix("v") in supported
-    assert COMPOSE["vllm"]["build"]["args"]["VLLM_TAG"] == f"${{VLLM_TAG:-{tag}}}"
+    # Both images can be pinned by digest from outside, here and in the compose file.
+    assert COMPOSE["vllm"]["build"]["args"] == {name: f"${{{name}:-{value}}}" for name, value in tags.items()}
+    assert COMPOSE["simulated"]["image"] == f"python:${{PYTHON_TAG:-{tags['PYTHON_TAG']}}}"
     assert VALUES["servingEngineSpec"]["modelSpec"][0]["tag"] == tag
 
 

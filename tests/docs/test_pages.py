@@ -65,6 +65,21 @@ def test_words_that_nobody_knows_are_gone() -> None:
         assert unknown.findall(PAGES[name].read_text(encoding="utf-8")) == [], name
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_pages_have_the_gain_of_the_results(name: str) -> None:
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    said = re.search(
+        r"^Over (\d+) scenarios, `tenuto` takes \*\*(\S+)\*\* [^(]*\((\S+ to [\d.]+)", results, re.M
+    )
+    first_tokens = re.search(r"^\| P95 TTFT \| all \|.* to (\S+) \|", results, re.M)
+    assert said and first_tokens
+    scenarios, mean, spread = said.groups()
+    gain = (ROOT / name).read_text(encoding="utf-8").partition("<!-- gain -->")[2].partition("<!-- end")[0]
+    assert re.search(rf"\b{scenarios} (simulated )?scenarios", gain)
+    assert re.search(rf"ean job time is {mean} of .*\({spread}\)", gain)
+    assert f"{first_tokens[1]} at worst" in gain
+
+
 def test_planted_faults_are_found() -> None:
     assert find_missing_sections("# A\n\n- [B c](#b-c)\n\n## B c\n\n## `d` (e)\n") == ["`d` (e)"]
     assert find_missing_sections("- [`d` (e)](#d-e)\n\n## `d` (e)\n") == []
