@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tenuto.core.requests import Hints
-from tenuto.workload.generators.ab8 import ab8_jobs
+from tenuto.workload.generators.fixed_lengths import ab8_jobs
 from tenuto.workload.hints import SayHints
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec, Workload
 from tenuto.workload.transform import scale_lengths

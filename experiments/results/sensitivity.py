@@ -9,8 +9,7 @@ from pathlib import Path
 from experiments.results.row import OUT, Row
 from tenuto.sim.setup import Setup
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
-from tenuto.workload.generators.agent import agent_jobs
-from tenuto.workload.generators.swe_bench import SWE_BENCH
+from tenuto.workload.generators.agents import SWE_BENCH, agent_jobs
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job
 from tenuto.workload.transform import arrival_times, within

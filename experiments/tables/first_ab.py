@@ -19,7 +19,12 @@ from experiments.results.tables import format_markdown
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
-from tenuto.workload.generators.trace8 import ANSWER_TOKENS, MAX_ANSWER_TOKENS, PROMPT_TOKENS, trace8_jobs
+from tenuto.workload.generators.fixed_lengths import (
+    ANSWER_TOKENS,
+    MAX_ANSWER_TOKENS,
+    TRACE8_PROMPT_TOKENS,
+    trace8_jobs,
+)
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Workload
 from tenuto.workload.transform import arrival_times, within
@@ -33,9 +38,9 @@ LATENCIES_MS = PUBLISHED["turn_latency_ms"]["8"]["stock"]
 LONGEST_MS = max(LATENCIES_MS)
 ANSWERS = {
     "10 tokens": ANSWER_TOKENS,
-    "30 tokens": (30,) * len(PROMPT_TOKENS),
+    "30 tokens": (30,) * len(TRACE8_PROMPT_TOKENS),
     "as the turns' times": [round(MAX_ANSWER_TOKENS * each_ms / LONGEST_MS) for each_ms in LATENCIES_MS],
-    "150 tokens": (MAX_ANSWER_TOKENS,) * len(PROMPT_TOKENS),
+    "150 tokens": (MAX_ANSWER_TOKENS,) * len(TRACE8_PROMPT_TOKENS),
 }
 """The third: as if a turn's published time at 8/s were its answer's, and the longest the longest allowed."""
 ROWS = [(False, "10 tokens"), (False, "30 tokens"), *((True, answers) for answers in ANSWERS)]
@@ -86,7 +91,7 @@ def main() -> int:
     print(format_markdown(heads, lines))
     peak = get_gpu("RTX5090").flops
     for jps, _ in rates:
-        needed = 2 * PARAMETERS * PROMPT_TOKENS[-1] * jps
+        needed = 2 * PARAMETERS * TRACE8_PROMPT_TOKENS[-1] * jps
         print(
             f"\nAt {jps}/s, prompts that are computed once each take {needed / 1e12:.0f} TFLOP/s; "
             f"the card does {peak / 1e12:.0f} at most."

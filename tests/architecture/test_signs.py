@@ -164,8 +164,8 @@ SIGNS = (
             ),
             (
                 "workload/load.py",
-                '    "bfcl-contexts": bfcl.bfcl_contexts_jobs,\n',
-                '    "bfcl-contexts": bfcl.bfcl_contexts_jobs,\n    "planted": planted_jobs,\n',
+                '    "bfcl-contexts": agents.bfcl_contexts_jobs,\n',
+                '    "bfcl-contexts": agents.bfcl_contexts_jobs,\n    "planted": planted_jobs,\n',
             ),
         ],
     ),

@@ -72,7 +72,7 @@ def find_stale(tree: Path, file: str, old: str, new: str) -> set[str]:
         ("estimators/remaining_work.py", "", "\nNEW = 1\n", {"tenuto"}),
         ("policies/published/autellix.py", "", "\nNEW = 1\n", {"autellix+"}),
         ("routers/cache_aware.py", "", "\nNEW = 1\n", {"fleet"}),
-        ("workload/generators/bfcl.py", "", "\nNEW = 1\n", {"autellix+"}),
+        ("workload/generators/agents.py", "", "\nNEW = 1\n", {"autellix+"}),
         ("workload/formats/mooncake.py", "", "\nNEW = 1\n", {"trace"}),
         ("workload/load.py", "def _find_reader(", "def _find_reader(more: int, ", {"trace"}),
         # A release's number.

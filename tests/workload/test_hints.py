@@ -8,8 +8,8 @@ import json
 import pytest
 
 from tenuto.client.http import RequestWriter, TokenIds
+from tenuto.core import wishes
 from tenuto.core.requests import Hints, read_hints
-from tenuto.core.wishes import wish
 from tenuto.workload import Job, Span, TurnSpec
 from tenuto.workload.hints import HINTS
 
@@ -19,7 +19,7 @@ TURNS = (
     TurnSpec((Span("task", 9), Span("rest", 4)), Span("out2", 3)),
 )
 JOB = Job("j", 0.0, TURNS)
-HOUR = wish.Wish("anthropic", (wish.Span(3600.0),))
+HOUR = wishes.Wish("anthropic", (wishes.Span(3600.0),))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,22 @@ import statistics
 
 import pytest
 
-from tenuto.workload.generators.conversations import chat_jobs, coding_jobs, geometric_jobs, giant_jobs
-from tenuto.workload.generators.parts import Exchange, draw, draw_turns, make_job, make_rng, mix
-from tenuto.workload.generators.single_turn import document_jobs, long_prompt_jobs
-from tenuto.workload.generators.streams import agents_and_probes_jobs, shift_jobs
+from tenuto.workload.generators.mixed import (
+    Exchange,
+    agents_and_probes_jobs,
+    chat_jobs,
+    coding_jobs,
+    document_jobs,
+    draw,
+    draw_turns,
+    geometric_jobs,
+    giant_jobs,
+    long_prompt_jobs,
+    make_job,
+    make_rng,
+    mix,
+    shift_jobs,
+)
 from tenuto.workload.load import GENERATORS, load_workload
 from tenuto.workload.schema import Span, count_shared_tokens
 from tests.support.processes import run_under_hash_seeds

@@ -9,11 +9,17 @@ import statistics
 
 import pytest
 
-from tenuto.workload.generators.ab8 import ab8_jobs
-from tenuto.workload.generators.agent import PART_CV, SLOW_SHARE
-from tenuto.workload.generators.bfcl import BFCL, bfcl_contexts_jobs, bfcl_jobs
-from tenuto.workload.generators.swe_bench import SWE_BENCH, swe_bench_contexts_jobs, swe_bench_jobs
-from tenuto.workload.generators.trace8 import MAX_ANSWER_TOKENS, trace8_jobs
+from tenuto.workload.generators.agents import (
+    BFCL,
+    PART_CV,
+    SLOW_SHARE,
+    SWE_BENCH,
+    bfcl_contexts_jobs,
+    bfcl_jobs,
+    swe_bench_contexts_jobs,
+    swe_bench_jobs,
+)
+from tenuto.workload.generators.fixed_lengths import MAX_ANSWER_TOKENS, ab8_jobs, trace8_jobs
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import Span, count_shared_tokens
 from tests.support.processes import run_under_hash_seeds

@@ -95,18 +95,18 @@ class Command:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.fullmatch(r"the following arguments are required: (.+)", message):
-            raise UsageError(f"{found[1]} is missing{self._tell_help(found[1])}")
+            raise UsageError(f"{found[1]} is missing{self._get_help_of(found[1])}")
         if found := re.fullmatch(r"argument (\S+): expected one argument", message):
-            raise UsageError(f"{found[1]} wants a value{self._tell_values(found[1])}")
+            raise UsageError(f"{found[1]} wants a value{self._describe_values(found[1])}")
         if found := re.fullmatch(r"argument (\S+): ignored explicit argument (.+)", message):
             raise UsageError(f"{found[1]} takes no value, got {found[2]}")
         raise UsageError(message)
 
-    def _tell_help(self, name: str) -> str:
+    def _get_help_of(self, name: str) -> str:
         helps = [each.help for each in self._actions if each.metavar == name and not each.option_strings]
         return f": {helps[0]}" if helps else ""
 
-    def _tell_values(self, flag: str) -> str:
+    def _describe_values(self, flag: str) -> str:
         metavar = str(self._option_string_actions[flag.split("/")[0]].metavar)
         if not metavar.startswith("{"):
             return f" ({metavar}; as {flag}={metavar} if it begins with a dash)"

@@ -69,7 +69,7 @@ def check_contract(policy: Policy) -> None:
         }
         for hook in ANSWERS:
             _check_asked(policy, hook, *asked[hook])
-        _tell_all(policy, turn, view)
+        _call_told_hooks(policy, turn, view)
         for hook, kinds in ANSWERS.items():
             if kinds == (tuple,):
                 _check_key(policy, hook, asked[hook], shapes)
@@ -77,7 +77,7 @@ def check_contract(policy: Policy) -> None:
     _check_parameters(policy)
 
 
-def _tell_all(policy: Policy, turn: Turn, view: EngineView) -> None:
+def _call_told_hooks(policy: Policy, turn: Turn, view: EngineView) -> None:
     """Call every told hook, in a realistic order."""
     if turn.job.num_turns > 1:
         _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)

@@ -149,11 +149,11 @@ def list_wished(wish: Wish | None, now_s: float) -> tuple[tuple[float, float], .
     return () if wish is None else tuple((now_s + span.keep_s, span.extent) for span in wish.spans)
 
 
-class Way(NamedTuple):
+class Room(NamedTuple):
     """The chunks that a store may add, and those that were evicted for it."""
 
     new: list[Hashable]
-    gone: list[Hashable]
+    evicted: list[Hashable]
     num_refused: int
     """Chunks that were not added, because everything that could be evicted for them ranks higher."""
 
@@ -343,9 +343,9 @@ class TierOrder:
         if self._leave(found) and found.before in self._chunks:
             self._offer(found.before)
 
-    def make_way(
+    def make_room(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
-    ) -> Way:
+    ) -> Room:
         """Evict chunks to make room for those of these chunks that a store may add.
 
         `befores`: for each chunk, the chunk that it needs, or None. A chunk is added only after the one that
@@ -364,7 +364,7 @@ class TierOrder:
             present.add(chunk)
         gone = self._pop_firsts(len(new) - num_free, key, spared)
         num_new = min(len(new), num_free + len(gone))
-        return Way(new[:num_new], gone, len(new) - num_new)
+        return Room(new[:num_new], gone, len(new) - num_new)
 
     def pop_first(self, up_to: Key | None = None, spared: Container[Hashable] = ()) -> Hashable | None:
         """Remove and return the chunk to evict first; None if none may be evicted.

@@ -44,7 +44,8 @@ EVENTS = (ARRIVED, STARTED, PREEMPTED, RESUMED, FINISHED, PINNED, UNPINNED)
 OURS = "tenuto"
 """Under this name, an arrival has our record of the turn, and a pin that of the lease."""
 KIND = "prototype"
-
+Event = tuple[float, dict[str, Any]]
+"""An event of a job, and its time."""
 TTL_S = 2.0
 """The prototype's fixed retention time. An earlier unpin gave the blocks to other jobs or to a hit."""
 _MAX_UNIX_S = 1e11
@@ -53,7 +54,7 @@ logger = logging.getLogger("vllm.tenuto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TurnDetails:
     """A run's data about one turn, enough to find the same causes when it is read back."""
 
     turn: TurnRecord
@@ -64,7 +65,7 @@ class Told:
     short_group: Annotated[str | None, LeftOut] = None
 
     @classmethod
-    def of(cls, data: RunData, turn: TurnRecord) -> Told:
+    def of(cls, data: RunData, turn: TurnRecord) -> TurnDetails:
         """Collect the data of one turn."""
         key = (turn.job, turn.turn)
         return cls(
@@ -127,7 +128,7 @@ class _JobReader:
         self._is_ours = True
         known = event.part(OURS)
         if ARRIVED in event:
-            told = codec.read(Told, known)
+            told = codec.read(TurnDetails, known)
             turn = replace(told.turn, job=self.job_id)
             self.turns.append(turn)
             self.data.known_block_size = told.block_size
@@ -235,26 +236,24 @@ def make_events(data: RunData) -> dict[str, list[dict[str, Any]]]:
     preemptions: dict[tuple[str, int], list[Preemption]] = {}
     for each in data.preemptions:
         preemptions.setdefault((each.job, each.turn), []).append(each)
-    jobs: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    jobs: dict[str, list[Event]] = {}
     for job, turns in data.jobs.items():
         events = jobs[job] = []
         for turn in turns:
             key = (job, turn.turn)
-            events += _tell_turn(data, turn, preemptions.get(key, ()))
-            events += _tell_leases(data, leases.pop(key, ()))
+            events += _list_turn_events(data, turn, preemptions.get(key, ()))
+            events += _list_lease_events(data, leases.pop(key, ()))
     for (job, _), rest in leases.items():  # of turns that finished before the trace began
         if job in jobs:
-            jobs[job] += _tell_leases(data, rest)
+            jobs[job] += _list_lease_events(data, rest)
     return {
         job: [event for _, event in sorted(events, key=lambda each: each[0])] for job, events in jobs.items()
     }
 
 
-def _tell_turn(
-    data: RunData, turn: TurnRecord, preemptions: Iterable[Preemption]
-) -> Iterator[tuple[float, dict[str, Any]]]:
+def _list_turn_events(data: RunData, turn: TurnRecord, preemptions: Iterable[Preemption]) -> Iterator[Event]:
     lengths = {"prompt_length": turn.prompt_tokens or 0, "hit_length": turn.hit_tokens or 0}
-    ours = {} if data.kind == KIND else {OURS: codec.write(Told.of(data, turn))}
+    ours = {} if data.kind == KIND else {OURS: codec.write(TurnDetails.of(data, turn))}
     yield turn.due_s, {ARRIVED: turn.due_s, **ours}
     if turn.start_s is not None:
         yield turn.start_s, {STARTED: turn.start_s, **lengths}
@@ -267,7 +266,7 @@ def _tell_turn(
         yield turn.last_token_s, {FINISHED: turn.last_token_s}
 
 
-def _tell_leases(data: RunData, leases: Iterable[LeaseRecord]) -> Iterator[tuple[float, dict[str, Any]]]:
+def _list_lease_events(data: RunData, leases: Iterable[LeaseRecord]) -> Iterator[Event]:
     for lease in leases:
         deadline = {} if lease.until_s is None else {"deadline": lease.until_s}
         ours = {} if data.kind == KIND else {OURS: codec.write(lease)}

@@ -22,11 +22,9 @@ from tenuto.workload.formats.sharegpt import CONVERSATIONS, read_sharegpt
 from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
 from tenuto.workload.formats.tracelab import EVENTS, read_tracelab
 from tenuto.workload.formats.weka import read_weka
-from tenuto.workload.generators import bfcl, conversations, single_turn, streams
-from tenuto.workload.generators.ab8 import WINDOW_S, ab8_jobs
+from tenuto.workload.generators import agents, mixed
+from tenuto.workload.generators.fixed_lengths import WINDOW_S, ab8_jobs, trace8_jobs
 from tenuto.workload.generators.random_lengths import VLLM_LENGTHS, RandomLengths, random_jobs
-from tenuto.workload.generators.swe_bench import swe_bench_contexts_jobs, swe_bench_jobs
-from tenuto.workload.generators.trace8 import trace8_jobs
 from tenuto.workload.hints import HINTS
 from tenuto.workload.schema import Job, Loop, Workload
 from tenuto.workload.transform import (
@@ -46,26 +44,26 @@ MAX_JOBS = 10**6
 
 GENERATORS: dict[str, Callable[[Iterable[float], int], list[Job]]] = {
     "ab8": lambda arrivals, seed: ab8_jobs(arrivals),
-    "swe-bench": swe_bench_jobs,
-    "bfcl": bfcl.bfcl_jobs,
+    "swe-bench": agents.swe_bench_jobs,
+    "bfcl": agents.bfcl_jobs,
     "random": random_jobs,
-    "requests": single_turn.request_jobs,
-    "long-prompts": single_turn.long_prompt_jobs,
-    "documents": single_turn.document_jobs,
-    "decodes": single_turn.decode_jobs,
-    "probes": single_turn.probe_jobs,
-    "chat": conversations.chat_jobs,
-    "geometric": conversations.geometric_jobs,
-    "giants": conversations.giant_jobs,
-    "coding": conversations.coding_jobs,
-    "agents-and-chat": streams.agents_and_chat_jobs,
-    "agents-and-probes": streams.agents_and_probes_jobs,
-    "agent-mix": streams.agent_mix_jobs,
-    "shift": streams.shift_jobs,
+    "requests": mixed.request_jobs,
+    "long-prompts": mixed.long_prompt_jobs,
+    "documents": mixed.document_jobs,
+    "decodes": mixed.decode_jobs,
+    "probes": mixed.probe_jobs,
+    "chat": mixed.chat_jobs,
+    "geometric": mixed.geometric_jobs,
+    "giants": mixed.giant_jobs,
+    "coding": mixed.coding_jobs,
+    "agents-and-chat": mixed.agents_and_chat_jobs,
+    "agents-and-probes": mixed.agents_and_probes_jobs,
+    "agent-mix": mixed.agent_mix_jobs,
+    "shift": mixed.shift_jobs,
     "trace8": trace8_jobs,
     "trace8-shared": lambda arrivals, seed: trace8_jobs(arrivals, seed, shares_text=True),
-    "bfcl-contexts": bfcl.bfcl_contexts_jobs,
-    "swe-bench-contexts": swe_bench_contexts_jobs,
+    "bfcl-contexts": agents.bfcl_contexts_jobs,
+    "swe-bench-contexts": agents.swe_bench_contexts_jobs,
 }
 DEFAULT_ARRIVAL = "poisson"
 JPS_HELP = (

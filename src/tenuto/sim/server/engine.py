@@ -311,7 +311,7 @@ class Pacer:
             self.engine.fail(error)
 
     async def _advance(self) -> None:
-        next_s = self._catch_up()
+        next_s = self._handle_due_events()
         timer = None
         if next_s is not None:
             delay_s = self.clock.get_real_duration_s(next_s - self.clock.get_now_s())
@@ -325,7 +325,7 @@ class Pacer:
         if timer is not None:
             timer.cancel()
 
-    def _catch_up(self) -> float | None:
+    def _handle_due_events(self) -> float | None:
         """Handle due events for `MAX_BUSY_S` at most. Returns the time of the next event, or None.
 
         Handlers cannot send during this time. So if sending is slow, several tokens are sent at a time, and

@@ -69,7 +69,7 @@ class ChainOffloader(Offloader):
         chunks = self._get_chunks(request, num_chunks)
         copy = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
-        self._tell_held(now_s)
+        self._report_held(now_s)
         request.num_stored_chunks = num_chunks
         return copy.done_s
 
@@ -106,7 +106,7 @@ class ChainOffloader(Offloader):
             if request.is_stored and self._stores_all:
                 done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
             self._tiers.use(chunks, use)
-            self._tell_held(now_s)
+            self._report_held(now_s)
         self._hold_until(row, max(done_s, request.stored_s), now_s)
 
     def release_stored(self, now_s: float) -> None:

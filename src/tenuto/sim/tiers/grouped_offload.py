@@ -132,7 +132,7 @@ class GroupedTiers:
                 put(place)
         befores = [place.before if place.needs_before else None for place in places]
         chunks = [place.chunk for place in places]
-        new = order.make_way(chunks, befores, use.key, tier.capacity_chunks - len(order)).new
+        new = order.make_room(chunks, befores, use.key, tier.capacity_chunks - len(order)).new
         taken = set(new)
         for place in places:
             if place.chunk in taken:
@@ -363,7 +363,7 @@ class GroupedOffloader(Offloader):
         places = self._layout.get_loaded(request, num_hit_tokens, num_tokens)
         done_s = self._tiers.load(places, now_s, self._get_use(request, now_s))
         self.num_loaded_tokens += num_tokens
-        self._tell_held(now_s)
+        self._report_held(now_s)
         for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
             chunks.num_stored = -(-(num_hit_tokens + num_tokens) // size)
         loading = frozenset(place.chunk for place in places)
@@ -417,7 +417,7 @@ class GroupedOffloader(Offloader):
                 used += chunks.get_places(0, request.num_tokens // size)
             self._tiers.use(used, use)
         self._ended.clear()
-        self._tell_held(now_s)
+        self._report_held(now_s)
 
     def release_stored(self, now_s: float) -> None:
         """Store the latest blocks of ended requests if the engine is idle, instead of waiting for a step."""

@@ -92,7 +92,7 @@ class Offloader(ABC):
         """A job is complete. Drop the chunks that only it used, if the policy orders the tiers."""
         if self._is_ordered:
             self._drop(job_id, now_s)
-            self._tell_held(now_s)
+            self._report_held(now_s)
 
     # Loads.
 
@@ -181,9 +181,9 @@ class Offloader(ABC):
         self.num_stored_tokens += num_tokens
         if num_tokens and self._driver is not None:
             self._driver.store(None if request is None else request.turn_id, use.owner, num_tokens)
-        self._tell_held(now_s)
+        self._report_held(now_s)
 
-    def _tell_held(self, now_s: float) -> None:
+    def _report_held(self, now_s: float) -> None:
         """Report to the driver the changes in each job's number of chunks in the tiers."""
         for tier in self._all_tiers:
             for owner, num_chunks in tier.order.changes.take().items():

@@ -105,12 +105,12 @@ class Tier:
         if num_hit < first:
             return ()
         befores = [chunks[place - 1] if place else None for place in range(num_hit, len(chunks))]
-        way = order.make_way(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
-        order.use(chunks, use.key, use.owner, first, num_hit + len(way.new))
+        room = order.make_room(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
+        order.use(chunks, use.key, use.owner, first, num_hit + len(room.new))
         if use.wished:
-            for place in range(num_hit + len(way.new)):
+            for place in range(num_hit + len(room.new)):
                 self.keep(chunks[place], (place + 1) * self.chunk_tokens, use)
-        return tuple(way.new)
+        return tuple(room.new)
 
     def keep(self, chunk: Hashable, end: int, use: Use) -> None:
         """Evict a chunk last for as long as its user wishes. `end`: its end in tokens."""

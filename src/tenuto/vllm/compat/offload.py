@@ -50,7 +50,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from tenuto.core.tier_order import TierOrder, Use, Way
+from tenuto.core.tier_order import Room, TierOrder, Use
 from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
 from tenuto.vllm.compat.check import check_connector
 
@@ -239,7 +239,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         """Nothing: our manager ranks all chunks of a request, not only those that vLLM's manager recorded."""
 
     def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, Any]] | None:
-        """None: our manager makes room before vLLM's would evict (see `make_way`)."""
+        """None: our manager makes room before vLLM's would evict (see `make_room`)."""
         return None if n else []
 
     def clear(self) -> None:
@@ -257,11 +257,11 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     # Called by our own manager.
 
-    def make_way(self, keys: Sequence[Any], num_free: int) -> Way:
+    def make_room(self, keys: Sequence[Any], num_free: int) -> Room:
         """Evict chunks that rank below the current request's, to make room for the new ones of `keys`."""
         windowed = self.windowed_groups
         needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
-        return self.order.make_way(keys, needed, self._use.key, num_free)
+        return self.order.make_room(keys, needed, self._use.key, num_free)
 
     def count_new(self, keys: Iterable[Any]) -> int:
         """How many parts of the sequence these keys cover: the keys of one group, if possible a full one."""
@@ -382,7 +382,7 @@ class HostManagerHooks:
         gone = [key for group in range(self.num_groups) for key in self._policy.order.drop((job_id, group))]
         for key in gone:
             self._free(key)
-        self._tell_removed(gone)
+        self._report_removed(gone)
         self.num_dropped += len(gone)
         return len(gone)
 
@@ -416,13 +416,13 @@ class HostManagerHooks:
         """The keys whose chunks are stored or may be stored now."""
         policy = self._policy
         policy.touch(keys, None)
-        way = policy.make_way(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
-        for key in way.gone:
+        room = policy.make_room(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
+        for key in room.evicted:
             self._free(key)
-        self._tell_removed(way.gone)
-        self.num_evicted += len(way.gone)
-        self.num_refused += way.num_refused
-        new = set(way.new)
+        self._report_removed(room.evicted)
+        self.num_evicted += len(room.evicted)
+        self.num_refused += room.num_refused
+        new = set(room.new)
         return [key for key in keys if key in new or policy.get(key) is not None]
 
     def _free(self, key: bytes) -> None:
@@ -430,7 +430,7 @@ class HostManagerHooks:
         self._free_chunk(self._policy.take(key))  # type: ignore[attr-defined]
         self._num_evictable_cache_chunks -= 1
 
-    def _tell_removed(self, keys: list[bytes]) -> None:
+    def _report_removed(self, keys: list[bytes]) -> None:
         if keys and self.events is not None:
             self.events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True))
 

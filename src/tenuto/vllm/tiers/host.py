@@ -114,7 +114,7 @@ class HostTier:
             self.prefetch.come_back(job_id, self._clock.monotonic())
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
             self._port.host.drop(job_id)
-            self._tell_held()
+            self._report_held()
 
     def follow_policy(self, settings: Settings, policy: Policy) -> None:
         """This policy decides from now on. In mode off or shadow, all KV is stored and ranked by recency."""
@@ -151,7 +151,7 @@ class HostTier:
         if is_whole:
             for request_id in self._scheduler.requests:
                 self._port.set_stores(request_id, stored=False)
-        self._tell_held()
+        self._report_held()
 
     def change_weights(self, what: str) -> None:
         """The weights in memory may have changed, so that they differ from the model's files."""
@@ -211,17 +211,17 @@ class HostTier:
     def end_use(self, request_id: str) -> None:
         """The manager will not ask for this request again."""
         self._uses.pop(request_id, None)
-        self._tell_held()
+        self._report_held()
 
     def count_stored(self, request_id: str, num_chunks: int) -> None:
         """`num_chunks` chunks of a request will be stored."""
         num_tokens = num_chunks * self._port.tokens_per_chunk
         self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
-        self._tell_held()
+        self._report_held()
 
     # Internal.
 
-    def _tell_held(self) -> None:
+    def _report_held(self) -> None:
         """Tell the driver how each job's number of chunks in the tiers has changed since the last call."""
         now_s = self._clock.monotonic()
         for place, tier in (("host", self._port.host), *(("disk", each) for each in self._port.disks)):
@@ -293,7 +293,7 @@ class HostTier:
         return loads > 0 or stores * self.stores.s_per_chunk > MAX_STORING_S
 
     def _add_later(self, meta: Any) -> None:
-        self._tell_held()
+        self._report_held()
         self.later.begin(meta, lambda: not self._holds_back())
         if self.prefetch is not None:
             loads, _ = self._port.count_moving()

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, Said, write_message
+from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, write_message
 from tenuto.workload.schema import Job
 
 _SESSIONS = ("session_id", "session", "conversation_id", "user_session")
@@ -32,7 +32,7 @@ _MILLISECONDS = 1e11
 
 def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     """The jobs in the order of their first rows. Raises DataError naming file, line and field."""
-    conversations: dict[str, list[Said]] = {}
+    conversations: dict[str, list[LoggedTurn]] = {}
     by_prompt: dict[tuple[str, ...], str] = {}
     for record in records:
         pieces = _read_pieces(record)
@@ -53,7 +53,7 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
 
 
 def _add_row(
-    turns: list[Said],
+    turns: list[LoggedTurn],
     messages: list[dict[str, Any]],
     pieces: tuple[str, ...],
     answer: Mapping[str, Any] | None,
@@ -72,12 +72,12 @@ def _add_row(
             if turn.message is None:
                 turns[known[prompt]] = replace(turn, message=message)
         else:
-            turns.append(Said(prompt, message, {}))
+            turns.append(LoggedTurn(prompt, message, {}))
     if messages[-1].get("role") != "assistant" or answer is not None:
-        turns.append(Said(pieces, answer, usage, sent_s))
+        turns.append(LoggedTurn(pieces, answer, usage, sent_s))
 
 
-def _make_jobs(conversations: Mapping[str, list[Said]]) -> list[Job]:
+def _make_jobs(conversations: Mapping[str, list[LoggedTurn]]) -> list[Job]:
     times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
     start_s = min(times, default=0.0)
     maker = JobMaker()

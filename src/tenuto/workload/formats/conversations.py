@@ -56,7 +56,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LoggedTurn:
     """One answer of a model, its prompt, and what is known about them."""
 
     prompt: Sequence[str]
@@ -80,40 +80,40 @@ class JobMaker:
         self._contents = Contents()
         self._names: dict[str, str] = {}
 
-    def make_job(self, job_id: str, said: Sequence[Said], start_s: float) -> Job:
+    def make_job(self, job_id: str, logged: Sequence[LoggedTurn], start_s: float) -> Job:
         """The job of one conversation; `start_s` is the log's clock when the workload begins."""
-        turns = [self._make_turn(f"{job_id}/out{index}", each) for index, each in enumerate(said)]
-        times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in said]
+        turns = [self._make_turn(f"{job_id}/out{index}", each) for index, each in enumerate(logged)]
+        times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in logged]
         made = [
             TurnSpec(
                 prompt=prompt,
                 output=output,
                 tool=tool.name if tool else None,
                 command=tool.command if tool else None,
-                tool_s=each.tool_s if index < len(said) - 1 else 0.0,
+                tool_s=each.tool_s if index < len(logged) - 1 else 0.0,
                 at_s=times[index] if index else None,
                 extra=extra,
             )
-            for index, (each, (prompt, output, tool, extra)) in enumerate(zip(said, turns, strict=True))
+            for index, (each, (prompt, output, tool, extra)) in enumerate(zip(logged, turns, strict=True))
         ]
         return Job(job_id, times[0] or 0.0, tuple(made))
 
-    def _make_turn(self, output_id: str, said: Said) -> tuple[Prompt, Span, Any, dict[str, object]]:
-        pieces = self._hasher.hash_texts(said.prompt)
-        num_prompt, num_output = _get_counts(said)
-        answer = read_message({"role": "assistant", **(said.message or {})})
+    def _make_turn(self, output_id: str, logged: LoggedTurn) -> tuple[Prompt, Span, Any, dict[str, object]]:
+        pieces = self._hasher.hash_texts(logged.prompt)
+        num_prompt, num_output = _get_counts(logged)
+        answer = read_message({"role": "assistant", **(logged.message or {})})
         is_guessed = num_prompt is None or num_output is None
-        num_chars = sum(map(len, said.prompt))
+        num_chars = sum(map(len, logged.prompt))
         prompt = self._contents.resolve(
-            pieces, max(len(said.prompt), num_prompt or num_chars // CHARS_PER_TOKEN)
+            pieces, max(len(logged.prompt), num_prompt or num_chars // CHARS_PER_TOKEN)
         )
         written = write_piece(answer)
         output = Span(output_id, num_output or max(1, len(written) // CHARS_PER_TOKEN))
-        if said.message is not None:
+        if logged.message is not None:
             after = self._hasher.hash_texts([written], pieces.hashes[-1])
             num_before = sum(span.num_tokens for span in prompt)
             self._contents.remember((*prompt, output), after, 0, num_before)
-        tool = find_tool(answer.text, said.calls or answer.calls)
+        tool = find_tool(answer.text, logged.calls or answer.calls)
         return self._rename(prompt), output, tool, {GUESSED: True} if is_guessed else {}
 
     def _rename(self, prompt: Prompt) -> Prompt:
@@ -126,10 +126,10 @@ class JobMaker:
         )
 
 
-def _get_counts(said: Said) -> tuple[int | None, int | None]:
+def _get_counts(logged: LoggedTurn) -> tuple[int | None, int | None]:
     """Tokens of the prompt and of the answer, as far as the log has counts."""
     found = [
-        said.usage.get(new, said.usage.get(old))
+        logged.usage.get(new, logged.usage.get(old))
         for new, old in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     ]
     prompt, output = (value if type(value) is int and 0 < value <= MAX_TOKENS else None for value in found)

@@ -24,7 +24,7 @@ from typing import Any
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, Said, write_message
+from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, write_message
 from tenuto.workload.schema import Job
 
 FORMAT = "trajectory_format"
@@ -34,7 +34,7 @@ SUFFIX = ".traj.json"
 
 def read_mini_swe_agent(records: Iterable[Fields]) -> list[Job]:
     """One job per trajectory, named after its file. Raises DataError naming file and field."""
-    tasks: dict[str, list[Said]] = {}
+    tasks: dict[str, list[LoggedTurn]] = {}
     for record in records:
         said = list(_read_turns(record))
         if not said:
@@ -48,12 +48,12 @@ def read_mini_swe_agent(records: Iterable[Fields]) -> list[Job]:
     return [maker.make_job(name, said, min(starts, default=0.0)) for name, said in tasks.items()]
 
 
-def _read_turns(record: Fields) -> Iterator[Said]:
+def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
     version = record.text(FORMAT)
     if not version.startswith("mini-swe-agent-1"):
         raise record.error(FORMAT, f"must be mini-swe-agent-1 or 1.1, got {version!r}")
     pieces: list[str] = []
-    pending: Said | None = None
+    pending: LoggedTurn | None = None
     answered_s = ended_s = None
     for message in record.records("messages"):
         extra = _get(message.values, "extra")
@@ -66,8 +66,9 @@ def _read_turns(record: Fields) -> Iterator[Said]:
             if pending is not None:
                 yield pending
             sent_s = _get_seconds(response.get("created")) if ended_s is None else ended_s
-            said = _get_message(message.values, response, is_answer)
-            pending = Said(tuple(pieces), said, _get(response, "usage"), sent_s, calls=_get_calls(extra))
+            answer = _get_message(message.values, response, is_answer)
+            usage, calls = _get(response, "usage"), _get_calls(extra)
+            pending = LoggedTurn(tuple(pieces), answer, usage, sent_s, calls=calls)
             answered_s = now_s
         elif pending is not None and now_s is not None and answered_s is not None:
             pending = replace(pending, tool_s=max(0.0, now_s - answered_s))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
 from tenuto.wire.request import Message
-from tenuto.workload.formats.conversations import JobMaker, Said, write_piece
+from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, write_piece
 from tenuto.workload.schema import Job
 
 CONVERSATIONS = "conversations"
@@ -36,24 +36,24 @@ def read_sharegpt(records: Sequence[Fields]) -> list[Job]:
     maker = JobMaker()
     jobs = []
     for number, record in enumerate(records):
-        said = _read_answers(record)
-        if said:
-            jobs.append(maker.make_job(f"sharegpt-{number}", said, 0.0))
+        logged = _read_answers(record)
+        if logged:
+            jobs.append(maker.make_job(f"sharegpt-{number}", logged, 0.0))
     if not jobs:
         raise DataError(f"{records[0].file}: no conversation has a question and an answer")
     return jobs
 
 
-def _read_answers(record: Fields) -> list[Said]:
+def _read_answers(record: Fields) -> list[LoggedTurn]:
     """Each answer with the text before it; an answer without a question is part of that text."""
     pieces: list[str] = []
-    said: list[Said] = []
+    logged: list[LoggedTurn] = []
     for part in record.records(CONVERSATIONS):
         role = _ROLES.get(part.text("from"), "assistant")
         text = part.values.get("value")
         if not isinstance(text, str):
             raise part.error("value", "must be text")
         if role == "assistant" and text and any(pieces):
-            said.append(Said(tuple(pieces), {"content": text}, {}))
+            logged.append(LoggedTurn(tuple(pieces), {"content": text}, {}))
         pieces.append(write_piece(Message(role, [text])))
-    return said
+    return logged

@@ -1,4 +1,4 @@
-"""Random agent jobs that match published means and deviations. The benchmark families provide the numbers.
+"""Random agent jobs that match published means and deviations: `swe-bench` and `bfcl`, each read in two ways.
 
 A job draws its number of turns and its total number of tokens; the two are correlated. The total is then
 split into the task, the outputs and the tool outputs. Tool times have two parts: most calls are fast, and
@@ -7,6 +7,7 @@ split into the task, the outputs and the tool outputs. Tool times have two parts
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Iterable
@@ -139,3 +140,113 @@ def _lognormal(mean: float, cv: float) -> tuple[float, float]:
     """Parameters (mu, sigma) of the log-normal with this mean and coefficient of variation."""
     variance = math.log(1 + cv**2)
     return math.log(mean) - variance / 2, math.sqrt(variance)
+
+
+SWE_BENCH = Family(
+    name="swe-bench",
+    turns_mean=10.9,
+    turns_sd=2.1,
+    tokens_mean=70_126,
+    tokens_sd=19_732,
+    system_tokens=1_200,  # first prompts of recorded tasks have 1,458 tokens or more, including the task
+    task_tokens=600,
+    output_tokens=110,
+    tool_output_tokens=800,
+    tools=(
+        Tool("cd", share=0.50, fast_s=0.1004, slow_s=14.417),
+        Tool("ls", share=0.06, fast_s=0.06, slow_s=0.18),
+        Tool("cat", share=0.12, fast_s=0.06, slow_s=0.18),
+        Tool("grep", share=0.14, fast_s=0.10, slow_s=0.60),
+        Tool("find", share=0.07, fast_s=0.12, slow_s=0.95),
+        Tool("git", share=0.06, fast_s=0.12, slow_s=0.72),
+        Tool("pytest", share=0.05, fast_s=1.43, slow_s=7.20),
+    ),
+)
+"""`swe-bench`: mini-swe-agent on SWE-bench, as the Continuum paper (arXiv 2511.02230, table 1) describes it.
+
+Published: 10.9 ± 2.1 turns, tool calls of 925 ± 3,550 ms, 70,126 ± 19,732 tokens per job. The slowest 10 % of
+the `cd` calls take 94.1 % of the total time of all `cd` calls. We interpret tokens per job as the sum of
+prompt and output tokens over all turns: mini-swe-agent truncates a tool's output at 10,000 characters, so
+11 turns cannot reach a context of 70,000 tokens, while recorded tasks of this size do reach this sum.
+
+Not published, chosen by us: the tools other than `cd`, how often each tool is called (half of the recorded
+shell commands begin with `cd`), and how long the other tools take. They are fitted to the mean and deviation
+of the tool times above.
+
+`swe-bench-contexts` is the other interpretation: tokens per job as the length of the last context. Its tools'
+outputs have 2,500 tokens on average, the 10,000 characters to which mini-swe-agent truncates longer ones. The
+rest of the 70,126 tokens are answers, about 43,000 tokens per job. The paper's figures load one B200 with
+0.025 to 0.125 of these jobs per second, and jobs take hundreds of seconds and more. If tokens were sums,
+these rates would be a hundredth of that GPU's capacity, so contexts are probably meant.
+"""
+
+SWE_BENCH_CONTEXTS = dataclasses.replace(
+    SWE_BENCH,
+    name="swe-bench-contexts",
+    tokens_are="context",
+    output_tokens=4_000,
+    tool_output_tokens=2_500,
+)
+
+
+def swe_bench_contexts_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds; the published tokens are its last context's."""
+    return agent_jobs(SWE_BENCH_CONTEXTS, arrivals, seed)
+
+
+def swe_bench_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds."""
+    return agent_jobs(SWE_BENCH, arrivals, seed)
+
+
+BFCL = Family(
+    name="bfcl",
+    turns_mean=6.3,
+    turns_sd=2.3,
+    tokens_mean=93_256,
+    tokens_sd=68_687,
+    system_tokens=500,
+    task_tokens=200,
+    output_tokens=150,
+    tool_output_tokens=4_500,
+    tools=(
+        Tool("search_engine_query", share=0.5, fast_s=2.025, slow_s=5.234),
+        Tool("fetch_url_content", share=0.5, fast_s=0.7917, slow_s=7.875),
+    ),
+)
+"""`bfcl`: the web searches of BFCL V4, as the Continuum paper (arXiv 2511.02230, table 1) describes them.
+
+Published: 6.3 ± 2.3 turns, tool calls of 1,923 ± 2,133 ms, 93,256 ± 68,687 tokens per job. The slowest 10 %
+of the `fetch_url_content` calls take 52.5 % of the total time of these calls. Tokens per job are interpreted
+as those of `swe-bench`. The paper evaluates it with contexts scaled by 0.4: `scale_lengths(workload, 0.4)`.
+
+The source can be read in two ways, and both are here. `bfcl` reads tokens per job as the sum over all turns;
+then contexts end at some 25,000 tokens. `bfcl-contexts` reads them as the length of the last context. The
+paper scales contexts so that they fit 128K tokens. That is needed only in the second reading: the mean and
+two deviations are 230,000 tokens. So `bfcl-contexts`, which is scaled by 0.4, is probably what the paper ran.
+
+Not published, chosen by us: both tools are called equally often, and the time of the search tool follows from
+the published mean and deviation.
+"""
+
+
+SCALE = 0.4
+"""The paper's factor on contexts. It scales all texts, and no times."""
+BFCL_CONTEXTS = dataclasses.replace(
+    BFCL,
+    name="bfcl-contexts",
+    tokens_are="context",
+    tokens_mean=SCALE * BFCL.tokens_mean,
+    tokens_sd=SCALE * BFCL.tokens_sd,
+    system_tokens=round(SCALE * BFCL.system_tokens),
+)
+
+
+def bfcl_contexts_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds; the published tokens are its last context's."""
+    return agent_jobs(BFCL_CONTEXTS, arrivals, seed)
+
+
+def bfcl_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+    """One job per arrival time in seconds."""
+    return agent_jobs(BFCL, arrivals, seed)
