@@ -1,10 +1,11 @@
 """Which code decided in a simulated run: a digest in each kept record, and whether a table's records match.
 
-A digest has three parts, so that a record goes stale only if code that its run loads has changed:
+A digest has parts, so that a record goes stale only if code that its run executes has changed:
 
     engine   the simulator and the core: all that `tenuto.sim.run` imports from the packages that decide
     place    this GPU, this model, and the generator of these jobs, or the readers of traces for a trace
     rules    the policy's own modules and preset, and the router's
+    steps    what chooses the sizes of steps; only in the digest of a run whose steps are adaptive
 
 A digest does not depend on comments and docstrings, or on which file a definition is in. Code that measures
 (`tenuto.records`) is not in it. Records without a digest are older than all that have one.
@@ -25,8 +26,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, Self
 
+from tenuto.core.engine import get_prompt_weight
 from tenuto.core.errors import ConfigError
-from tenuto.core.loader import PRESETS, load_policy, load_router
+from tenuto.core.loader import PRESETS, get_engine_settings, load_policy, load_router
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
 from tenuto.sim.setup import IDEAL, Setup
@@ -43,6 +45,8 @@ DECIDING = (
 READERS = "tenuto.workload.formats"
 LOADS = ("tenuto.workload.generators", READERS)
 """Of these packages, only the modules that make a run's jobs count."""
+STEPS = "tenuto.estimators.step_size"
+"""The engine imports it, but runs it only if steps are adaptive."""
 LISTS = {
     "tenuto.core.loader": ("PRESETS",),
     "tenuto.sim.hardware.gpus": ("_GPUS", "GPUS"),
@@ -65,15 +69,17 @@ class Code(NamedTuple):
     engine: str
     place: str
     rules: str
+    steps: str = ""
+    """Empty where the size of steps is fixed."""
 
     def __str__(self) -> str:
         """The text in a record."""
-        return "-".join(self)
+        return "-".join(filter(None, self))
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
         """The code of a record; `UNKNOWN` for each part that it does not have."""
-        parts = record["code"].split("-")[:3] if record.get("code") else []
+        parts = record["code"].split("-")[:4] if record.get("code") else []
         return cls(*map(follow, parts), *[UNKNOWN] * (3 - len(parts)))
 
 
@@ -112,6 +118,7 @@ def digest_code(setup: Setup, load: LoadOptions, made_by: str | None = None) -> 
         digest_engine(),
         _digest_place(tuple(dict.fromkeys(gpus)), setup.model, made_by or load.workload, made_by is not None),
         _digest_rules(setup.policy, router),
+        _digest_steps() if _has_adaptive_steps(setup) else "",
     )
 
 
@@ -151,6 +158,16 @@ def _digest_rules(policy: str, router: str) -> str:
     return _digest([*things, *_read_modules(_close(modules, _find_engine()))])
 
 
+def _has_adaptive_steps(setup: Setup) -> bool:
+    wanted = get_engine_settings(setup.policy, load_policy(setup.policy, setup.options))
+    return get_prompt_weight(setup.step_tokens or wanted.step_tokens) is not None
+
+
+@cache
+def _digest_steps() -> str:
+    return _digest(_read_modules(_close([STEPS], _find_engine())))
+
+
 def _find_modules(function: Any) -> list[str]:
     """The module of a generator; for one that is defined in the list itself, those of what it calls."""
     assert isinstance(function, FunctionType)
@@ -161,7 +178,7 @@ def _find_modules(function: Any) -> list[str]:
 
 @cache
 def _find_engine() -> frozenset[str]:
-    return _close(["tenuto.sim.run"], without=LOADS)
+    return _close(["tenuto.sim.run"], without=(*LOADS, STEPS))
 
 
 def _close(
@@ -260,13 +277,14 @@ def find_mixed(records: Iterable[Record]) -> list[str]:
     """Why records must not be compared with each other, in words: the differences of their code.
 
     All records of a table need one engine, those of a row one place, and those of a policy one set of rules.
+    Those with adaptive steps need one chooser of sizes.
     """
     found: dict[str, Counter[str]] = {}
     for record in records:
-        whose = ("engine", *(f"{kind} {record[kind]}" for kind in ("row", "policy")))
-        parts = zip(whose, Code.of(record), strict=True)
-        for what, part in parts:
-            found.setdefault(what, Counter())[part] += 1
+        whose = ("engine", f"row {record['row']}", f"policy {record['policy']}", "adaptive steps")
+        for what, part in zip(whose, Code.of(record), strict=True):
+            if part:
+                found.setdefault(what, Counter())[part] += 1
     return [
         f"{what}: {', '.join(f'{count} records of {part}' for part, count in parts.items())}"
         for what, parts in found.items()
@@ -284,10 +302,12 @@ def check_one_code(records: Iterable[Record]) -> None:
 
 
 def take_last(records: Sequence[Record]) -> list[Record]:
-    """The records with the last record's engine, and of each policy only those with its latest rules."""
+    """The records with the last record's engine, of these the latest rules and steps."""
     same = [record for record in records if Code.of(record).engine == Code.of(records[-1]).engine]
     rules = {record["policy"]: Code.of(record).rules for record in same}
-    return [record for record in same if Code.of(record).rules == rules[record["policy"]]]
+    same = [record for record in same if Code.of(record).rules == rules[record["policy"]]]
+    steps = ["", *[code.steps for code in map(Code.of, same) if code.steps][-1:]]
+    return [record for record in same if Code.of(record).steps in steps]
 
 
 def say_code(records: Iterable[Record], get_present: Callable[[Record], Code]) -> str:
@@ -301,6 +321,8 @@ def say_code(records: Iterable[Record], get_present: Callable[[Record], Code]) -
             older["all of it (the engine)"] = None
         elif code.rules != present.rules:
             older[f"`{record['policy']}` (its rules)"] = None
+        elif code.steps != present.steps:
+            older[f"`{record['policy']}` (its sizes of steps)"] = None
         elif code.place != present.place:
             older[f"{record['row']} (its machine or its jobs)"] = None
     if engines == {UNKNOWN}:

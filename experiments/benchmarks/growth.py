@@ -26,7 +26,7 @@ from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, ToolCall, Turn
 from tenuto.core.wishes import Wish
-from tenuto.estimators.step_size import make_step_chooser
+from tenuto.estimators.step_size import AdaptiveSteps
 
 BLOCK_SIZE = 16
 FIRST_BLOCKS, NEW_BLOCKS = 125, 10
@@ -110,7 +110,7 @@ class Sessions:
     def __init__(self, num_leases: int, num_sessions: int) -> None:
         self._engine = CountingEngine(num_leases)
         limits = Limits(max_remembered_jobs=num_sessions, max_tenant_leases=max(1000, num_leases))
-        policy, chooser = load_policy("tenuto"), make_step_chooser("adaptive")
+        policy, chooser = load_policy("tenuto"), AdaptiveSteps()
         self.driver = Driver(policy, self._engine, limits, step_chooser=chooser)
         self._now_s = 0.0
         self._num_turns = [0] * num_sessions

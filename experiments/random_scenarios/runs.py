@@ -308,7 +308,7 @@ def confirm(
         before, now = Code.of(record), get_code(record["seed"], record["number"], get_setting(record))
         if before != now:
             older.setdefault(f"policy {record['policy']}", []).append(record)
-            pairs |= {old: new for old, new in zip(before, now, strict=True) if old != new}
+            pairs |= {old: new for old, new in zip(before, now, strict=True) if old and old != new}
         if before.place != now.place:
             older.setdefault(f"place {before.place}", []).append(record)
     rng = random.SystemRandom()

@@ -72,7 +72,7 @@ def _get_rows(table: str) -> dict[str, Row]:
 def get_code(record: Record, rows: Mapping[str, Row]) -> Code:
     """The present code of a record's run; `GONE` in each part if its policy does not exist any more."""
     try:
-        return digest_code(*rows[record["row"]].place(record["policy"], record["seed"]))
+        return digest_code(*rows[record["row"]].place(record["policy"], record["seed"], record["step"]))
     except (ConfigError, PolicyError):
         return Code(GONE, GONE, GONE)
 

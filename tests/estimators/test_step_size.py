@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tenuto.core.engine import StepSize, get_prompt_weight
+from tenuto.core.engine import PROMPT_WEIGHT, StepSize, get_prompt_weight
 from tenuto.core.types import DecodeSteps, EngineView, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
@@ -18,7 +18,6 @@ from tenuto.estimators.step_size import (
     SLACK,
     AdaptiveSteps,
     choose_step_tokens,
-    make_step_chooser,
 )
 from tenuto.estimators.step_times import StepTimes
 
@@ -174,14 +173,9 @@ def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
     assert chosen.count(StepSize(1024)) == 4 and chosen.count(StepSize(512)) == 4 * LOOK_EVERY - 4
 
 
-def test_only_adaptive_steps_need_a_chooser() -> None:
-    assert isinstance(make_step_chooser("adaptive"), AdaptiveSteps)
-    assert make_step_chooser(512) is None and make_step_chooser(None) is None
-
-
-def test_the_operator_says_how_much_prompts_weigh() -> None:
-    chooser = make_step_chooser("adaptive:3")
-    assert isinstance(chooser, AdaptiveSteps) and chooser.prompt_weight == 3.0
+def test_only_adaptive_steps_have_a_weight_which_the_operator_may_choose() -> None:
+    assert get_prompt_weight("adaptive") == PROMPT_WEIGHT and get_prompt_weight("adaptive:3") == 3.0
+    assert get_prompt_weight(512) is None and get_prompt_weight(None) is None
     for text in ("adaptive:", "adaptive:-1", "adaptive:nan", "adaptive:inf", "adaptive:x", "fast"):
         with pytest.raises(ValueError):
             get_prompt_weight(text)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from experiments import decision_code
-from experiments.decision_code import Code, check_one_code, digest_code, find_mixed, say_code, take_last
+from experiments.decision_code import (
+    STEPS,
+    Code,
+    _close,
+    _find_engine,
+    _read,
+    check_one_code,
+    digest_code,
+    find_mixed,
+    say_code,
+    take_last,
+)
 from tenuto.core.errors import ConfigError
+from tenuto.sim.run import run
 from tenuto.sim.setup import Fleet, Setup
 from tenuto.workload.load import LoadOptions
 
 SRC = decision_code.ROOT / "src" / "tenuto"
-CACHED = ("digest_engine", "_digest_place", "_digest_rules", "_find_engine", "_read")
+CACHED = ("digest_engine", "_digest_place", "_digest_rules", "_digest_steps", "_find_engine", "_read")
 
 
 def forget() -> None:
@@ -42,7 +58,9 @@ def tree(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 RUNS = {
     "stock": (Setup(policy="stock"), LoadOptions(jps=1)),
+    "stock, adaptive": (Setup(policy="stock", step_tokens="adaptive:3"), LoadOptions(jps=1)),
     "tenuto": (Setup(policy="tenuto"), LoadOptions(jps=1)),
+    "tenuto @512": (Setup(policy="tenuto", step_tokens=512), LoadOptions(jps=1)),
     "autellix+": (Setup(policy="autellix+"), LoadOptions(workload="bfcl", jps=1)),
     "trace": (Setup(policy="stock"), LoadOptions(workload="sessions.jsonl")),
     "fleet": (Setup(policy="stock", fleet=Fleet(servers=("", ""), router="cache-aware")), LoadOptions(jps=1)),
@@ -68,8 +86,10 @@ def find_stale(tree: Path, file: str, old: str, new: str) -> set[str]:
         ("sim/engine/scheduler.py", "", "\nNEW = 1\n", set(RUNS)),
         ("core/leases.py", "", "\nNEW = 1\n", set(RUNS)),
         ("workload/transform.py", "", "\nNEW = 1\n", set(RUNS)),
-        ("policies/tenuto.py", "", "\nNEW = 1\n", {"tenuto"}),
-        ("estimators/remaining_work.py", "", "\nNEW = 1\n", {"tenuto"}),
+        ("policies/tenuto.py", "", "\nNEW = 1\n", {"tenuto", "tenuto @512"}),
+        ("estimators/remaining_work.py", "", "\nNEW = 1\n", {"tenuto", "tenuto @512"}),
+        ("estimators/step_size.py", "", "\nNEW = 1\n", {"tenuto", "stock, adaptive"}),
+        ("estimators/step_times.py", "", "\nNEW = 1\n", {"tenuto", "tenuto @512", "stock, adaptive"}),
         ("policies/published/autellix.py", "", "\nNEW = 1\n", {"autellix+"}),
         ("routers/cache_aware.py", "", "\nNEW = 1\n", {"fleet"}),
         ("workload/generators/agents.py", "", "\nNEW = 1\n", {"autellix+"}),
@@ -93,6 +113,36 @@ def test_a_record_goes_stale_only_where_its_run_may_come_out_otherwise(
     assert find_stale(tree, file, old, new) == stale
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("code outside the digest ran")
+
+
+def replace_functions(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All functions and methods of a module raise."""
+    for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
+        for name, function in list(vars(owner).items()):
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                monkeypatch.setattr(owner, name, refuse)
+
+
+@pytest.mark.parametrize(
+    ("policy", "step_tokens"),
+    [("stock", None), ("stock", 512), ("continuum", 512), ("sglang-lpm", None), ("tenuto", 512)],
+)
+def test_a_run_with_fixed_steps_executes_nothing_that_only_adaptive_steps_need(
+    policy: str, step_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(policy=policy, step_tokens=step_tokens, step_cost="roofline", host_gb=1.0)
+    modules = {STEPS} if policy == "tenuto" else _close([STEPS], _find_engine())
+    for name in modules:
+        if _read(name):
+            replace_functions(importlib.import_module(name), monkeypatch)
+    load = LoadOptions(workload="random", jps=4.0, max_jobs=8)
+    assert run(setup, load).record["jobs"] == 8
+    with pytest.raises(AssertionError, match="outside the digest"):
+        run(dataclasses.replace(setup, step_tokens="adaptive"), load)
+
+
 def test_a_definition_may_move_to_another_file_that_is_loaded(tree: Path) -> None:
     before = digest_code(*RUNS["stock"])
     path = tree / "core" / "windows.py"
@@ -110,7 +160,10 @@ def make(policy: str, code: str | None, row: str = "R") -> dict[str, Any]:
 def test_codes_are_not_mixed() -> None:
     whole = [make("stock", "e-p-s"), make("tenuto", "e-p-t"), make("tenuto", "e-q-t", "S")]
     assert find_mixed(whole) == [] == find_mixed([make("stock", None), make("tenuto", None)])
+    assert find_mixed([make("stock", "e-p-s-n"), make("stock", "e-p-s"), make("tenuto", "e-p-t-n")]) == []
+    whole.append(make("tenuto", "e-p-t-n"))
     for other in (
+        make("tenuto", "e-p-t-m"),  # another chooser of sizes
         make("stock", "E-p-s"),  # another engine
         make("concur", "e-P-c"),  # in the same row other jobs
         make("tenuto", "e-p-T"),  # older rules
@@ -130,6 +183,7 @@ def test_what_is_older_is_said() -> None:
     assert say(make("stock", "e-p-s"), make("tenuto", "e-p-x")).endswith("of writing: `tenuto` (its rules).")
     assert "Older" in say(make("stock", "f-p-s")) and "all of it" in say(make("stock", "f-p-s"))
     assert say(make("stock", "e-q-s")).endswith("R (its machine or its jobs).")
+    assert say(make("stock", "e-p-s-n")).endswith("`stock` (its sizes of steps).")
     assert "**older**: these records" in say(make("stock", None))
 
 
@@ -137,6 +191,8 @@ def test_of_several_codes_the_last_counts() -> None:
     old = [make("stock", "e-p-s"), make("tenuto", "e-p-t"), make("concur", "d-p-c")]
     new = [make("tenuto", "e-p-T")]
     assert take_last([*old, *new]) == [old[0], *new]
+    steps = [make("stock", "e-p-s-m"), make("tenuto", "e-p-T-n")]
+    assert take_last([*old, *new, *steps]) == [old[0], *new, steps[1]]
     assert take_last([]) == []
 
 

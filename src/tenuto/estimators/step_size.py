@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tenuto.core.engine import PROMPT_WEIGHT, StepChooser, StepSize, StepTokens, get_prompt_weight
+from tenuto.core.engine import PROMPT_WEIGHT, StepSize
 from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
@@ -63,12 +63,6 @@ LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 MAX_PLAIN = 64
 """Most waiting plain requests that are examined before each step. More do not fit into one."""
-
-
-def make_step_chooser(step_tokens: StepTokens | None) -> StepChooser | None:
-    """The chooser of adaptive steps; None where the step size is fixed."""
-    prompt_weight = get_prompt_weight(step_tokens)
-    return None if prompt_weight is None else AdaptiveSteps(prompt_weight)
 
 
 def choose_step_tokens(

@@ -10,12 +10,12 @@ import logging
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.engine import StepTokens, get_max_step_tokens
+from tenuto.core.engine import StepTokens, get_max_step_tokens, get_prompt_weight
 from tenuto.core.leases import describe_room
 from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Key, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.estimators.step_size import make_step_chooser
+from tenuto.estimators.step_size import AdaptiveSteps
 from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
 from tenuto.vllm.compat.scheduler import (
     AllocationGuard,
@@ -65,6 +65,7 @@ class Hooks:
         self._is_shadow = settings.mode == "shadow"
         self.engine = engine = ShadowEngine(scheduler) if self._is_shadow else VllmEngine(scheduler)
         self._step_tokens, self.asks_budget = self._find_step_tokens()
+        prompt_weight = get_prompt_weight(self._step_tokens)
         self.driver = Driver(
             asked,
             engine,
@@ -75,7 +76,7 @@ class Hooks:
             stats=metrics.stats,
             decided=metrics.shadow if self._is_shadow else None,
             canary=settings.canary,
-            step_chooser=make_step_chooser(self._step_tokens),
+            step_chooser=None if prompt_weight is None else AdaptiveSteps(prompt_weight),
         )
         # The output shows what follows the turn: a tool call, or the end of the job.
         self.reads_output = any(map(asked.overrides, ("retain", "on_tool_returned", "on_job_ended")))
@@ -245,7 +246,7 @@ class Hooks:
         if reason is not None:
             logger.info("steps have vLLM's own budget, no smaller one: %s", reason)
             return None, False
-        asks = make_step_chooser(step_tokens) is not None or self.policy.overrides("step_budget")
+        asks = get_prompt_weight(step_tokens) is not None or self.policy.overrides("step_budget")
         return step_tokens, asks
 
     def _make_queue(self) -> TurnQueue:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tenuto.core.driver import Driver
+from tenuto.core.engine import get_prompt_weight
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
@@ -30,7 +31,7 @@ from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit, TierView, Yields
 from tenuto.core.windows import STATE
-from tenuto.estimators.step_size import make_step_chooser
+from tenuto.estimators.step_size import AdaptiveSteps
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine.config import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
@@ -85,6 +86,7 @@ class Scheduler:
         self._follow(self._make_driver(policy, limits))
 
     def _make_driver(self, policy: Policy, limits: Limits, stats: DriverStats | None = None) -> Driver:
+        prompt_weight = get_prompt_weight(self.config.step_tokens)
         return Driver(
             policy,
             self._port,
@@ -93,7 +95,7 @@ class Scheduler:
             log=self._log,
             stats=stats,
             strict=self._strict,
-            step_chooser=make_step_chooser(self.config.step_tokens),
+            step_chooser=None if prompt_weight is None else AdaptiveSteps(prompt_weight),
         )
 
     def _follow(self, driver: Driver) -> None:
