@@ -21,6 +21,7 @@ OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
 MAX_DEPTH = 32
 """Levels of lists and objects in one field of a request. KV connectors use two or three."""
+_CONTAINERS = (dict, list, tuple)
 TAIL_TOKENS = 96
 """Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
@@ -35,8 +36,11 @@ def drop_deep_fields(request: Any) -> None:
     """
     params = request.sampling_params
     fields = None if params is None else params.extra_args
-    deep = [name for name, value in fields.items() if is_deep(value)] if fields else []
-    if not fields or not deep:
+    if not fields:
+        return
+    # Most requests have flat fields only: hints, and no transfer of KV.
+    deep = [name for name, value in fields.items() if isinstance(value, _CONTAINERS) and is_deep(value)]
+    if not deep:
         return
     names = [name[:40] for name in deep[:4]]
     logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, names, MAX_DEPTH)
@@ -47,13 +51,13 @@ def is_deep(value: Any) -> bool:
     """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        containers = [each for each in level if isinstance(each, (dict, list, tuple))]
+        containers = [each for each in level if isinstance(each, _CONTAINERS)]
         if not containers:
             return False
         level = [
             inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
         ]
-    return any(isinstance(each, (dict, list, tuple)) for each in level)
+    return any(isinstance(each, _CONTAINERS) for each in level)
 
 
 def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arrival:
