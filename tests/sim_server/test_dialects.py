@@ -68,7 +68,7 @@ def test_a_streamed_response_is_the_one_that_is_not_streamed(client: openai.Open
         assert len(read.output_text.split(" ")) == 30
         assert (read.status, read.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert (read.instructions, read.max_output_tokens, read.tools) == ("Be brief.", 30, [])
-        assert read.usage.output_tokens == 30
+        assert (read.usage.output_tokens, read.usage.output_tokens_details.reasoning_tokens) == (30, 0)
     assert streamed.usage.input_tokens_details.cached_tokens == round_down(whole.usage.input_tokens)
 
 

@@ -72,6 +72,7 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
         (MESSAGES, {"max_tokens": 9, "messages": [USER], "tool_choice": "any"}, "must be an object"),
         (PLAIN, {"prompt": "x", "stream": "yes"}, "stream must be true or false"),
         (PLAIN, {"prompt": "x", "stream_options": 1}, "stream_options must be an object"),
+        (PLAIN, {"prompt": "x", "stream_options": {"include_usage": True}}, "needs stream=true"),
         (PLAIN, {"prompt": "x", "vllm_xargs": {"a": {}}}, "vllm_xargs must be"),
         (PLAIN, {"prompt": "x", "model": "other"}, "'other' is not served"),
         (PLAIN, {"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),

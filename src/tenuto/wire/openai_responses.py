@@ -269,7 +269,14 @@ def _is_plain(value: Any) -> bool:
 
 _REPEATED: dict[str, Any] = {
     "instructions": None,
+    "metadata": None,
+    "previous_response_id": None,
+    "reasoning": None,
+    "text": None,
+    "user": None,
     "max_output_tokens": None,
+    "max_tool_calls": None,
+    "top_logprobs": None,
     "temperature": 1.0,
     "top_p": 1.0,
     "parallel_tool_calls": True,

@@ -330,11 +330,14 @@ def write_head(head: Head, kind: str) -> dict[str, Any]:
 def write_usage(usage: Usage, prompt: str, output: str) -> dict[str, Any]:
     """The counts as one of OpenAI's formats names them; what was written to the cache as vLLM does."""
     details = {"cached_tokens": usage.cached_tokens or 0}
+    written: dict[str, Any] = {**write_counts(usage, prompt, output), f"{prompt}_details": details}
     if prompt == "input_tokens":
         details["cache_write_tokens"] = usage.created_tokens or 0
+        # Clients of Responses add these up. They are not counted here.
+        written["output_tokens_details"] = {"reasoning_tokens": 0}
     elif usage.created_tokens is not None:
         details["created_cache_tokens"] = usage.created_tokens
-    return {**write_counts(usage, prompt, output), f"{prompt}_details": details}
+    return written
 
 
 def write_counts(usage: Usage, prompt: str, output: str) -> dict[str, int]:

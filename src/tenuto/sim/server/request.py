@@ -96,6 +96,8 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
     sampling = read_sampling(body, form.LIMITS)
     if form.COUNTS_ALWAYS:
         sampling = replace(sampling, includes_usage=True, counts_pieces=True)
+    elif body.get("stream_options") and not sampling.is_stream:
+        raise RequestError("stream_options needs stream=true", "stream_options")
     if form.MUST_LIMIT and sampling.max_tokens is None:
         raise RequestError(f"{form.LIMITS[0]} is missing", form.LIMITS[0])
     prompt = form.read_prompt(body)
