@@ -56,7 +56,7 @@ FAULTS = (
     ),
     Fault(
         "tenants: a request does not carry its tenant",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         "with tenants.carry(self._tenants.get(get_headers(scope))):",
         "with tenants.carry(None):",
         (
@@ -103,14 +103,14 @@ FAULTS = (
     ),
     Fault(
         "tenants: a client's own word chooses the rank",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         "if self._tenants.has_tenants else xargs",
         "if tenants.get_carried() else xargs",
         ("vllm/test_tenants.py::test_one_job_s_turns_keep_to_the_rank_of_the_tenant_s_job",),
     ),
     Fault(
         "tenants: an engine with another secret is served",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         'return "; ".join(each for each in wrong if not each.endswith(STOCK)) or None',
         "return None",
         ("vllm/test_tenants.py::test_an_api_server_whose_engines_cannot_verify_tenants_does_not_start",),
@@ -179,14 +179,14 @@ FAULTS = (
     ),
     Fault(
         "bodies: read before vLLM checks the key",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         "receive = self._read_when_asked(scope, receive, found)",
         "receive = self._read_when_asked(scope, receive, found)\n            await receive()",
         ("vllm/test_identity_key.py::test_without_a_valid_key_nothing_is_read_or_parsed",),
     ),
     Fault(
         "bodies: what is no JSON raises",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         "except (ValueError, RecursionError):\n        return None",
         "except RecursionError:\n        return None",
         ("vllm/test_identity_passthrough.py::test_any_bytes", "fuzzing: bodies"),
@@ -836,7 +836,7 @@ FAULTS = (
     ),
     Fault(
         "ranks: a turn without an answer stays in the books",
-        "vllm/identity.py",
+        "vllm/middleware.py",
         "                found.close()",
         "                pass",
         ("vllm/test_ranks.py::test_a_turn_that_ends_without_an_answer_leaves_the_books",),

@@ -47,7 +47,7 @@ from tenuto.core.wishes import (
     make_wish_header,
     write_wish,
 )
-from tenuto.vllm.identity import Middleware, Ranks
+from tenuto.vllm.middleware import Middleware, Ranks
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tenants import (
     FIELD,

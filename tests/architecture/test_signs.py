@@ -257,7 +257,7 @@ SIGNS = (
             ("simulate", "--policy", "autellix", "--trace", "trace.jsonl", "--kv-tokens", "30000", *FAST),
             ("analyze", "trace.jsonl"),
         ],
-        edits=[("report/causes.py", "no lease: evicted like any cached block", "a planted meaning")],
+        edits=[("report/diagnosis.py", "no lease: evicted like any cached block", "a planted meaning")],
     ),
 )
 ELSEWHERE = {

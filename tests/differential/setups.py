@@ -13,8 +13,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tenuto.core.windows import STATE, Layers
-from tenuto.sim.engine.config import EngineConfig
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.engine import EngineConfig
+from tenuto.sim.kv import KvConfig
 from tests.differential.sides import Turn
 from tests.vllm.kv_configs import get_attention, make_scheduler_of_layers
 from tests.vllm.layouts import LAYOUTS

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from tenuto.core.loader import load_policy
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload

@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.core.loader import load_policy
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, StepView, Turn
-from tenuto.policies.oracles.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
+from tenuto.policies.clairvoyant import FIRST, LATE_S, MIN_LOOK_S, Clairvoyant
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup

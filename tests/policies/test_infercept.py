@@ -26,9 +26,9 @@ from tenuto.core.types import (
 )
 from tenuto.policies.published.infercept import INTERVAL_S, InferCept
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Workload

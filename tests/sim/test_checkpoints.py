@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.windows import count_behind_kept_state, count_spare_blocks, count_tail_blocks
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import Checkpoints
 from tenuto.sim.kv.request import Request
 from tests.sim.test_scheduler import make_scheduler, run

@@ -11,9 +11,9 @@ from tenuto.core.policy import Key, LearnsDecodes, Needs, Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, DecodeSteps, EngineView, Keep, Lease, StepView, Turn
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request
 from tenuto.sim.run import prepare
 from tenuto.sim.setup import Setup

@@ -12,9 +12,9 @@ from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.metrics import make_record
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load import LoadOptions, make_workload

@@ -31,10 +31,10 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier

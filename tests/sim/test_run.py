@@ -12,7 +12,7 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.schema import RunRecord
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.run import Occupancy, run, truncate_to_fit, write_run
 from tenuto.sim.setup import Setup

@@ -9,9 +9,9 @@ from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request
 from tests.support.sim_checks import check_integrity
 

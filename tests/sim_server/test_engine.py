@@ -17,9 +17,9 @@ from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import ToolCall
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.pool import Segment
 from tenuto.sim.server.engine import ServedEngine, ServedRequest, ServedTurn
 from tenuto.sim.server.tokens import ContentTree, Text, TokenIds, make_token_ids

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.requests import Hints, get_own_session_id, parse_hints, read_hints
-from tenuto.vllm.identity import Middleware
+from tenuto.vllm.middleware import Middleware
 from tests.sim_server.live import Live, serve
 
 PATH = "/v1/chat/completions"

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from tenuto.core.requests import JOB_HEADERS, get_conversation_id
-from tenuto.vllm import identity
+from tenuto.vllm import middleware
 from tests.vllm.asgi import REQUEST, get_xargs, make_scope, only_names_the_conversation, post
 
 SESSION = "0f0a8d7e-3c5e-4b0e-9a55-1d6f5a6e2b11"
 
 
-@pytest.mark.parametrize("path", [*identity._PATHS, "/behind/a/proxy/v1/messages"])
+@pytest.mark.parametrize("path", [*middleware._PATHS, "/behind/a/proxy/v1/messages"])
 def test_a_top_level_id_goes_to_xargs(path):
     app = post({**REQUEST, "job_id": "j"}, path=path)
     assert json.loads(app.body) == {**REQUEST, "job_id": "j", "vllm_xargs": {"job_id": "j"}}
@@ -159,11 +159,11 @@ def test_each_job_keeps_to_one_rank():
 
 
 def test_the_number_of_ranks_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv(identity.DP_SIZE_VARIABLE, "4")
+    monkeypatch.setenv(middleware.DP_SIZE_VARIABLE, "4")
     assert post({"job_id": "j0"}).headers["x-data-parallel-rank"] == "2"
     for value in ("", "0", "-1", "two"):
-        monkeypatch.setenv(identity.DP_SIZE_VARIABLE, value)
-        with pytest.raises(ValueError, match=identity.DP_SIZE_VARIABLE):
+        monkeypatch.setenv(middleware.DP_SIZE_VARIABLE, value)
+        with pytest.raises(ValueError, match=middleware.DP_SIZE_VARIABLE):
             post({})
 
 
@@ -192,7 +192,7 @@ def test_the_answer_says_which_job_it_belongs_to(body, headers, name):
     async def send(message):
         sent.append(message)
 
-    asyncio.run(identity.Middleware(app)(make_scope(headers), receive, send))
+    asyncio.run(middleware.Middleware(app)(make_scope(headers), receive, send))
     added = [] if name is None else [(b"x-tenuto-job", name)]
     assert sent[0] == {"type": "http.response.start", "status": 200, "headers": [(b"x", b"1"), *added]}
     assert sent[1] == {"type": "http.response.body", "body": b"1"}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tenuto.vllm import Middleware, identity, tenants
+from tenuto.vllm import Middleware, middleware, tenants
 from tests.vllm.asgi import CHAT, REQUEST, make_scope
 
 fastapi = pytest.importorskip("fastapi")
@@ -51,7 +51,7 @@ def send(app, body, key):
 
 @pytest.mark.parametrize("key", [None, "guess", KEY + "x"])
 def test_without_a_valid_key_nothing_is_read_or_parsed(monkeypatch, key):
-    monkeypatch.setattr(identity, "_parse", lambda body: pytest.fail("parsed"))
+    monkeypatch.setattr(middleware, "_parse", lambda body: pytest.fail("parsed"))
     status, _, num_read = send(make_app(), {**REQUEST, "job_id": "j", "x": "y" * 7_800_000}, key)
     assert (status, num_read) == (401, 0)
 

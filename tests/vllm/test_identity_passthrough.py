@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.requests import CONVERSATION_FIELD, JOB_HEADERS, WISH_FIELD, parse_hints
-from tenuto.vllm import Middleware, identity
+from tenuto.vllm import Middleware, middleware
 from tests.vllm.asgi import CHAT, REQUEST, App, make_scope, post, run
 
 
@@ -92,7 +92,7 @@ def test_a_body_in_chunks_is_read_whole():
 
 
 def test_a_large_body_streams_through(monkeypatch):
-    monkeypatch.setattr(identity, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 100)
     body = json.dumps({**REQUEST, "job_id": "j", "x": "y" * 1000}).encode()
     messages = [
         {"type": "http.request", "body": body[i : i + 30], "more_body": True} for i in range(0, len(body), 30)
@@ -181,7 +181,7 @@ HEADERS = st.dictionaries(
 )
 
 
-@given(BODIES, HEADERS, st.sampled_from(identity._PATHS), st.booleans())
+@given(BODIES, HEADERS, st.sampled_from(middleware._PATHS), st.booleans())
 def test_any_json_body(fields, headers, path, is_ascii):
     body = json.dumps(fields, ensure_ascii=is_ascii).encode(errors="surrogatepass")
     app = post(body, headers, path, dp_size=2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.requests import JOB_HEADERS, parse_hints
-from tenuto.vllm.identity import Middleware
+from tenuto.vllm.middleware import Middleware
 
 pytest.importorskip("vllm")
 

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from tenuto.vllm import Middleware
-from tenuto.vllm.identity import DP_CHOICE_VARIABLE
 from tenuto.vllm.launch import get_environment
+from tenuto.vllm.middleware import DP_CHOICE_VARIABLE
 from tests.vllm.asgi import make_scope
 
 

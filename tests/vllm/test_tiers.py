@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 
 from tenuto.core.errors import IncompatibleError
 from tenuto.records.load import TRACE, load_file
-from tenuto.report.causes import Cause, get_cause, make_stories
+from tenuto.report.diagnosis import Cause, get_cause, make_stories
 from tenuto.vllm.compat.check import check_connector
 from tests.vllm.conftest import Clock
 from tests.vllm.slow_copies import SlowCopies

@@ -16,7 +16,7 @@ from tenuto.core.requests import WISH_FIELD
 from tenuto.core.tier_order import Use, list_wished
 from tenuto.core.types import Yields
 from tenuto.core.wishes import Mark, Span, Wish, write_wish
-from tenuto.vllm.identity import Middleware
+from tenuto.vllm.middleware import Middleware
 from tenuto.vllm.requests import OutputReader
 from tenuto.vllm.scheduler import Scheduler
 from tests.vllm.asgi import CHAT, make_scope

@@ -24,8 +24,16 @@ from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
-from tenuto.report.causes import Cause, JobStory, TurnStory, get_cause, get_policy, make_stories
-from tenuto.report.patterns import Evidence, diagnose
+from tenuto.report.diagnosis import (
+    Cause,
+    Evidence,
+    JobStory,
+    TurnStory,
+    diagnose,
+    get_cause,
+    get_policy,
+    make_stories,
+)
 
 GROWTH_TURN = 8
 """The published figure is T8/T1. Shorter jobs are compared at the last turn that half of them reach."""

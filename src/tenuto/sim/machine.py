@@ -22,12 +22,12 @@ from tenuto.sim.cost import BACKENDS, default_backend, load_step_cost
 from tenuto.sim.cost.batch import VARIANTS, HostOverhead, ScaledStepCost, StepCost, split_variant
 from tenuto.sim.cost.fitted import FittedStepCost
 from tenuto.sim.cost.tables import NoTablesError
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
 from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.models import CONFIGS, Model, load_model
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offloader import Offload
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"Scheduler": "tenuto.vllm.scheduler", "Middleware": "tenuto.vllm.identity"}
+_HOMES = {"Scheduler": "tenuto.vllm.scheduler", "Middleware": "tenuto.vllm.middleware"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from tenuto.core.errors import ConfigError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import EngineSettings
-from tenuto.vllm.identity import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
+from tenuto.vllm.middleware import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tiers.files import prepare_folder
 

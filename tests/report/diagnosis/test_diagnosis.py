@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.report.patterns import STORM, Evidence, diagnose
+from tenuto.report.diagnosis import STORM, Evidence, diagnose
 
 
 def make_evidence(latency_s: dict[int, float], **facts: Any) -> Evidence:

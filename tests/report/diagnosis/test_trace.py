@@ -14,11 +14,11 @@ from tenuto.records.metrics import make_record
 from tenuto.records.trace import TraceWriter
 from tenuto.report.analyze import analyze, format_report
 from tenuto.sim.cost import load_step_cost
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import Workload, load_workload
 from tests.report.diagnosis.conftest import HEADER, TraceFile

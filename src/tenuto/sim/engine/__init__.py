@@ -3,5 +3,68 @@
 scheduler     a step from top to bottom: what it computes, and its results
 state         the scheduler's data: the state of each request, the time, a step
 driver_port   what the driver sees of the engine, and does to its blocks
-config        the engine's settings
+
+The settings of the engine are here; vLLM's names where it has one.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tenuto.core.engine import StepTokens, check_step_tokens, get_max_step_tokens
+from tenuto.core.errors import ConfigError
+from tenuto.sim.kv import KvConfig
+from tenuto.sim.tiers.offloader import Offload
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of the scheduler and of the cache. Raises ConfigError for values that make no sense."""
+
+    kv: KvConfig
+    max_num_batched_tokens: int = 8192
+    """Token budget of a step."""
+    step_tokens: StepTokens | None = None
+    """A smaller budget: "adaptive" is chosen for each step; None for `max_num_batched_tokens`."""
+    max_num_seqs: int = 1024
+    """Most requests that run at a time."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request in a step while there are other requests; 0 for no bound."""
+    prefill_schedule_interval: int = 1
+    """While requests decode, prompts are computed in one of this many steps; 1: in each. vLLM 0.33 has it
+    on one engine."""
+    order: Literal["fcfs", "priority"] = "fcfs"
+    """Which waiting request goes first, as vLLM's `--scheduling-policy` says."""
+    scheduler: Literal["vllm", "continuum-fork"] = "vllm"
+    """Whose rules of preemption: vLLM's, or those of the fork that is the Continuum prototype."""
+    max_steps_in_flight: int = 1
+    """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
+    num_draft_tokens: int = 0
+    """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
+    offload: Offload | None = None
+    """Whether and when KV is copied below the GPU, where there are tiers."""
+    offload_chunk_tokens: int = 256
+    """Tokens per chunk of the tiers, whole blocks; LMCache's default."""
+
+    @property
+    def max_step_tokens(self) -> int:
+        """The most tokens that any step may have."""
+        return get_max_step_tokens(self.step_tokens, self.max_num_batched_tokens)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
+            raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
+        check_step_tokens(self.step_tokens, "step_tokens")
+        is_whole = self.offload is None or self.offload_chunk_tokens % self.kv.block_size == 0
+        if self.offload_chunk_tokens < 1 or not is_whole:
+            raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
+        if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
+            raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")
+        if self.prefill_schedule_interval < 1:
+            raise ConfigError(f"prefill_schedule_interval must be 1 or more: {self}")
+        if self.prefill_schedule_interval > 1 and self.kv.vllm_release == "0.32":
+            raise ConfigError("vLLM 0.32 has a prefill_schedule_interval under data parallelism only")
+        if self.kv.has_states and self.num_draft_tokens:
+            raise ConfigError(f"drafts are not simulated for models with recurrent states: {self}")

@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.core.types import EngineView, Turn
 from tenuto.core.windows import get_max_tokens
 from tenuto.core.wishes import Wish
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.state import EngineState
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.pool import Path, Row

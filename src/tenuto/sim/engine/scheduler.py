@@ -33,7 +33,7 @@ from tenuto.core.types import ShortHit, TierView, Yields
 from tenuto.core.windows import STATE
 from tenuto.estimators.step_size import AdaptiveSteps
 from tenuto.sim.cost.batch import StepBatch
-from tenuto.sim.engine.config import EngineConfig
+from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
 from tenuto.sim.kv.groups import BlockTable

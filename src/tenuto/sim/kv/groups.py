@@ -19,7 +19,7 @@ from tenuto.core.windows import (
     count_tail_blocks,
     get_next_checkpoint,
 )
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.pool import ExtentPool, Row, Segment
 from tenuto.sim.kv.request import Hit, Request
 

@@ -25,7 +25,7 @@ from tenuto.core.windows import (
     get_checkpoints,
     get_window,
 )
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import AttentionGroup, BlockTable, StateGroup
 from tenuto.sim.kv.pool import ExtentPool, Path, Span
 from tenuto.sim.kv.request import Hit, Request, Status

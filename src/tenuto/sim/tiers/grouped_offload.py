@@ -26,7 +26,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer
 from tenuto.core.windows import STATE, count_loaded_blocks, get_window
-from tenuto.sim.kv.config import KvConfig
+from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import Checkpoints, StateTable
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request, Status

@@ -11,7 +11,7 @@ requests under /tenuto/ (`tenuto.vllm.control_http`). A server that has tenants 
 engines does not start.
 
 Responses get a header with the job's name on this server (`JOB_HEADER`), for routers with header affinity. If
-the request has a cache wish, another header says what becomes of it (`tenuto.vllm.wishes`).
+the request has a cache wish, another header says what becomes of it (`WishAnswers`).
 
 Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests without
 new names. A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored. vLLM runs
@@ -31,9 +31,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
+from tenuto.core.errors import TenutoError
 from tenuto.core.head_lines import read_head_lines
-from tenuto.core.loader import load_router
+from tenuto.core.limits import Limits, read_canary
+from tenuto.core.loader import load_policy, load_router
 from tenuto.core.requests import (
+    Hints,
     are_xargs,
     get_new_fields,
     get_own_session_id,
@@ -42,8 +45,10 @@ from tenuto.core.requests import (
     write_context_as_text,
 )
 from tenuto.core.router import EngineInfo
+from tenuto.core.types import LeaseRefusal
+from tenuto.core.wishes import judge, make_wish_header
 from tenuto.vllm import tenants
-from tenuto.vllm.compat.process import get_engine_client, watch_requests
+from tenuto.vllm.compat.process import get_engine_client, get_own_config, watch_requests
 from tenuto.vllm.control_http import (
     STOCK,
     ControlAddresses,
@@ -56,8 +61,8 @@ from tenuto.vllm.control_http import (
     read_body,
     send_json,
 )
+from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tenants import TenantReader
-from tenuto.vllm.wishes import WishAnswers
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -67,7 +72,7 @@ MAX_BODY_BYTES = 8 * 2**20
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
 DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
-"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.identity`."""
+"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.middleware`."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"
@@ -372,3 +377,66 @@ class RankedTurn:
     def close(self) -> None:
         """The request is over: its response is complete, or the client left."""
         self._ranks.dispatcher.abort(self._turn_id, self._ranks.get_now_s())
+
+
+logger = logging.getLogger("vllm.tenuto")
+
+
+class WishAnswers:
+    """Makes the response header about a request's cache wish, from the settings of the engines behind it.
+
+    The API server writes it before the engine has seen the request. It knows the settings at start and
+    operators' changes through this process. The metrics and the trace have what became of each wish.
+    """
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._now: Mapping[str, Any] | None = None
+        """The status, as of `Control.get_status`; None if nothing is kept here."""
+        self._has_tier = False
+
+    def make_header(self, client: Any, hints: Hints) -> tuple[str, str] | None:
+        """The header for a request with these hints; None if it has no wish. `client`: the AsyncLLM."""
+        wish = hints.wish
+        if wish is None:
+            return None
+        if client is not self._client:
+            self._client = client
+            self._read(client)
+        limits = Limits(**self._now["limits"]) if self._now is not None else Limits()
+        most_s = limits.max_lease_s if hints.retain_s is None else min(limits.max_lease_s, hints.retain_s)
+        refusal = LeaseRefusal.LAST_TURN if hints.is_last else None
+        if not self._keeps(hints):
+            refusal = LeaseRefusal.POLICY
+        return make_wish_header(wish, judge(wish, most_s, has_tier=self._has_tier, refusal=refusal))
+
+    def follow(self, status: Mapping[str, Any]) -> None:
+        """An operator changed what runs."""
+        if self._now is not None:
+            self._now = status
+
+    def _read(self, client: Any) -> None:
+        self._now, self._has_tier = None, False
+        found = get_own_config(client)
+        if found is None:
+            return
+        config, self._has_tier = found
+        settings = read_settings(config)
+        self._now = {name: getattr(settings, name) for name in ("mode", "policy", "options")}
+        self._now |= {"limits": vars(settings.limits), "canary": None}
+        if settings.canary.is_on:
+            self._now |= {"canary": vars(settings.canary)}
+
+    def _keeps(self, hints: Hints) -> bool:
+        """Whether the settings allow to keep anything for a request with these hints."""
+        now = self._now
+        if now is None or now["mode"] != "on":
+            return False
+        canary = read_canary(now["canary"])
+        if canary.is_on and not canary.selects(hints.job_id or "", hints.tenant, hints.group):
+            return False
+        try:
+            return load_policy(now["policy"], now["options"]).overrides("retain")
+        except TenutoError as error:
+            logger.warning("tenuto: the header of wishes: %s", error)
+            return False

@@ -1,1 +1,0 @@
-"""Oracles: policies for comparison that know what no server can know."""
