@@ -182,19 +182,11 @@ def _get_fate(data: RunData, before: TurnRecord | None, offloads: bool) -> Cause
 
 
 _LEASE_ENDS = {
-    "expired": Cause.EXPIRED,
-    "superseded": Cause.CHANGED,
-    "revoked": Cause.EVICTED,
-    "replaced": Cause.EVICTED,
-    "reset": Cause.EVICTED,
-    "switched": Cause.EVICTED,
-    "time-limit": Cause.GIVEN_UP,
-    "idle": Cause.GIVEN_UP,
-    "price": Cause.GIVEN_UP,
-    "not-expected-back": Cause.GIVEN_UP,
-    "forgotten": Cause.GIVEN_UP,
-    "job-ended": Cause.NEVER_KEPT,
-}
+    "expired": Cause.EXPIRED, "superseded": Cause.CHANGED, "revoked": Cause.EVICTED,
+    "replaced": Cause.EVICTED, "reset": Cause.EVICTED, "switched": Cause.EVICTED,
+    "time-limit": Cause.GIVEN_UP, "idle": Cause.GIVEN_UP, "price": Cause.GIVEN_UP,
+    "not-expected-back": Cause.GIVEN_UP, "forgotten": Cause.GIVEN_UP, "job-ended": Cause.NEVER_KEPT,
+}  # fmt: skip
 
 
 def get_cause(turn: TurnStory, block_size: int) -> Cause:

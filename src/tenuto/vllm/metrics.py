@@ -61,20 +61,13 @@ UNVERIFIED_REQUESTS = Metric(
     lambda tenants: 0 if tenants is None else tenants.num_unverified,
 )
 SHADOW = (
-    Metric(
-        "counter",
-        "shadow_gained_tokens",
-        "Prompt tokens that leases would have kept in the cache, and stock vLLM did not.",
-        lambda stats: stats.num_gained_tokens,
-    ),
-    Metric(
-        "counter",
-        "shadow_delayed_turns",
-        "Turns that the policy would have started later, by what would have held them back.",
-        lambda stats: stats.num_delayed_turns,
-        ("reason",),
-    ),
-)
+    Metric("counter", "shadow_gained_tokens",
+           "Prompt tokens that leases would have kept in the cache, and stock vLLM did not.",
+           lambda stats: stats.num_gained_tokens),
+    Metric("counter", "shadow_delayed_turns",
+           "Turns that the policy would have started later, by what would have held them back.",
+           lambda stats: stats.num_delayed_turns, ("reason",)),
+)  # fmt: skip
 """What a policy in shadow mode would have changed, apart from leases. They read `ShadowStats`."""
 
 
@@ -107,82 +100,35 @@ GROUP_HISTOGRAMS = (
         "from a turn's arrival in the engine to its first token",
     ),
 )
+_PREFETCHES = ("used", "wasted", "skipped")
 TIERS = (
-    Metric(
-        "gauge",
-        "tier_used_blocks",
-        "GPU blocks that a tier holds now.",
-        lambda tier: {view.name: view.num_used_blocks for view in tier.get_views()},
-        ("tier",),
-    ),
-    Metric(
-        "gauge",
-        "tier_blocks",
-        "GPU blocks that a tier has room for.",
-        lambda tier: {view.name: view.num_blocks for view in tier.get_views()},
-        ("tier",),
-    ),
-    Metric(
-        "gauge",
-        "tier_wait_seconds",
-        "Seconds until a copy that is queued now would begin.",
-        lambda tier: {view.name: view.wait_s for view in tier.get_views()},
-        ("tier",),
-    ),
-    Metric(
-        "gauge",
-        "tier_bytes_per_second",
-        "Measured speed of one worker's copies.",
-        lambda tier: {"load": tier.loads.bytes_per_s, "store": tier.stores.bytes_per_s},
-        ("direction",),
-    ),
-    Metric(
-        "counter",
-        "tier_evicted_chunks",
-        "Chunks that host memory gave up, by reason (job-ended: only that job used them).",
-        lambda tier: {"full": tier.host.num_evicted, "job-ended": tier.host.num_dropped},
-        ("reason",),
-    ),
-    Metric(
-        "counter",
-        "tier_refused_chunks",
-        "Chunks not stored, because only chunks of higher rank could have made room.",
-        lambda tier: tier.host.num_refused,
-    ),
-    Metric(
-        "counter",
-        "tier_declined_loads",
-        "Times a policy chose to compute what host memory had.",
-        lambda tier: tier.num_declined_loads,
-    ),
-    Metric(
-        "gauge",
-        "tier_waiting_blocks",
-        "Blocks that stay allocated until they are stored.",
-        lambda tier: tier.later.num_held_blocks,
-    ),
-    Metric(
-        "counter",
-        "tier_skipped_stores",
-        "Offloads not stored because too many blocks waited already.",
-        lambda tier: tier.later.num_too_many,
-    ),
-    Metric(
-        "counter",
-        "tier_prefetches",
-        "Jobs about to return, by what became of their KV (skipped: it would have cost others).",
-        lambda tier: {
-            result: getattr(tier.prefetch, f"num_{result}", 0) for result in ("used", "wasted", "skipped")
-        },
-        ("result",),
-    ),
-    Metric(
-        "counter",
-        "tier_prefetched_blocks",
-        "Blocks loaded before their job returned.",
-        lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks,
-    ),
-)
+    Metric("gauge", "tier_used_blocks", "GPU blocks that a tier holds now.",
+           lambda tier: {view.name: view.num_used_blocks for view in tier.get_views()}, ("tier",)),
+    Metric("gauge", "tier_blocks", "GPU blocks that a tier has room for.",
+           lambda tier: {view.name: view.num_blocks for view in tier.get_views()}, ("tier",)),
+    Metric("gauge", "tier_wait_seconds", "Seconds until a copy that is queued now would begin.",
+           lambda tier: {view.name: view.wait_s for view in tier.get_views()}, ("tier",)),
+    Metric("gauge", "tier_bytes_per_second", "Measured speed of one worker's copies.",
+           lambda tier: {"load": tier.loads.bytes_per_s, "store": tier.stores.bytes_per_s}, ("direction",)),
+    Metric("counter", "tier_evicted_chunks",
+           "Chunks that host memory gave up, by reason (job-ended: only that job used them).",
+           lambda tier: {"full": tier.host.num_evicted, "job-ended": tier.host.num_dropped}, ("reason",)),
+    Metric("counter", "tier_refused_chunks",
+           "Chunks not stored, because only chunks of higher rank could have made room.",
+           lambda tier: tier.host.num_refused),
+    Metric("counter", "tier_declined_loads", "Times a policy chose to compute what host memory had.",
+           lambda tier: tier.num_declined_loads),
+    Metric("gauge", "tier_waiting_blocks", "Blocks that stay allocated until they are stored.",
+           lambda tier: tier.later.num_held_blocks),
+    Metric("counter", "tier_skipped_stores", "Offloads not stored because too many blocks waited already.",
+           lambda tier: tier.later.num_too_many),
+    Metric("counter", "tier_prefetches",
+           "Jobs about to return, by what became of their KV (skipped: it would have cost others).",
+           lambda tier: {name: getattr(tier.prefetch, f"num_{name}", 0) for name in _PREFETCHES},
+           ("result",)),
+    Metric("counter", "tier_prefetched_blocks", "Blocks loaded before their job returned.",
+           lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks),
+)  # fmt: skip
 """What host memory and disk hold and do. They read `tenuto.vllm.tiers.host.HostTier`.
 
 vLLM itself exports bytes and seconds of loads and stores (`vllm:kv_offload_…`), and hits by tier

@@ -6,17 +6,6 @@ from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec, Workload,
 from tenuto.workload.transform import scale_lengths, scale_rate
 
 __all__ = [
-    "After",
-    "Job",
-    "LoadOptions",
-    "Prompt",
-    "Span",
-    "TurnSpec",
-    "Workload",
-    "count_shared_tokens",
-    "load_workload",
-    "make_workload",
-    "scale_lengths",
-    "scale_rate",
-    "write_tenuto_jsonl",
-]
+    "After", "Job", "LoadOptions", "Prompt", "Span", "TurnSpec", "Workload", "count_shared_tokens",
+    "load_workload", "make_workload", "scale_lengths", "scale_rate", "write_tenuto_jsonl",
+]  # fmt: skip

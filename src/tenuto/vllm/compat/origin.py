@@ -25,50 +25,20 @@ from typing import Any
 NUM_DIGEST_BYTES = 16
 MAX_FILES = 10_000
 """Folders with more files are refused."""
-LOCAL_FORMATS = frozenset(
-    [
-        "auto",
-        "hf",
-        "safetensors",
-        "fastsafetensors",
-        "instanttensor",
-        "pt",
-        "npcache",
-        "bitsandbytes",
-        "gguf",
-        "mistral",
-        "sharded_state",
-        "runai_streamer",
-        "runai_streamer_sharded",
-    ]
-)
+LOCAL_FORMATS = frozenset({
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "bitsandbytes", "gguf",
+    "mistral", "sharded_state", "runai_streamer", "runai_streamer_sharded",
+})  # fmt: skip
 """`--load-format` values that read only the model's own files."""
 PACKAGES = ("vllm", "torch", "transformers", "triton", "flashinfer-python", "flash-attn", "xformers")
 """Packages that compute KV or decide its layout in a block."""
-IRRELEVANT = frozenset(
-    [
-        "scheduler_config",
-        "structured_outputs_config",
-        "observability_config",
-        "logging_config",
-        "compilation_config",
-        "profiler_config",
-        "kv_transfer_config",
-        "kv_events_config",
-        "ec_transfer_config",
-        "ec_manager_config",
-        "reasoning_config",
-        "additional_config",
-        "instance_id",
-        "optimization_level",
-        "performance_mode",
-        "weight_transfer_config",
-        "shutdown_timeout",
-        "aux_output_config",
-        "watermark_config",
-        "quant_config",
-    ]
-)
+IRRELEVANT = frozenset({
+    "scheduler_config", "structured_outputs_config", "observability_config", "logging_config",
+    "compilation_config", "profiler_config", "kv_transfer_config", "kv_events_config", "ec_transfer_config",
+    "ec_manager_config", "reasoning_config", "additional_config", "instance_id", "optimization_level",
+    "performance_mode", "weight_transfer_config", "shutdown_timeout", "aux_output_config", "watermark_config",
+    "quant_config",
+})  # fmt: skip
 """Parts of VllmConfig that do not change KV. `quant_config` follows from the model's own config."""
 RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 """Hash algorithms of the prefix cache whose seed is random at each start, unless PYTHONHASHSEED is set."""

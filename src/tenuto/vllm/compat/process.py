@@ -11,26 +11,12 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-HARMLESS_CALLS = frozenset(
-    [
-        "check_health",
-        "checkpoint_prepare",
-        "checkpoint_restore",
-        "compute_weight_checksums",
-        "execute_dummy_batch",
-        "get_model_inspection",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "profile",
-        "release_late_interaction_query_cache",
-        "report_memory_stats",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "synchronize_device",
-        "update_max_model_len",
-    ]
-)
+HARMLESS_CALLS = frozenset({
+    "check_health", "checkpoint_prepare", "checkpoint_restore", "compute_weight_checksums",
+    "execute_dummy_batch", "get_model_inspection", "init_weight_transfer_engine", "list_loras", "profile",
+    "release_late_interaction_query_cache", "report_memory_stats", "save_sharded_state",
+    "save_tensorized_model", "shutdown_weight_transfer_engine", "synchronize_device", "update_max_model_len",
+})  # fmt: skip
 """Worker methods that change no weights. Any other may, because operators can call any worker method."""
 
 

@@ -37,22 +37,9 @@ from tenuto.workload.formats.rows import HashedPrompt, dump_json, make_prompts, 
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (
-    "session",
-    "session_id",
-    "timestamp",
-    "delay",
-    "input_length",
-    "output_length",
-    "tool",
-    "command",
-    "prompt",
-    "hash_ids",
-    "block_size",
-    "output",
-    "after",
-    "tenant",
-    "parent",
-)
+    "session", "session_id", "timestamp", "delay", "input_length", "output_length", "tool", "command",
+    "prompt", "hash_ids", "block_size", "output", "after", "tenant", "parent",
+)  # fmt: skip
 NOTE_KINDS = ("recording", "failed")
 """Rows of a recording that are not turns: its header, and requests without a complete answer."""
 _EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
