@@ -74,7 +74,6 @@ class ServeOptions(Options):
     dry_run: bool = option(False, "print the line and stop")
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):

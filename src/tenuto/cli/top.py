@@ -52,7 +52,6 @@ class TopOptions(Options):
     api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         for url in self.urls:
             check_url(url)

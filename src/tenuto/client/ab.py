@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -330,10 +329,7 @@ class AbFolder:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Unlock the folder."""
+    def __exit__(self, *_: object) -> None:
         self._lock.close()
 
     def _take_up(self) -> None:
@@ -454,7 +450,6 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop all running servers."""
         self._stack.close()
 
     @contextmanager

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tenuto.client.address import get_base_url
@@ -350,15 +349,11 @@ class Interruption:
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Self:
-        """Install the signal handlers."""
         for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the signal handlers."""
+    def __exit__(self, *_: object) -> None:
         self._release()
 
     def _interrupt(self) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from tenuto.core.errors import ConfigError
@@ -71,15 +70,11 @@ class CommandRunner:
         self._folders: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
-        """Create the folder that will hold the jobs' folders."""
         # A command may leave files that even their owner cannot remove directly.
         self._root = tempfile.TemporaryDirectory(prefix="tenuto-bench-", ignore_cleanup_errors=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the folders."""
+    def __exit__(self, *_: object) -> None:
         self._root.cleanup()
 
     async def run(self, job: Job, index: int) -> None:
@@ -149,17 +144,13 @@ class _Output:
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> Self:
-        """Open the pipe."""
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         self._loop.add_reader(self._read_end, self._read)
         self._is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close both ends of the pipe."""
+    def __exit__(self, *_: object) -> None:
         self._loop.remove_reader(self._read_end)
         self.close_write_end()
         os.close(self._read_end)

@@ -43,7 +43,6 @@ class _ServerOptions(Options):
     timeout_s: float = option(90.0, "longest wait for the server's answer, seconds", above=0)
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
@@ -131,7 +130,6 @@ class ControlOptions(_ServerOptions):
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         if (self.action == "release") != (self.job is not None):
             raise ConfigError("release needs --job, and no other action takes it")
@@ -254,7 +252,6 @@ class LedgerOptions(_ServerOptions):
     csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         if self.job is None:
             self.require_admin_key()

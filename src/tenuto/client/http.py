@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from hashlib import shake_128
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -117,7 +116,6 @@ class Client:
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool. The number of connections is not limited."""
         _raise_file_limit()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
@@ -127,10 +125,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close all connections."""
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:

@@ -72,7 +72,6 @@ class RequestOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         super().__post_init__()
         check_api_key(self.api_key)
 
@@ -124,7 +123,6 @@ class BenchOptions(RequestOptions):
     as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
 
     def __post_init__(self) -> None:
-        """Check the options. Raises ConfigError."""
         for url in self.urls:
             check_url(url)
         if len({get_base_url(url) for url in self.urls}) < len(self.urls):
@@ -144,7 +142,6 @@ class SweepOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the loads. Raises ConfigError."""
         super().__post_init__()
         if len(set(self.jps)) < len(self.jps):
             raise ConfigError(f"--jps names a load twice: {','.join(f'{jps:g}' for jps in self.jps)}")
@@ -283,7 +280,6 @@ class ArmOptions(Options):
     start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
     def __post_init__(self) -> None:
-        """Check rules that involve several options. Raises ConfigError."""
         super().__post_init__()
         names = [arm.name for arm in self.arms]
         if len(names) < 2:
@@ -386,7 +382,6 @@ class ProfileOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
@@ -452,7 +447,6 @@ class ValidateOptions(Options):
     start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if any(each.startswith(("--api-key", "--api_key")) for each in self.serve_args):
             raise ConfigError("--serve-args: leave --api-key out; the servers listen on 127.0.0.1 only")

@@ -108,7 +108,6 @@ class Canary:
     """Values of the header `X-Tenuto-Group` whose jobs are under the policy."""
 
     def __post_init__(self) -> None:
-        """Check the names. Raises ConfigError."""
         for name in ("tenants", "groups"):
             names = getattr(self, name) or []
             if len(names) > MAX_NAMES or not all(isinstance(each, str) and each for each in names):

@@ -48,7 +48,6 @@ class RecordOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check what the bounds of single options do not cover."""
         super().__post_init__()
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:

@@ -14,7 +14,6 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -149,10 +148,7 @@ class Proxy:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close all connections."""
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     def make_app(self) -> web.Application:

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self, TextIO
 
 from tenuto.core.errors import ConfigError, DataError, clean
@@ -269,7 +268,6 @@ class RunFiles:
         self._given_up: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Create the folder and turns.jsonl."""
         if self._folder is None:
             return self
         with writing(self._folder, is_folder=True):
@@ -280,10 +278,7 @@ class RunFiles:
             self._files[TURNS] = _open_for_lines(turns)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the files."""
+    def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 

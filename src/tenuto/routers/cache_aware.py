@@ -44,7 +44,6 @@ class CacheAware(Router):
     _prefixes: Prefixes = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make an empty tree."""
         self._prefixes = Prefixes(self.max_tree_tokens)
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:

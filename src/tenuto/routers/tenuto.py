@@ -219,7 +219,6 @@ class Tenuto(Router):
     _prefixes: Prefixes = field(init=False)
 
     def __post_init__(self) -> None:
-        """Begin without memory."""
         self._prefixes = Prefixes(self.max_prefix_tokens)
 
     # Decisions.

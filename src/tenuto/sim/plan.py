@@ -582,7 +582,6 @@ class SeedRunner:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Start the processes."""
         self._pool = self._stack.enter_context(open_processes(self._workers)) if self._workers > 1 else None
         return self
 

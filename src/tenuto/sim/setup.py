@@ -168,7 +168,6 @@ class Setup(Options):
     """Several engines behind a router instead of one. The other options describe each of them."""
 
     def __post_init__(self) -> None:
-        """Check the bounds, and that the KV cache holds at least two blocks."""
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.prefill_schedule_interval > 1 and self.vllm == "0.32":
@@ -354,7 +353,6 @@ class Fleet:
     faults: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check options that depend on each other."""
         if not self.servers:
             raise ConfigError("a fleet needs an engine")
         if self.router == IDEAL and (self.faults or len(set(self.servers)) > 1 or self.router_options):

@@ -184,7 +184,6 @@ class Settling:
     _num_steady: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """Plan the first look."""
         self.next_look_s = self.first_look_s
 
     def decide(self, arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> Verdict | None:
@@ -243,7 +242,6 @@ class Target:
     """Share of the targets that must be left over."""
 
     def __post_init__(self) -> None:
-        """Check that there is a target."""
         if self.p95_s is None and self.p95_ttft_s is None:
             raise ConfigError("say what the GPUs must keep: --p95 or --p95-ttft, in seconds")
 

@@ -162,7 +162,6 @@ class LoadOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options one by one. Raises ConfigError."""
         super().__post_init__()
         parse_limits(self.goodput)
 

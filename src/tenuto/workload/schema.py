@@ -84,7 +84,6 @@ class TurnSpec:
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the ranges and compute the prompt's length once."""
         if not self.prompt:
             raise DataError(f"the prompt that {self.output} answers is empty")
         for span in (*self.prompt, self.output):
@@ -120,7 +119,6 @@ class Job:
     """The job that started this one as a sub-agent. None if no job did."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked for a single job."""
         _check_seconds(f"arrival_s of job {self.job_id!r}", self.arrival_s)
         if not self.turns:
             raise DataError(f"job {self.job_id!r} has no turns")
@@ -143,7 +141,6 @@ class Workload:
     loop: Loop = "closed"
 
     def __post_init__(self) -> None:
-        """Check what can only be checked for all jobs together."""
         if self.loop not in get_args(Loop):
             raise ConfigError(f"{self.name}: loop must be closed or open, got {self.loop!r}")
         jobs = {job.job_id: job for job in self.jobs}

@@ -255,7 +255,6 @@ class LearnsPrefill(TakesPrefillProfile, Learns):
     _prefill: PrefillCost = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take the profile, if there is one."""
         self._prefill = PrefillCost(self._try_get_profile())
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:

@@ -42,7 +42,6 @@ class Autellix(Policy):
     _queues: ServiceQueues = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the queues."""
         self._queues = ServiceQueues(
             self.num_levels, self.first_quantum_s, self.growth, self.starvation_ratio
         )

@@ -60,7 +60,6 @@ class Concur(Policy):
     _num_prompt_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        """Open the first window."""
         self._window = self.first_window
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:

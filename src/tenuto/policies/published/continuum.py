@@ -49,7 +49,6 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
     )
 
     def __post_init__(self) -> None:
-        """Begin with nothing learned."""
         self._ttl = TtlEstimate(self._try_get_profile(), self.min_samples)
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:

@@ -53,7 +53,6 @@ class EngineConfig:
         return get_max_step_tokens(self.step_tokens, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
             raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
         check_step_tokens(self.step_tokens, "step_tokens")

@@ -583,7 +583,6 @@ class Scheduler:
         return True
 
     def _drop_load(self, request: Request) -> None:
-        """Drop a request that is loading or has loaded."""
         state = self.state
         if request in state.loaded:
             state.loaded.remove(request)

@@ -213,7 +213,6 @@ class Step:
     """Seconds of copies that add to its computation because they do not run beside it."""
 
     def __post_init__(self) -> None:
-        """Set the whole budget."""
         self.size = self.budget
 
     @property

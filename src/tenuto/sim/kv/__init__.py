@@ -72,7 +72,6 @@ class KvConfig:
         return STATE in self.windows
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         if self.num_blocks < 2 or self.block_size < 1 or self.max_model_len < 2:
             raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
         if not self.windows or any(isinstance(window, int) and window < 1 for window in self.windows):

@@ -111,7 +111,6 @@ class Request:
     """The same for each layer group of a hybrid model (see `tenuto.sim.tiers.grouped_offload`)."""
 
     def __post_init__(self) -> None:
-        """Count the prompt's tokens."""
         self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)
         self.num_tokens_at_end = self.num_prompt_tokens + self.output[1]
         if self.num_prompt_tokens < 1 or self.output[1] < 1:
