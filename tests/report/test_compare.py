@@ -146,7 +146,7 @@ def test_many_winners_make_no_wall_of_words() -> None:
         ([make_record(policy, 1, seed) for policy in "ab" for seed in (1, 2)],
          "no difference between a and b was seen at 1 job/s on H200"),
         ([make_record("a", mean_s=mean_s, step_cost="roofline") for mean_s in (10, 20)],
-         "Roofline: step times are a rougher guess"),
+         "Roofline: step times come from a model."),
         ([make_record("a"), make_record("a", simulated=False)], "1 measured on a live server, 1 simulated."),
         ([make_record("a", None)], "arrivals as recorded"),
         ([make_record("a")], "One seed for each setting"),

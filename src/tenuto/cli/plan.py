@@ -98,7 +98,7 @@ class PlanOptions(GridOptions):
         metavar="SHARE",
         minimum=0,
         below=1,
-        shown_default="the worst error of predictions for such a GPU that were too fast, at least 0.05",
+        shown_default="the largest error of predictions that were too fast for such a GPU, at least 0.05",
     )
     jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
     seeds: tuple[int, ...] = option(

@@ -15,7 +15,7 @@ import httpx
 
 from tenuto.core.errors import TenutoError
 
-START_LIMIT_S = 300.0
+START_LIMIT_S = 900.0
 STOP_LIMIT_S = 60.0
 PROGRESS_S = 10.0
 

@@ -216,8 +216,8 @@ class _Check:
             self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
             turns.append(self._run_turn(number, turns))
         promise = get_promise(before.policy)
-        # A policy that promises to hold blocks may learn that this job is not worth it, but not on every
-        # turn.
+        # A policy that promises to hold blocks may learn during the check that this job is not worth it. But
+        # it must have held them in some gap.
         forgives = promise == "may" or (
             promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
         )

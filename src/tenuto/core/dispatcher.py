@@ -53,7 +53,7 @@ class FleetLimits:
     max_held_s: float = setting(600.0, "longest time that a new job is held back, in seconds", minimum=0)
     max_held: int = setting(100_000, "most turns that are held back; further ones are sent", minimum=0)
     max_idle_jobs: int = setting(
-        100_000, "jobs remembered between turns; of more, the one idle for longest is forgotten", minimum=1
+        100_000, "jobs remembered between turns; beyond that, the longest idle one is forgotten", minimum=1
     )
 
 

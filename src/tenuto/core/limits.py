@@ -37,8 +37,8 @@ class Limits:
     )
     max_wished_share: float = setting(
         0.5,
-        "share of host memory, and of the disk, that goes last because clients wished it (cache wishes); of "
-        "tenants the one with the most gives way",
+        "share of host memory, and of the disk, that is evicted last because of cache wishes; at this limit, "
+        "the tenant that has the most for its weight loses first",
         minimum=0,
         maximum=1,
     )
@@ -58,9 +58,9 @@ class Limits:
     )
     max_wait_over_stock: float | None = setting(
         0.1,
-        "how much longer than in stock a turn may wait for its start: a share of that wait, beside one turn "
-        "of service; an agent's turn may wait as long as all turns that it still sends; null: as long as the "
-        "policy wants",
+        "how much longer than in stock a turn may wait for its start, as a share of its wait in stock; "
+        "one turn of service is added; the waits of all coming turns of an agent count together; null: no "
+        "bound",
         minimum=0,
     )
     max_parallel_turns: int = setting(
@@ -70,7 +70,7 @@ class Limits:
     )
     max_remembered_jobs: int = setting(
         10_000,
-        "jobs remembered between turns; when there are more, the one idle for longest is forgotten",
+        "jobs remembered between turns; beyond that, the longest idle one is forgotten",
         minimum=1,
     )
     always_yield: bool = setting(

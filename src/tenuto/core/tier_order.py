@@ -346,7 +346,7 @@ class TierOrder:
     def make_room(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
     ) -> Room:
-        """Evict chunks to make room for those of these chunks that a store may add.
+        """Evict chunks to make room for a store of these chunks, as far as it may add them.
 
         `befores`: for each chunk, the chunk that it needs, or None. A chunk is added only after the one that
         it needs. Beyond `num_free`, it takes the place of a chunk whose key is not greater than `key`. So a

@@ -166,8 +166,8 @@ MAX_PLAIN_SHARE = 0.25
 """A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
 agents of two turns have a share of half."""
 FAIR_PLAIN_SHARE = 0.5
-"""Plain requests and jobs that call tools are two classes. A class that had more than its half does not go
-first."""
+"""Plain requests and jobs that call tools are two classes. A class that got more than half of the
+work does not go first."""
 PLAIN_MEMORY_TOKENS = 50_000.0
 """Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 

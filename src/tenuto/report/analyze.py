@@ -573,9 +573,9 @@ def _format_parted(parted: Mapping[str, Any]) -> list[str]:
     jobs = ", ".join(parted["jobs"])
     return [
         f"{_n(parted['turns'])} turns of {_n(parted['num_jobs'])} jobs change text of the job's last prompt, "
-        "so all behind it is computed again.",
-        f"Most of these prompts ({_n(parted['turns_there'])}) part at about token {_n(parted['at_tokens'])}. "
-        f"Look there for a date, a counter or a billing line. Jobs: {jobs}",
+        "so everything after that text is computed again.",
+        f"In most of them ({_n(parted['turns_there'])}) the change is at about token "
+        f"{_n(parted['at_tokens'])}. Look there for a date, a counter or a billing line. Jobs: {jobs}",
     ]
 
 

@@ -150,13 +150,13 @@ def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerd
             )
         verdict.notes.append(
             f"{record.place}: commands are not in this trace ({part.commands}); a policy that reads them "
-            "may answer otherwise"
+            "may answer differently"
         )
     if part.number > 1:
         verdict.notes.append(
-            f"{record.place}: this is part {part.number} of a run. The policy was told things in the parts "
-            "before that are not replayed, so answers may differ. If the part before is still there, put it "
-            f"in front: cat {verdict.path.name}.1 {verdict.path.name}"
+            f"{record.place}: this is part {part.number} of a run. What the policy was told in earlier "
+            "parts is not replayed, so its answers may differ. If the earlier part still exists, put it in "
+            f"front: cat {verdict.path.name}.1 {verdict.path.name}"
         )
 
 
@@ -168,8 +168,8 @@ def _restore(policy: Policy, state: Any, record: Fields) -> None:
     except Exception as error:  # a policy is external code, and the trace may contain anything
         raise record.error(
             "state",
-            f"is none that this policy goes on with ({error!r}): another version of it wrote the trace, or "
-            "its file is damaged",
+            f"cannot be loaded by this policy ({error!r}): another version of the policy wrote the trace, or "
+            "the file is damaged",
         ) from None
 
 

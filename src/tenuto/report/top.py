@@ -677,7 +677,7 @@ def _show_hit_spark(hits: Mapping[str, Any], values: Sequence[float | None]) -> 
         text.append(f"  {hits['recomputed_tokens_per_s']:,.0f} tok/s computed again")
     for group, rate in hits["short_tokens_per_s"].items():
         if rate:
-            text.append(f"  {rate:,.0f} tok/s missed for want of the {group}'s blocks")
+            text.append(f"  {rate:,.0f} tok/s missed: {group} was evicted")
     return text
 
 
@@ -746,7 +746,7 @@ def _show_tools(tools: Mapping[str, Any]) -> Text:
 def _show_policy(policy: Mapping[str, Any]) -> Text:
     return Text.assemble(
         (f"{_n(policy['faults'])} faults", "red" if policy["faults"] else ""),
-        f", {_r(policy['admission_waits_per_s'])} waits at the door, "
+        f", {_r(policy['admission_waits_per_s'])} new jobs held back, "
         f"decisions p95 {_s(policy['decision_p95_s'])}",
     )
 

@@ -35,11 +35,11 @@ class CacheAware(Router):
     cache_threshold: float = setting(
         0.3, "least share of a prompt that an engine must have been sent", minimum=0, maximum=1
     )
-    balance_abs: int = setting(64, "most open turns between the most and the least loaded engine", minimum=0)
-    balance_rel: float = setting(1.5, "and most times as many open turns", minimum=1)
-    smallest_tree: bool = setting(False, "without a match, the engine that was sent the least text")
+    balance_abs: int = setting(64, "largest difference in open turns between two engines", minimum=0)
+    balance_rel: float = setting(1.5, "largest ratio of open turns between two engines", minimum=1)
+    smallest_tree: bool = setting(False, "without a match, choose the engine that was sent the least text")
     max_tree_tokens: int = setting(
-        2**23, "tokens of prompts that are remembered of each engine: 2^25 characters", minimum=1
+        2**23, "tokens of prompts that are remembered for each engine: 2^25 characters", minimum=1
     )
     _prefixes: Prefixes = field(init=False)
 

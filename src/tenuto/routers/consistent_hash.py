@@ -16,7 +16,7 @@ class ConsistentHash(Router):
     Source: `consistent_hash` of vllm-router, which puts each engine onto the ring 160 times.
     """
 
-    num_points: int = setting(160, "how often each engine is on the ring", minimum=1)
+    num_points: int = setting(160, "number of places of each engine on the ring", minimum=1)
     _ring: list[tuple[int, str]] = field(init=False, default_factory=list)
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:

@@ -12,7 +12,7 @@ from tenuto.core.settings import setting
 class PowerOfTwo(Router):
     """Draw two engines, send to the one with fewer open turns. Source: `power_of_two` of vllm-router."""
 
-    seed: int = setting(0, "another seed draws other lots")
+    seed: int = setting(0, "seed of the random choices")
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
         """Draw two engines at random and compare them."""

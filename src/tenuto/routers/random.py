@@ -12,7 +12,7 @@ from tenuto.core.settings import setting
 class Random(Router):
     """Send each turn to a random engine, for any load. Source: `random` of vllm-router and SGLang."""
 
-    seed: int = setting(0, "another seed draws other lots")
+    seed: int = setting(0, "seed of the random choices")
 
     def route(self, turn: RoutedTurn, fleet: FleetView) -> Route:
         """Draw an engine at random."""

@@ -200,11 +200,13 @@ class Tenuto(Router):
     decode_tokens: float = setting(
         10.0, "prefill tokens that take as long as generating one token", minimum=0
     )
-    move_cost: float = setting(2.0, "how many times the cost of moving a job must be gained by it", minimum=0)
+    move_cost: float = setting(2.0, "a job moves if the gain is over this many times the cost", minimum=0)
     fill: float = setting(
         1.0, "share of an engine's KV cache that its jobs may need at their longest", minimum=0.01
     )
-    max_prefix_tokens: int = setting(2**22, "tokens of prompts that are remembered of each engine", minimum=1)
+    max_prefix_tokens: int = setting(
+        2**22, "tokens of prompts that are remembered for each engine", minimum=1
+    )
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _away: AwayJobs = field(init=False, default_factory=AwayJobs)
     _placed: Placements = field(init=False, default_factory=Placements)

@@ -435,7 +435,7 @@ TIE = 1.02
 
 MARKS = {
     "overloaded": ("o", "more jobs arrive than finish: times depend on how long is simulated"),
-    "roofline": ("r", "step times of a roofline, a rougher guess than measured tables"),
+    "roofline": ("r", "step times of a roofline model: larger errors than with measured tables"),
     "one seed": ("1", "another seed may change times by some per cent, and one proves nothing"),
 }
 """What a reader must know of a row's numbers: the letter in the table, and what it means."""

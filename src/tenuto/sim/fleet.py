@@ -34,7 +34,7 @@ requests with this much context each."""
 
 
 MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
-"""Makes an engine of this name, on this GPU ("" for the first engine's), that is there from this time on."""
+"""Makes an engine with this name, on this GPU ("" for the first engine's GPU), that joins at this time."""
 
 
 def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:

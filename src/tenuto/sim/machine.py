@@ -164,8 +164,8 @@ def _load_step_cost(
             except NoTablesError:
                 name = "roofline"
         elif gpu.table_system is not None:
-            why = "measured ones need: pip install 'tenuto[tables]'"
-        notes.append(f"step times on {gpu.name} are a roofline's, a rougher guess: {why}")
+            why = "for measured ones, pip install 'tenuto[tables]'"
+        notes.append(f"step times on {gpu.name} are a roofline's, with larger errors: {why}")
     return load(name)
 
 

@@ -170,8 +170,8 @@ def format_s(seconds: float) -> str:
 # The search.
 
 FIRST_STRIDE = 1 / 8
-"""Without a line, the second number differs from the first by this share of it. Each further stride
-doubles."""
+"""If no line can be fitted yet, the second number of machines differs from the first by this share. Each
+further stride doubles."""
 NEAR_CAPACITY = 0.8
 """A machine is near its capacity if it gets more than this share of the jobs per second that an overloaded
 one finishes."""
@@ -647,7 +647,7 @@ class SeedRunner:
 
     def _make_tell(self, name: str) -> Tell:
         def tell(now_s: float, num_jobs: int, backlog: int) -> None:
-            jobs = f"{num_jobs} jobs came, {backlog} are there"
+            jobs = f"{num_jobs} jobs have arrived, {backlog} of them have not ended"
             self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
 
         return tell
@@ -838,7 +838,7 @@ def describe_step_cost(name: str) -> str:
     """Where step times come from, in words."""
     known = {
         "tables": "measured operator tables (aiconfigurator-core)",
-        "roofline": "a roofline model, a rougher guess than measured tables",
+        "roofline": "a roofline model, with larger errors than measured tables",
     }
     return known.get(name, f"a fit to observed steps, {name}")
 

@@ -87,8 +87,8 @@ class Setup(Options):
     offload: Literal["none", "async", "sync", "serial", "asked", "native"] | None = option(
         None,
         "copy KV to host memory beside the steps (async), while each step waits (sync), loads before and "
-        "stores after each step's computation (serial), or when the policy says so (asked); native: as vLLM "
-        "itself does it beside the steps, in the order of its release (--vllm), whatever the policy",
+        "stores after each step's computation (serial), or when the policy says so (asked); native: vLLM's "
+        "own host memory, beside the steps and with the order of eviction of --vllm, whatever the policy",
         shown_default="what the policy wants",
     )
     offload_chunk_tokens: int = option(
@@ -117,7 +117,7 @@ class Setup(Options):
         shown_default="what the policy wants: adaptive for tenuto, the whole budget for others",
     )
     keep_kv: bool = option(
-        True, "let the policy keep KV: by leases, and in the tiers and the size of the cache that it wants"
+        True, "let the policy keep KV by leases and in tiers, and set the size of the cache"
     )
     max_num_seqs: int | None = option(
         None, "most requests that run at a time, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
@@ -129,7 +129,7 @@ class Setup(Options):
     prefix_cache_retention_interval: int | None = option(
         0,
         "how often the end of a sliding window is cached, in tokens, as in vLLM; 0: where a prompt ends and "
-        "where prompts part; None: at every block",
+        "where two prompts first differ; None: at every block",
         metavar="N|None",
         read=_read_interval,
         minimum=0,

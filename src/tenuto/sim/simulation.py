@@ -181,7 +181,7 @@ class Simulation:
 
     @property
     def schedulers(self) -> list[Scheduler]:
-        """Those of all engines, each once."""
+        """The schedulers of all engines, each once."""
         return list({id(engine.scheduler): engine.scheduler for engine in self.engines}.values())
 
     @property

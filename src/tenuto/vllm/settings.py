@@ -44,8 +44,8 @@ class Settings:
     )
     offload: str | None = setting(
         None,
-        "with host memory of our own: store all that comes back (async), or what the policy says (asked); "
-        "unset: what the policy wants",
+        "with Tenuto's host memory: store all that a job may come back for (async), or what the policy says "
+        "(asked); unset: what the policy wants",
         choices=("async", "asked"),
     )
     tenants: str = setting(

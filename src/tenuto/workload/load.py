@@ -104,8 +104,8 @@ class LoadOptions(Options):
     )
     loop: Literal["closed", "open"] = option(
         "closed",
-        "closed: a turn is sent when its tool call ends, which begins with the answer; open: every turn is "
-        "sent at its recorded time, whatever was answered by then",
+        "closed: a turn is sent when the previous answer has ended and the tool's time has passed; open: "
+        "every turn is sent at its recorded time, even if the previous answer has not ended",
         choices=get_args(Loop),
     )
     scale_lengths: float = option(1.0, "multiply the length of every text by X", above=0)
@@ -114,7 +114,7 @@ class LoadOptions(Options):
     )
     scale_turns: float = option(
         1.0,
-        "give every job X times as many turns: further ones are like its own, fewer are its first ones",
+        "give every job X times as many turns: its own turns are repeated, or only its first turns are kept",
         above=0,
     )
     scale_tools: float = option(

@@ -282,4 +282,4 @@ def test_prompts_that_change_earlier_text(two_turns: TraceFile) -> None:
     assert report["parted"] == {
         "turns": 1, "at_tokens": 32, "turns_there": 1, "num_jobs": 1, "jobs": {"a": 1}
     }  # fmt: skip
-    assert "part at about token 32" in format_report(report)
+    assert "the change is at about token 32" in format_report(report)

@@ -784,7 +784,7 @@ _FILLS: Mapping[CacheVerdict, tuple[str, Fill]] = {
 }
 _TAKEN_BACK = (LeaseEnd.REVOKED.value, LeaseEnd.PRICE.value)
 _BESIDE = 0.42
-"""Place of signs that are not about hits, as a share of a row above its middle."""
+"""Height of the signs that are not about hits, above the middle of a row, as a share of the row."""
 
 
 def plot_lives(detail: Detail) -> Chart | None:

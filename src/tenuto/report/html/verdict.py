@@ -392,7 +392,7 @@ def _find_caveats(runs: Sequence[Run], groups: Sequence[Group], places: Sequence
             "was."
         )
     if "roofline" in doubts:
-        yield "Roofline: step times are a rougher guess than measured tables."
+        yield "Roofline: step times come from a model. Errors are larger than with measured tables."
     if spread := get_seed_spread(groups):
         seeds = {run.seed for run in runs if run.seed is not None}
         yield (

@@ -248,11 +248,11 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self.order.clear()
 
     def mark_evictable(self, key: Any) -> None:
-        """This chunk is not in a copy any more."""
+        """A copy of this chunk has ended."""
         self.order.unpin(key)
 
     def mark_non_evictable(self, key: Any) -> None:
-        """This chunk is in a copy."""
+        """A copy of this chunk begins."""
         self.order.pin(key)
 
     # Called by our own manager.
