@@ -165,7 +165,7 @@ class Driver:
         if tool_s is not None:
             self.stats.tool_s.observe(tool_s)
             self._tell("on_tool_returned", turn, job.last_tool, tool_s)
-        self._tell_chooser(turn)
+        self._update_chooser(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if self._history is not None:
             self._history.record_arrival(turn, now_s, tool_s, parted_at)
@@ -785,10 +785,10 @@ class Driver:
         wish = turn.arrival.hints.wish
         if refusal is None and wish is not None and wish.spans:
             return wish
-        self._tell_wish(turn, refusal, now_s)
+        self._report_wish(turn, refusal, now_s)
         return None
 
-    def _tell_wish(self, turn: TurnState, refusal: LeaseRefusal | None, now_s: float) -> None:
+    def _report_wish(self, turn: TurnState, refusal: LeaseRefusal | None, now_s: float) -> None:
         """Count and log what became of a finished turn's wish."""
         wish, verdict = turn.arrival.hints.wish, self.judge_wish(turn.arrival.hints, refusal)
         assert wish is not None
@@ -809,7 +809,7 @@ class Driver:
             if isinstance(event, LeaseRefused):
                 refusal = event.reason
         if wish is not None:
-            self._tell_wish(turn, None if self._engine.can_store else refusal, now_s)
+            self._report_wish(turn, None if self._engine.can_store else refusal, now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
         """End a job. `keeps_copies`: tiers below the GPU keep the KV that only this job used."""
@@ -833,7 +833,7 @@ class Driver:
         self._order.enter(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
-            self._tell_chooser(turn)
+            self._update_chooser(turn)
             # The log begins anew with this driver. It has the turns that will still start, and no others.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
             if self._history is not None:
@@ -858,7 +858,7 @@ class Driver:
             job.group = hints.group
             job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
 
-    def _tell_chooser(self, turn: TurnState) -> None:
+    def _update_chooser(self, turn: TurnState) -> None:
         """Tell the chooser of step sizes that a turn arrived."""
         if self._step_chooser is not None:
             num_new_tokens = turn.arrival.num_prompt_tokens - turn.num_reusable_tokens

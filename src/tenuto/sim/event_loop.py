@@ -264,10 +264,10 @@ class SteppedEngine:
         """The oldest step in flight ends."""
         step, scheduled_s, self.now_s = self._in_flight.popleft()
         if self.scheduler.driver.hears_steps:
-            self._tell_step(step, scheduled_s, self.now_s)
+            self._report_step(step, scheduled_s, self.now_s)
         self._listener.on_computed(self, self.scheduler.finish_step(step, self.now_s))
 
-    def _tell_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
+    def _report_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
         """Tell the policy about a step, just before the step's results."""
         num_tokens = sum(step.num_tokens.values()) - sum(step.num_drafts.values())
         num_requests, is_full = len(step.num_tokens), step.budget == 0
@@ -334,7 +334,7 @@ class SteppedEngine:
             in_flight.append((step, scheduled_s[number], ends_s[num_before + number]))
         if scheduler.driver.hears_steps:
             for each in ended:
-                self._tell_step(*each)
+                self._report_step(*each)
             if first:
                 told_s, is_full = ends_s[num_before:num_ended], step.budget == 0
                 scheduler.driver.decode(

@@ -203,10 +203,10 @@ class Hooks:
         if self._pressure is not None:
             self._pressure.begin_step(now_s)
 
-    def is_quiet(self, now_s: float, *, was_cut: bool) -> bool:
+    def is_quiet(self, now_s: float, *, has_partial_prompt: bool) -> bool:
         """Whether the driver decides nothing about the next step, unless it runs out of memory.
 
-        `was_cut`: whether the last step may have left part of a prompt uncomputed.
+        `has_partial_prompt`: whether the last step may have left part of a prompt uncomputed.
         """
         if not self.is_followed:
             return True
@@ -215,7 +215,7 @@ class Hooks:
         deadline_s = self.driver.get_next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
             return False
-        return not (self.asks_budget and (was_cut or self._asks_policy_budget))
+        return not (self.asks_budget and (has_partial_prompt or self._asks_policy_budget))
 
     def use_free_time(self, now_s: float) -> None:
         """Do periodic work that no step waits for."""

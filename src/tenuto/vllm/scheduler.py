@@ -68,9 +68,9 @@ class _DrivenScheduler(PrivateHooks):
     get_request_counts: Any
 
     _hooks: Any = None
-    _is_telling = False
-    """Whether `_catch_up` is running."""
-    _was_cut = True
+    _is_handling = False
+    """Whether `_handle_queued` is running."""
+    _has_partial_prompt = True
     """Whether the last step may have left part of a prompt uncomputed."""
     tier: Any = None
     """Tenuto's host memory below the GPU (`tenuto.vllm.tiers.host.HostTier`), or None."""
@@ -83,9 +83,9 @@ class _DrivenScheduler(PrivateHooks):
             serve_by_priority(vllm_config)
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
         check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
-        self._untold: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._queued: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Events that the driver has not been told yet, in order."""
-        self._has_untold_step = False
+        self._has_queued_step = False
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         check_attributes(self)
         engine_core = find_engine_core()
@@ -145,10 +145,10 @@ class _DrivenScheduler(PrivateHooks):
         """A request arrived. Later pieces of a request that is streamed in go only to vLLM's own code."""
         if request.request_id not in self.requests:
             drop_deep_fields(request)
-            self._tell_later(self._tell_arrival, request, time.monotonic())
+            self._queue(self._handle_arrival, request, time.monotonic())
             if self._hooks.is_followed:
                 # The driver decides the request's place in the queue.
-                self._catch_up()
+                self._handle_queued()
         super().add_request(request)  # type: ignore[misc]
         if self.tier is not None:
             self.tier.arrive(request.request_id)
@@ -156,18 +156,18 @@ class _DrivenScheduler(PrivateHooks):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule one step with vLLM's own code. The driver is asked if there is something to decide."""
         now_s = time.monotonic()
-        if self._has_untold_step:
-            self._catch_up()
+        if self._has_queued_step:
+            self._handle_queued()
         max_tokens = self.max_num_scheduled_tokens
         self._hooks.prepare_memory(now_s)
-        if self._hooks.is_quiet(now_s, was_cut=self._was_cut):
+        if self._hooks.is_quiet(now_s, has_partial_prompt=self._has_partial_prompt):
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            self._was_cut = output.total_num_scheduled_tokens >= max_tokens
+            self._has_partial_prompt = output.total_num_scheduled_tokens >= max_tokens
         else:
-            self._catch_up()
+            self._handle_queued()
             output, max_tokens = self._schedule_as_decided(now_s, *args, **kwargs)
-        self._has_untold_step = True
-        self._tell_later(self._tell_step, output, now_s, max_tokens)
+        self._has_queued_step = True
+        self._queue(self._handle_step, output, now_s, max_tokens)
         if not output.total_num_scheduled_tokens:
             # Nothing will be computed, so vLLM will not ask for a grammar bitmask.
             self._use_free_time()
@@ -180,14 +180,14 @@ class _DrivenScheduler(PrivateHooks):
         if not hooks.asks_budget:
             return super().schedule(*args, **kwargs), full_budget  # type: ignore[misc]
         per_prompt = get_tokens_per_prompt(self)
-        only_decodes = not self._was_cut and not self.get_request_counts()[1]
+        only_decodes = not self._has_partial_prompt and not self.get_request_counts()[1]
         size = hooks.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
         self.max_num_scheduled_tokens = size.num_tokens
         set_tokens_per_prompt(self, per_prompt or size.per_prompt)
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             is_full = output.total_num_scheduled_tokens >= size.num_tokens
-            self._was_cut = is_full or get_tokens_per_prompt(self) > 0
+            self._has_partial_prompt = is_full or get_tokens_per_prompt(self) > 0
         finally:
             self.max_num_scheduled_tokens = full_budget
             set_tokens_per_prompt(self, per_prompt)
@@ -200,10 +200,10 @@ class _DrivenScheduler(PrivateHooks):
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step was computed. The policy is told before vLLM processes the results."""
-        if self._has_untold_step:
-            self._catch_up()
+        if self._has_queued_step:
+            self._handle_queued()
         if self._hooks.steps is not None or self._steps is not None:
-            self._tell_later(self._tell_result, scheduler_output, time.monotonic())
+            self._queue(self._handle_result, scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._hooks.first_tokens is not None:
             self._hooks.first_tokens.look(time.monotonic())
@@ -214,12 +214,12 @@ class _DrivenScheduler(PrivateHooks):
         ended = Ended(request, time.monotonic(), len(self.running))
         self._hooks.leave(request, ended.now_s)
         if self._hooks.can_end_later:
-            self._tell_later(self._tell_end, ended)
+            self._queue(self._handle_end, ended)
             return
-        if self._untold:
-            self._catch_up()
-        # What the driver only remembers about the turn can wait until `_catch_up`.
-        self._tell_end(ended, remembers_later=True)
+        if self._queued:
+            self._handle_queued()
+        # What the driver only remembers about the turn can wait until `_handle_queued`.
+        self._handle_end(ended, remembers_later=True)
 
     def on_turn_preempting(self, request: Any) -> None:
         """A running request is about to be preempted."""
@@ -230,7 +230,7 @@ class _DrivenScheduler(PrivateHooks):
         """Also true if a lease has passed its deadline: an idle engine then runs a step, which ends it."""
         if super().has_requests():  # type: ignore[misc]
             return True
-        self._catch_up()
+        self._handle_queued()
         now_s = time.monotonic()
         deadline_s = self._get_next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
@@ -284,43 +284,43 @@ class _DrivenScheduler(PrivateHooks):
     @property
     def driver(self) -> Driver:
         """The driver, after it was told of all events."""
-        self._catch_up()
+        self._handle_queued()
         driver: Driver = self._hooks.driver
         return driver
 
-    def _tell_later(self, tell: Callable[..., None], *facts: Any) -> None:
-        self._untold.append((tell, facts))
+    def _queue(self, handle: Callable[..., None], *facts: Any) -> None:
+        self._queued.append((handle, facts))
 
-    def _catch_up(self) -> None:
-        """Tell the driver of all queued events."""
-        if self._is_telling:
+    def _handle_queued(self) -> None:
+        """Tell the driver about all queued events."""
+        if self._is_handling:
             return
-        self._is_telling = True
+        self._is_handling = True
         try:
             self._hooks.driver.remember()
-            while self._untold:
-                tell, facts = self._untold.popleft()
-                tell(*facts)
+            while self._queued:
+                handle, facts = self._queued.popleft()
+                handle(*facts)
         finally:
-            self._is_telling = self._has_untold_step = False
+            self._is_handling = self._has_queued_step = False
 
     def _use_free_time(self) -> None:
         """Do work that no step waits for."""
-        self._catch_up()
+        self._handle_queued()
         now_s = time.monotonic()
         self._hooks.use_free_time(now_s)
         if self._state is not None:
             self._state.save_if_due(now_s)
         self._metrics.refresh(self._hooks.driver, now_s)
 
-    def _tell_arrival(self, request: Any, now_s: float) -> None:
+    def _handle_arrival(self, request: Any, now_s: float) -> None:
         started_s = time.perf_counter()
         driver = self._hooks.driver
         driver.arrive(request.request_id, now_s, describe(request, self.tenants, self._reader))
         self._hooks.arrive(request)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
-    def _tell_step(self, output: Any, now_s: float, max_tokens: int) -> None:
+    def _handle_step(self, output: Any, now_s: float, max_tokens: int) -> None:
         """A step was scheduled with a budget of `max_tokens`."""
         hooks = self._hooks
         if hooks.steps is not None:
@@ -332,14 +332,14 @@ class _DrivenScheduler(PrivateHooks):
         if self._steps is not None:
             self._steps.record(output, now_s, max_tokens)
 
-    def _tell_result(self, output: Any, now_s: float) -> None:
+    def _handle_result(self, output: Any, now_s: float) -> None:
         """The results of a step arrived."""
         if self._hooks.steps is not None:
             self._hooks.steps.finish(output, now_s)
         if self._steps is not None:
             self._steps.finish(output)
 
-    def _tell_end(self, ended: Ended, *, remembers_later: bool = False) -> None:
+    def _handle_end(self, ended: Ended, *, remembers_later: bool = False) -> None:
         started_s = time.perf_counter()
         request, hooks = ended.request, self._hooks
         driver = hooks.driver
