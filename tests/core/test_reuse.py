@@ -72,7 +72,7 @@ def test_few_hashes_are_kept_and_compared() -> None:
 def test_where_a_prompt_parts_from_the_last_one() -> None:
     def find(*runs: tuple[str, int], num_tokens: int | None = None) -> int | None:
         hashes = chain(*runs)
-        return MARKS.find_parting(hashes, 16 * len(hashes) if num_tokens is None else num_tokens)
+        return MARKS.find_first_difference(hashes, 16 * len(hashes) if num_tokens is None else num_tokens)
 
     assert find(("prompt", 40), ("out", 3), ("tool", 5)) is None
     assert find(("prompt", 40), ("other", 20)) is None, "a template may drop the output"
@@ -81,7 +81,7 @@ def test_where_a_prompt_parts_from_the_last_one() -> None:
     assert find(("prompt", 1), ("changed", 50)) == 16
     assert 8 * 16 <= (find(("prompt", 15), ("changed", 40)) or 0) <= 15 * 16
     assert find(("summary", 10)) is None, "history was dropped"
-    assert PrefixMarks((), 10, 12, 16).find_parting(TURN, 900) is None
+    assert PrefixMarks((), 10, 12, 16).find_first_difference(TURN, 900) is None
 
 
 def test_whether_a_prompt_goes_on_behind_the_last_one() -> None:

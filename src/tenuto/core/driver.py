@@ -146,7 +146,7 @@ class Driver:
                 arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
             )
             turn.is_parted = not job.last_marks.is_followed_by(arrival.hashes)
-            parted_at = job.last_marks.find_parting(arrival.hashes, arrival.num_prompt_tokens)
+            parted_at = job.last_marks.find_first_difference(arrival.hashes, arrival.num_prompt_tokens)
             if parted_at is not None:
                 self.stats.parted_at.observe(parted_at)
         job.num_turns += 1

@@ -93,7 +93,7 @@ class PrefixMarks:
             num_shared_tokens, self._num_computed_tokens, num_prompt_tokens, block_size
         )
 
-    def find_parting(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
+    def find_first_difference(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
         """The first token at which a later prompt of the job differs; None if it continues this prompt.
 
         It is a lower bound: the last mark before the difference. None also for a much shorter prompt, because

@@ -131,7 +131,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "tool_s": describe(turn.tool_s for turn in turns),
         "tokens": _get_tokens(turns),
         "short_groups": dict(data.short_tokens.most_common()),
-        "parted": _get_parted(data),
+        "parted": _find_changed_prompts(data),
         "block_size": data.block_size,
         "causes": _get_causes(turns, data.block_size),
         "leases": _get_leases(data),
@@ -165,7 +165,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
     }
 
 
-def _get_parted(data: RunData) -> dict[str, Any] | None:
+def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
     """Turns whose prompt differs from the job's last prompt in its earlier text; None if there are none.
 
     `at_tokens`: the most frequent place of the difference. `jobs`: at most five, those with most such turns.
@@ -470,7 +470,7 @@ def _format_run(report: Mapping[str, Any]) -> list[str]:
     if report["causes"]:
         lines += ["", "Why tokens of the turn before were computed again:", *_format_causes(report)]
     if report.get("parted"):
-        lines += ["", *_format_parted(report["parted"])]
+        lines += ["", *_format_changed_prompts(report["parted"])]
     if reasons := _format_reasons(report["leases"]):
         lines += ["", "What became of leases, and why:", *reasons]
     for job in report["jobs_shown"]:
@@ -569,7 +569,7 @@ def _format_per_turn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*lines, f"  … and {left} more turns (--json has all)"] if left > 0 else lines
 
 
-def _format_parted(parted: Mapping[str, Any]) -> list[str]:
+def _format_changed_prompts(parted: Mapping[str, Any]) -> list[str]:
     jobs = ", ".join(parted["jobs"])
     return [
         f"{_n(parted['turns'])} turns of {_n(parted['num_jobs'])} jobs change text of the job's last prompt, "
