@@ -10,6 +10,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.client.metrics import parse_totals, read_cache_state, try_get_block_size
+from tenuto.core.exported_metrics import DRIVER, LEASES
 from tests.sim_server.live import Live, serve
 
 METRICS = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -63,6 +64,12 @@ def test_the_bench_and_verify_read_the_page(live: Live) -> None:
         state = read_cache_state(client)
     assert (state.block_size, state.num_blocks) == (16, 2047)
     assert (state.num_used_blocks, state.num_retained_blocks) == (0, 0)
+
+
+def test_each_metric_of_the_tables_is_on_the_page(live: Live) -> None:
+    families = text_string_to_metric_families(httpx.get(live.url + "/metrics").text)
+    names = {family.name for family in families}
+    assert {f"tenuto:{each.name}" for each in (*LEASES, *DRIVER)} - names == set()
 
 
 def test_tenuto_s_names_are_the_plugin_s(live: Live) -> None:
