@@ -24,7 +24,7 @@ def test_long_runs_show_lines(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert capsys.readouterr().err == "[0:00] half\nwhole\n"
     monkeypatch.setattr(simulations, "TERMINAL_S", 0.001)
     told = threading.Event()
-    with shown.keep_telling(lambda: (told.set(), "waiting")[1]):
+    with shown.keep_updating(lambda: (told.set(), "waiting")[1]):
         assert told.wait(10)
     assert "waiting" in capsys.readouterr().err
 

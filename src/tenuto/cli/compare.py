@@ -108,7 +108,7 @@ class Runs:
 
     def show_waiting(self) -> AbstractContextManager[None]:
         """Print progress lines at intervals until the context ends."""
-        return self._progress.keep_telling(lambda: f"{self._num_done} of {self._num_cells} runs done")
+        return self._progress.keep_updating(lambda: f"{self._num_done} of {self._num_cells} runs done")
 
     def say_kept(self, folder: Path) -> None:
         """The sweep was interrupted: say which runs were saved."""

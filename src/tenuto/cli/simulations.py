@@ -124,7 +124,7 @@ class Progress:
         self._is_shown = self._is_terminal
 
     @contextmanager
-    def keep_telling(self, make_text: Callable[[], str]) -> Iterator[None]:
+    def keep_updating(self, make_text: Callable[[], str]) -> Iterator[None]:
         """Report repeatedly from a thread until the context ends, for work that cannot report by itself."""
         is_over = threading.Event()
 

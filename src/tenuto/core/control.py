@@ -148,7 +148,9 @@ class Control:
             "changed_by": by,
             "changed_unix_s": round(time.time(), 3),
         }
-        words = ", ".join(_tell(name, getattr(before, name), getattr(settings, name)) for name in changed)
+        words = ", ".join(
+            _describe_change(name, getattr(before, name), getattr(settings, name)) for name in changed
+        )
         self._logger.info("control: %s changed %s", by, words)
         return self.get_status()
 
@@ -267,7 +269,7 @@ class Control:
         return job_id
 
 
-def _tell(name: str, before: Any, after: Any) -> str:
+def _describe_change(name: str, before: Any, after: Any) -> str:
     """A change as text, for the log. For limits and canary, it has only the fields that differ."""
     if isinstance(before, Limits | Canary):
         old, new = dataclasses.asdict(before), dataclasses.asdict(after)

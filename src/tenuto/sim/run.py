@@ -85,13 +85,13 @@ def run(
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
     num_turns = 0
 
-    def watch_and_tell(now_s: float, scheduler: Scheduler) -> None:
+    def watch_and_report(now_s: float, scheduler: Scheduler) -> None:
         if watch is not None:
             watch(now_s, scheduler)
         if extras.tell is not None:
             extras.tell(now_s, len(simulation.records), num_turns)
 
-    watcher = watch if extras.tell is None else watch_and_tell
+    watcher = watch if extras.tell is None else watch_and_report
     prepared = prepare(setup, load, extras=extras, watch=watcher, log=log)
     num_turns = sum(len(job.turns) for job in prepared.workload.jobs)
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload

@@ -31,7 +31,7 @@ from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
-from tenuto.vllm.steps import StepTeller
+from tenuto.vllm.steps import StepReporter
 from tenuto.vllm.waiting import SplitQueue, TurnQueue
 
 MAX_RENEWALS = 32
@@ -85,7 +85,7 @@ class Hooks:
         self._has_order = self.asks_admission or asked.overrides("queue_key")
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
-        self.steps = StepTeller(self.driver) if self.driver.hears_steps else None
+        self.steps = StepReporter(self.driver) if self.driver.hears_steps else None
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
         self._keeps_blocks = asked.overrides("retain")

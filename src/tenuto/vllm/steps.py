@@ -11,7 +11,7 @@ from tenuto.records.trace import StepState, TraceWriter
 from tenuto.vllm.compat.scheduler import count_cached_blocks, get_connector_name, get_hit_tokens, get_started
 
 
-class StepTeller:
+class StepReporter:
     """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling."""
 
     def __init__(self, driver: Driver) -> None:

@@ -72,14 +72,14 @@ def watch_weights(
         return load_adapter(lora_request.lora_name, lora_request.lora_path, lambda: bool(add(lora_request)))
 
     @functools.wraps(sleep)
-    def sleep_and_tell(level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    def sleep_and_report(level: int = 1, *args: Any, **kwargs: Any) -> Any:
         done = sleep(level, *args, **kwargs)
         if level > 1:
             changed("sleep")
         return done
 
     engine_core.collective_rpc, engine_core.add_lora = collective_rpc, add_lora
-    engine_core.sleep = sleep_and_tell
+    engine_core.sleep = sleep_and_report
 
 
 def get_ranks(client: Any) -> list[int]:
