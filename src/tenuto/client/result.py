@@ -242,9 +242,9 @@ def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
     """Hit tokens, by the answers' counts. If one is missing, by the server's metrics (hits and loads)."""
-    said = metrics.add_up(record.hit_tokens for record in outcome.done)
+    reported = metrics.add_up(record.hit_tokens for record in outcome.done)
     found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
-    return said if said is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
+    return reported if reported is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
 
 
 def get_recomputed_tokens(outcome: Outcome) -> int | None:

@@ -122,10 +122,10 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     """
     if not fields and session_id is None:
         return NO_HINTS
-    said = get_usable_fields(fields if isinstance(fields, Mapping) else {})
-    tenant = said.get("tenant")
-    job_id, session_id = said.get("job_id"), get_bounded_id(session_id)
-    conversation = said.get(CONVERSATION_FIELD)
+    given = get_usable_fields(fields if isinstance(fields, Mapping) else {})
+    tenant = given.get("tenant")
+    job_id, session_id = given.get("job_id"), get_bounded_id(session_id)
+    conversation = given.get(CONVERSATION_FIELD)
     if job_id is None and session_id is not None and is_conversation_id(session_id):
         conversation = session_id
     else:
@@ -134,18 +134,18 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         # Both are printable, so neither contains a tab, and each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
-    found: dict[str, Any] = {hint: said.get(name) for name, (hint, _) in _FIELDS.items()}
-    wish = read_wish_text(said.get(WISH_FIELD))
+    found: dict[str, Any] = {hint: given.get(name) for name, (hint, _) in _FIELDS.items()}
+    wish = read_wish_text(given.get(WISH_FIELD))
     return Hints(**{**found, "job_id": job_id, "conversation": conversation, "wish": wish})
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
     """The request fields for these hints, in types that `vllm_xargs` allows. `parse_hints` reads them."""
-    said = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
-    said[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
+    given = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
+    given[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
     return {
         name: int(value) if isinstance(value, bool) else value
-        for name, value in said.items()
+        for name, value in given.items()
         if value is not None
     }
 
@@ -167,8 +167,8 @@ def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
             subagent = get_bounded_id(headers.get(SUBAGENT_HEADERS.get(name, "")))
             fields["job_id"] = job_id if subagent is None else f"{job_id}/{subagent}"
             break
-    said = (_get_bool(headers.get(name)) for name in LAST_TURN_HEADERS)
-    is_last = next((each for each in said if each is not None), None)
+    given = (_get_bool(headers.get(name)) for name in LAST_TURN_HEADERS)
+    is_last = next((each for each in given if each is not None), None)
     if is_last is not None:
         fields["is_last_step"] = is_last
     group = get_bounded_id(headers.get(GROUP_HEADER))
@@ -301,9 +301,9 @@ def get_new_fields(
     unix_s: float | None = None,
 ) -> dict[str, Any]:
     """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
-    said = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
-    fields = {**get_header_fields(headers), **said}
-    if get_bounded_id(own_session_id) is not None and "job_id" not in said:
+    given = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
+    fields = {**get_header_fields(headers), **given}
+    if get_bounded_id(own_session_id) is not None and "job_id" not in given:
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
@@ -445,8 +445,8 @@ def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) ->
     The context has precedence, because it describes the whole program.
     """
     context = _read_context(get_context(request, xargs))
-    said = {name: value for name, value in context.items() if value is not None}
-    return {**_read_actions(request.get("kv_hints"), said.get("job_id")), **said}
+    given = {name: value for name, value in context.items() if value is not None}
+    return {**_read_actions(request.get("kv_hints"), given.get("job_id")), **given}
 
 
 def write_context_as_text(xargs: Any) -> Any:

@@ -356,28 +356,28 @@ def parse_wish(text: Any, dialects: Sequence[str]) -> Wish | None:
     if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS:
         return None
     try:
-        said = json.loads(text)
-        spans = tuple(map(_parse_span, said["spans"][:MAX_SPANS]))
-        malformed = tuple(name for name in dialects if name in said["malformed"])
-        dialect = said["dialect"]
+        parsed = json.loads(text)
+        spans = tuple(map(_parse_span, parsed["spans"][:MAX_SPANS]))
+        malformed = tuple(name for name in dialects if name in parsed["malformed"])
+        dialect = parsed["dialect"]
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
     is_known = isinstance(dialect, str) and dialect in dialects
     return Wish(dialect, spans, malformed) if is_known and (spans or malformed) else None
 
 
-def _parse_span(said: Any) -> Span:
-    if not isinstance(said, list) or len(said) not in (2, 4):
+def _parse_span(parsed: Any) -> Span:
+    if not isinstance(parsed, list) or len(parsed) not in (2, 4):
         raise ValueError("a span has two or four parts")
-    keep_s = read_number(said[0])
+    keep_s = read_number(parsed[0])
     if keep_s is None or not 0 < keep_s <= MAX_KEEP_S:
         raise ValueError("no time")
-    if len(said) == 4:
-        share, tail = read_number(said[2]), said[3]
+    if len(parsed) == 4:
+        share, tail = read_number(parsed[2]), parsed[3]
         if share is None or not 0 <= share <= 1 or not isinstance(tail, str) or len(tail) > MAX_TAIL_CHARS:
             raise ValueError("no mark")
         return Span(keep_s, None, Mark(share, tail))
-    num_tokens = said[1]
+    num_tokens = parsed[1]
     if num_tokens is not None and not (type(num_tokens) is int and 0 < num_tokens <= MAX_PROMPT_TOKENS):
         raise ValueError("no number of tokens")
     return Span(keep_s, num_tokens)

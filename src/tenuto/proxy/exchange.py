@@ -269,8 +269,8 @@ def get_pieces(response: Response, path: str) -> list[str]:
     calls = [(call.name, call.arguments) for call in response.calls]
     if form.PATH != openai_responses.PATH:
         return [write_piece(Message("assistant", [response.text], calls))]
-    said = [Message("assistant", response.texts)] if response.texts else []
-    return [write_piece(each) for each in [*said, *(Message("assistant", [], [call]) for call in calls)]]
+    texts = [Message("assistant", response.texts)] if response.texts else []
+    return [write_piece(each) for each in [*texts, *(Message("assistant", [], [call]) for call in calls)]]
 
 
 def find_tool_call(response: Response) -> ToolCall | None:

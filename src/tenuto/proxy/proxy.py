@@ -266,11 +266,11 @@ def ask_for_usage(path: str, body: bytes) -> bytes | None:
     request = _parse_object(body)
     if request is None or request.get("stream") is not True:
         return None
-    said = request.get("stream_options")
-    said = said if isinstance(said, dict) else {}
-    if said.get("include_usage"):
+    stream_options = request.get("stream_options")
+    stream_options = stream_options if isinstance(stream_options, dict) else {}
+    if stream_options.get("include_usage"):
         return None
-    return json.dumps({**request, "stream_options": {**said, "include_usage": True}}).encode()
+    return json.dumps({**request, "stream_options": {**stream_options, "include_usage": True}}).encode()
 
 
 class UsageFilter:

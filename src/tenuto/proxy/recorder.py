@@ -347,18 +347,18 @@ class TurnWriter:
     ) -> list[int] | None:
         """The prompt's token ids: as sent by the client, repeated in the answer, or from /tokenize."""
         known = request.token_ids or response.prompt_ids or None
-        said = response.usage.prompt_tokens
+        counted = response.usage.prompt_tokens
         if known is not None:
-            if said not in (None, len(known)):
-                complaints.append(f"prompt count: {len(known)} tokens sent, {said} counted")
+            if counted not in (None, len(known)):
+                complaints.append(f"prompt count: {len(known)} tokens sent, {counted} counted")
             return known
         if request.tokenize is None:
             return None
         made = self._tokenizer.try_tokenize(request.tokenize, exchange.headers)
-        if made is not None and said not in (None, len(made)):
+        if made is not None and counted not in (None, len(made)):
             # The prompt contains images, or its template has settings that /tokenize is not told about. These
             # are not the prompt's token ids.
-            complaints.append(f"prompt count: /tokenize makes {len(made)} tokens, {said} counted")
+            complaints.append(f"prompt count: /tokenize makes {len(made)} tokens, {counted} counted")
             return None
         return made
 

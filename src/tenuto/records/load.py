@@ -132,9 +132,9 @@ def _is_event_list(value: object) -> bool:
 
 def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
     """Make the error of a command that cannot read this kind. It names the commands that can."""
-    said = f"{path}: is {kind.name}, but {wanted} is wanted here"
+    message = f"{path}: is {kind.name}, but {wanted} is wanted here"
     commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)
-    return DataError(f"{said}; try {commands}" if commands else said)
+    return DataError(f"{message}; try {commands}" if commands else message)
 
 
 def read_run(fields: Fields) -> RunRecord:

@@ -117,8 +117,8 @@ def _start_run(
     # To name the trace's own policy from outside Tenuto only allows it to run. It changes nothing else.
     is_own = policy is None or (":" in policy and policy == said_name)
     if is_own and not options:
-        said = record.values.get("options")
-        options = said if isinstance(said, dict) else {}
+        given = record.values.get("options")
+        options = given if isinstance(given, dict) else {}
     if policy is None and ":" in name:
         raise record.error(
             "policy",

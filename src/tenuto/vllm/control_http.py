@@ -140,9 +140,9 @@ class ControlAddresses:
         query = dict(
             part.partition("=")[::2] for part in scope.get("query_string", b"").decode("latin-1").split("&")
         )
-        said = get_bounded_id(unquote(query.get("tenant", "")))
+        named = get_bounded_id(unquote(query.get("tenant", "")))
         if check_operator(headers.get("authorization", "")) is None:
-            tenant = said
+            tenant = named
             if tenant is None and self._tenants.has_tenants:
                 return 400, {"error": "name the job's tenant: ?tenant=NAME"}
         elif not self._tenants.has_valid_key(headers):
@@ -153,7 +153,7 @@ class ControlAddresses:
                 return 403, {"error": "only its own tenant may use a job, and this request names no tenant"}
         # Without a signature, the engine accepts the client's tenant only if the settings let clients name
         # tenants.
-        fields = {"job_id": job_id, "tenant": said, **({} if tenant is None else sign(tenant))}
+        fields = {"job_id": job_id, "tenant": named, **({} if tenant is None else sign(tenant))}
         status, answer = await _ask(scope, {"do": do, "fields": fields})
         if status != 200:
             return status, answer

@@ -175,8 +175,8 @@ def _read_block(index: int | str | None, block: Mapping[str, Any]) -> Delta:
 
 
 def _read_reason(body: Mapping[str, Any]) -> str | None:
-    said = as_text(body.get("stop_reason"))
-    return next((reason for reason, name in _REASONS.items() if name == said), said)
+    stop = as_text(body.get("stop_reason"))
+    return next((reason for reason, name in _REASONS.items() if name == stop), stop)
 
 
 def _read_usage(body: Mapping[str, Any]) -> Usage | None:

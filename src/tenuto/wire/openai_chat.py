@@ -125,12 +125,12 @@ def read_event(event: Body) -> Delta:
 
 def _read(body: Body, place: str) -> Delta:
     choice, delta = read_choice(body)
-    said = as_object(choice.get(place))
-    delta.text = read_text(said.get("content"))
+    fields = as_object(choice.get(place))
+    delta.text = read_text(fields.get("content"))
     # vLLM calls it `reasoning` now, and sends it under both names for a while.
-    delta.reasoning = as_text(said.get("reasoning_content") or said.get("reasoning")) or ""
-    if said.get("tool_calls"):
-        delta.calls = list(_read_calls(said["tool_calls"]))
+    delta.reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning")) or ""
+    if fields.get("tool_calls"):
+        delta.calls = list(_read_calls(fields["tool_calls"]))
     return delta
 
 

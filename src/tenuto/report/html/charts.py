@@ -662,19 +662,19 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
 
 def _describe_router(fleet: Mapping[str, Any]) -> str:
     """What the router did, as far as the record has it."""
-    said = []
+    parts = []
     if _is_number(moves := fleet.get("moves")):
         tokens, copied = (
             number if _is_number(number := fleet.get(key)) else 0 for key in ("moved_tokens", "copied_tokens")
         )
-        said.append(
+        parts.append(
             f"{count(int(moves), 'move')} of jobs, with {int(tokens):,} tokens of context, "
             f"{int(copied):,} of them copied and the others computed again"
         )
     for key, words in (("held", "held back at first"), ("resent", "sent again because an engine failed")):
         if _is_number(number := fleet.get(key)):
-            said.append(f"{count(int(number), 'turn')} {words}")
-    return f"{'; '.join(said)}." if said else "The record does not say what the router did."
+            parts.append(f"{count(int(number), 'turn')} {words}")
+    return f"{'; '.join(parts)}." if parts else "The record does not say what the router did."
 
 
 def _make_engine_row(engine: Mapping[str, Any]) -> tuple[str, ...]:

@@ -158,12 +158,12 @@ def try_command(run: Run) -> str | None:
 def _make_bench_command(run: Run, loads: str | None = None) -> str:
     """The command of a run. `loads`: the text in place of its load."""
     options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
-    said = {
+    given = {
         name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
     }
     if run.jps is None:
-        said.pop("arrival", None)  # The value then means that there was no such process.
-    options |= {**said, **run.record.config}
+        given.pop("arrival", None)  # The value then means that there was no such process.
+    options |= {**given, **run.record.config}
     if loads is not None:
         options["jps"] = loads
     return shlex.join(["tenuto", "bench", *_make_options(options)])

@@ -138,8 +138,8 @@ class Run:
     @property
     def invalid(self) -> tuple[str, ...]:
         """Why the figures do not describe the server, if the record says that they are INVALID."""
-        said = self.client.get("invalid")
-        return tuple(clean(str(each)) for each in said) if isinstance(said, list) else ()
+        reasons = self.client.get("invalid")
+        return tuple(clean(str(each)) for each in reasons) if isinstance(reasons, list) else ()
 
     @property
     def complaint(self) -> str | None:

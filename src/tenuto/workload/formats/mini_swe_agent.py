@@ -36,16 +36,16 @@ def read_mini_swe_agent(records: Iterable[Fields]) -> list[Job]:
     """One job per trajectory, named after its file. Raises DataError naming file and field."""
     tasks: dict[str, list[LoggedTurn]] = {}
     for record in records:
-        said = list(_read_turns(record))
-        if not said:
+        turns = list(_read_turns(record))
+        if not turns:
             raise record.error("messages", "the model answered nothing in this trajectory")
         name = base = re.sub(r":\d+\Z", "", Path(record.place).name).removesuffix(SUFFIX)
         while name in tasks:
             name = f"{base}~{len(tasks)}"
-        tasks[name] = said
-    starts = [said[0].sent_s for said in tasks.values() if said[0].sent_s is not None]
+        tasks[name] = turns
+    starts = [turns[0].sent_s for turns in tasks.values() if turns[0].sent_s is not None]
     maker = JobMaker()
-    return [maker.make_job(name, said, min(starts, default=0.0)) for name, said in tasks.items()]
+    return [maker.make_job(name, turns, min(starts, default=0.0)) for name, turns in tasks.items()]
 
 
 def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
