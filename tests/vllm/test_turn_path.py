@@ -6,6 +6,7 @@ the state file). A bound that fails says that a turn has become harder to follow
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -19,11 +20,12 @@ from tenuto.vllm.scheduler import Scheduler
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 ROOM = str(Path(tenuto.vllm.__file__).parent)
-MAX_FILES = 11
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+MAX_FILES = 10
 NUM_TURNS = 5
 
 
-def test_a_turn_runs_through_few_files_of_the_plugin() -> None:
+def test_a_turn_runs_through_few_files_of_the_plugin_and_the_page_names_them() -> None:
     scheduler = make_scheduler(Scheduler, make_config(tenuto={"policy": "tenuto"}))
     engine = Engine(scheduler)
     files: set[str] = set()
@@ -46,3 +48,6 @@ def test_a_turn_runs_through_few_files_of_the_plugin() -> None:
     assert num_leases == NUM_TURNS
     assert scheduler.driver.stats.num_hit_tokens > 0
     assert len(files) <= MAX_FILES, sorted(files)
+    line = re.search(r"A turn runs through .* of `vllm/`: (.*)\.", DESIGN.read_text(encoding="utf-8"))
+    assert line is not None
+    assert {f"/{name}.py" for name in re.findall(r"`([\w/]+)`", line[1])} == files
