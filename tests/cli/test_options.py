@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from tenuto.cli import COMMANDS
 from tenuto.cli.command import Command, Given, Part, make_parser, parse_options
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
@@ -116,6 +118,14 @@ def test_the_help_has_groups_defaults_and_what_must_be_given() -> None:
     for words in ("--url TEXT            the server (required)", "seeds (default: 42)", "again (default: 0)",
                   "a key (default: $TENUTO_TEST_KEY)", "--window S ", "--seeds N,…, --seed N,…"):  # fmt: skip
         assert words in text
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "serve-sim"])
+def test_the_help_of_every_command_shows_at_most_ten_options(name: str) -> None:
+    command: Command = importlib.import_module(f"tenuto.cli.{name.replace('-', '_')}").COMMAND
+    flags = {flag.field.name for flag in command.get_flags()}
+    assert set(command.main) <= flags
+    assert len(flags - command.get_hidden()) <= 10
 
 
 def test_help_shows_the_main_options_and_help_all_the_others_too(capsys: pytest.CaptureFixture[str]) -> None:

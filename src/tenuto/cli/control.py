@@ -39,4 +39,22 @@ def run(given: Given) -> int:
     return status
 
 
-COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(ControlOptions),), run, notes=_NOTES)
+COMMAND = Command(
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(ControlOptions),),
+    run,
+    notes=_NOTES,
+    main=(
+        "action",
+        "url",
+        "policy",
+        "options",
+        "limits",
+        "canary_share",
+        "no_canary",
+        "job",
+        "admin_key",
+        "as_json",
+    ),
+)

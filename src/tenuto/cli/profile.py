@@ -61,5 +61,21 @@ def run(given: Given) -> int:
 
 
 COMMAND = Command(
-    _SUMMARY, _EXAMPLES, (Part(ProfileOptions, optional=("url",)), Part(FitOptions)), run, notes=_NOTES
+    _SUMMARY,
+    _EXAMPLES,
+    (Part(ProfileOptions, optional=("url",)), Part(FitOptions)),
+    run,
+    notes=_NOTES,
+    main=(
+        "url",
+        "model",
+        "step_tokens",
+        "max_batch",
+        "repeats",
+        "limit_s",
+        "observations",
+        "out",
+        "force",
+        "as_json",
+    ),
 )
