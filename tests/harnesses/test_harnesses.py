@@ -6,12 +6,16 @@ exclude each other's and vLLM's. Elsewhere those that are missing are skipped. d
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments.benchmarks import harness_delay
 from experiments.benchmarks.harnesses import (
     HARNESSES,
     SPEED,
@@ -107,3 +111,37 @@ def test_the_tokenizer_gives_text_back(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer.from_file(f"{make_tokenizer(tmp_path / 'made')}/tokenizer.json")
     text = "A text, with numbers 12 and ünïcode."
     assert made.decode(made.encode(text).ids) == text
+
+
+def test_the_time_to_a_first_token_is_split_where_the_server_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "times.jsonl"
+    monkeypatch.setenv("REQUEST_TIMES", str(file))
+    sent = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for body in (b'{"content":""}', b'{"content":"a"}', b'{"content":"b"}'):
+            await send({"type": "http.response.body", "body": body})
+
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
+
+    served = harness_delay.RequestTimes(app)
+    asyncio.run(served({"type": "http", "headers": [(b"X-Request-ID", b"r")]}, None, send))
+    (written,) = map(json.loads, file.read_text().splitlines())
+    assert written["id"] == "r" and written["came_s"] <= written["left_s"] and len(sent) == 3
+
+    def export(turn: int, **metrics: float) -> dict[str, Any]:
+        about = {"x_request_id": "r", "request_start_ns": 100_000_000_000, "turn_index": turn}
+        return {"metadata": about, "metrics": {name: {"value": value} for name, value in metrics.items()}}
+
+    rows = [
+        export(0, time_to_first_token=3000.0, http_req_connecting=500.0),
+        export(1, time_to_first_token=3000.0),
+        export(2, time_to_first_token=4000.0),
+    ]
+    times = [{"id": "r", "came_s": 101.0, "left_s": 102.5}]
+    parts = harness_delay.read_parts(times, rows)
+    assert parts["first turns"] == [1, 1.0, 0.5, 1.5, 0.5, 3.0]
+    assert parts["later turns"] == [2, 1.0, 0.0, 1.5, 1.0, 3.5]

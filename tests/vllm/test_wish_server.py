@@ -17,7 +17,7 @@ from openai import OpenAI
 from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.metrics import Page, parse_page, read_cache_state
 from tenuto.vllm.launch import Tiers
-from tests.vllm.test_server import BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
+from tests.vllm.test_server import ADMIN_KEY, BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
 
 pytestmark = [
     pytest.mark.server,
@@ -147,3 +147,31 @@ def test_a_bare_mark_is_no_wish_and_a_broken_one_is_counted(server: LocalServer)
     assert broken.headers[HEADER] == "refused; reason=malformed; malformed=anthropic"
     wait_for(server, lambda page: page.total("tenuto:malformed_wishes_total", dialect="anthropic") == 1)
     assert not get_page(server).total("tenuto:retained_blocks")
+
+
+def test_the_ledger_s_sums_are_those_of_vllm_s_page(server: LocalServer) -> None:
+    """Of all turns so far, and of two more: one reads the GPU's cache, and one what was stored below it."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def ask(seed: str) -> None:
+        client.completions.create(model="tiny", prompt=make_text(seed, 60), max_tokens=4)
+
+    ask("ledger")
+    ask("ledger")
+    wait_for(server, lambda page: (page.total("tenuto:tenant_tokens_total", kind="stored") or 0) > 0)
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
+    ask("ledger")
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    (rank,) = httpx.get(f"{server.url}/tenuto/ledger", headers=headers).json()["ranks"]
+    total = rank["total"]
+    wait_for(server, lambda page: page.total("vllm:prompt_tokens_total") == total["prompt_tokens"])
+    page = get_page(server)
+    sources = {"cached": "local_cache_hit", "loaded": "external_kv_transfer"}
+    for kind, source in sources.items():
+        counted = page.total("vllm:prompt_tokens_by_source_total", source=source)
+        assert counted == total[f"{kind}_tokens"] > 0, kind
+    rest = total["prompt_tokens"] - total["cached_tokens"] - total["loaded_tokens"]
+    assert page.total("vllm:prompt_tokens_by_source_total", source="local_compute") == rest
+    assert page.total("vllm:generation_tokens_total") == total["output_tokens"]
+    assert page.total("vllm:request_success_total") == total["turns"]
+    assert total["stored_tokens"] > 0 and total["host_block_seconds"] > 0
