@@ -229,4 +229,4 @@ def test_a_recording_of_failures_alone_says_so(tmp_path: Path, capsys: pytest.Ca
         assert ask(url) == 429
         assert end(process)[0] == 0
     assert main(["replay", str(out), "--url", "http://127.0.0.1:9"]) == 2
-    assert "not one turn was recorded" in capsys.readouterr().err
+    assert "has a recording's notes, but no turn" in capsys.readouterr().err

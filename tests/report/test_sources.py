@@ -78,7 +78,7 @@ def test_a_file_of_something_else_is_refused_by_name_and_left_out_of_a_folder(tm
         DataError, match=r"other\.jsonl: is of no kind that Tenuto writes, but a result record"
     ):
         read_sources([other])
-    with pytest.raises(DataError, match="nothing found of what a report shows"):
+    with pytest.raises(DataError, match="nothing found that a report can show"):
         read_sources([tmp_path])
     write_lines(tmp_path / "results.jsonl", [make_record("a")])
     sources = read_sources([tmp_path])

@@ -1,4 +1,4 @@
-"""The metrics that say what runs, what waits at the door and when the next lease ends."""
+"""The metrics that say what runs, what waits for admission and when the next lease ends."""
 
 from __future__ import annotations
 

@@ -201,5 +201,5 @@ def test_notes_of_a_recording_are_passed_over(write_rows):
     failed = {"kind": "failed", "timestamp": 1, "session": "a", "why": "http 500"}
     path = write_rows({"kind": "recording", "tenuto": "0"}, failed, turn, failed)
     assert len(load_workload(path).jobs[0].turns) == 1
-    with pytest.raises(DataError, match="not one turn was recorded"):
+    with pytest.raises(DataError, match="has a recording's notes, but no turn"):
         load_workload(write_rows({"kind": "recording"}, failed))

@@ -223,7 +223,7 @@ def test_commands_are_dropped_by_convert(write_rows, tmp_path):
         ({"startTimeUnixNano": "¹"}, "startTimeUnixNano: must be a whole number"),
         ({"endTimeUnixNano": "0"}, "endTimeUnixNano: is before the span's start"),
         ({"startTimeUnixNano": "0"}, "must be within 1e.09 seconds of the first"),
-        ({"parentSpanId": "0000000000000002"}, "stand within each other in a circle"),
+        ({"parentSpanId": "0000000000000002"}, "contain each other in a circle"),
     ],
 )
 def test_a_hostile_field_is_named(write_rows, change, problem):

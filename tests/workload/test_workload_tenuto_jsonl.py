@@ -162,7 +162,7 @@ def test_a_delay_of_nothing_before_the_first_turn_is_no_error(write_rows):
         ([row(timestamp=0, prompt=[["x", True], ["y", 9]])], r":1: prompt\[0\]: must be a pair"),
         ([row(timestamp=0, prompt=[["x", 5], ["y", -5]])], r":1: prompt\[1\]: must be a pair"),
         ([row(timestamp=0, prompt=[["x", 5], [7, 5]])], r":1: prompt\[1\]: must be a pair"),
-        ([row(timestamp=0, prompt=[["x", 10]], hash_ids=[1])], ":1: prompt: stands beside hash_ids"),
+        ([row(timestamp=0, prompt=[["x", 10]], hash_ids=[1])], ":1: prompt: is given beside hash_ids"),
         ([row(timestamp=0, hash_ids=[1, 2])], ":1: hash_ids: 1 blocks are needed"),
         ([row(timestamp=0, hash_ids=[1], block_size=0)], ":1: block_size"),
         ([row(timestamp=0, after=[{"session": "a", "turn": 0, "event": "x"}])], r"after\[0\].event"),

@@ -113,7 +113,7 @@ def test_a_background_sub_agent_holds_nothing_back(tmp_path):
     ("trace", "words"),
     [
         (session(), "requests: the session has no request of its own"),
-        (session(sub_agent(9.0, "a", request(0.0))), r"requests\[0\].type: a sub-agent stands before"),
+        (session(sub_agent(9.0, "a", request(0.0))), r"requests\[0\].type: a sub-agent comes before"),
         (session(request(0.0), hash_id_scope="global"), "hash_id_scope: only ids local"),
         (session(request(0.0), block_size=0), "block_size: must be"),
         (session(request(0.0), id=7), "id: must be a string"),

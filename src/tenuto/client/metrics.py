@@ -299,7 +299,7 @@ def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
         return add_jobs([_read_rank(rank) for rank in ranks])
     except (ValueError, LookupError, TypeError, RecursionError):
         raise DataError(
-            f"{client.base_url}: not what Tenuto says of a job: {response.text[:200]!r}"
+            f"{client.base_url}: this is not Tenuto's answer about a job: {response.text[:200]!r}"
         ) from None
 
 

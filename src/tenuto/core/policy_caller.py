@@ -204,7 +204,7 @@ class Replay:
             _check_inputs(hook, inputs)
             was = to_json(from_json(record.get("answer")))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DataError(f"what {hook} was given is not this version's: {error!r}") from None
+            raise DataError(f"the inputs of {hook} are not those of this version: {error!r}") from None
         if kind == "told":
             self._caller.tell(hook, *inputs)
             return None

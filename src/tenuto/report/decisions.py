@@ -81,8 +81,8 @@ def check_decisions(
         if replay is None:
             raise record.error(
                 "kind",
-                "a scheduler's trace begins with its header, and this is none: it is no such trace, or its "
-                "beginning is lost, and with it what the policy had been told",
+                "a scheduler's trace must begin with its header: this file is not such a trace, or its "
+                "beginning is lost, and with it what the policy was told",
             )
         try:
             difference = replay.feed(record.values)

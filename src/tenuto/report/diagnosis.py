@@ -328,15 +328,16 @@ def diagnose(evidence: Evidence) -> list[Finding]:
             evidence,
             "expired",
             "leases too short",
-            "Tools return after the deadline: memory was held and nothing came of it.",
-            "Longer leases for these tools, or none at all for those that are always slow.",
+            "Tools return after the deadline, so memory was held for nothing.",
+            "Give these tools longer leases, or none at all if they are always slow.",
         ),
         _find_lease_ends(
             evidence,
             "revoked",
             "leases reclaimed",
-            "There is less memory than what is leased: running turns need the blocks before the jobs return.",
-            "Fewer jobs at a time, or a tier below the GPU for what is reclaimed.",
+            "Leases cover more memory than can be held: running turns need the blocks before the jobs "
+            "return.",
+            "Let fewer jobs run at a time, or add a tier below the GPU for what is reclaimed.",
         ),
         _find_changed_prompts(evidence),
     )
@@ -361,18 +362,18 @@ def _find_explosion(evidence: Evidence) -> Finding | None:
         seen += f"; jobs take {_s(evidence.job_s)}, with stock {_s(evidence.stock_job_s)} at this load"
     if 2 in early and early[1] >= WAITS_OUTSIDE * early[2]:
         return Finding(
-            "waiting at the door",
+            "waiting for admission",
             seen,
-            "Jobs wait before their first turn and run fast once inside, as admission makes them do under "
-            "overload. No turn of a job that began is starved.",
+            "Jobs wait before their first turn, and then run fast. This is what admission does under "
+            "overload. No turn of a job that has begun starves.",
             "Judge by job completion time, which counts the wait, against stock under the same load. If it "
             "is worse, admit more jobs at a time; if the wait itself is too long, add servers.",
         )
     return Finding(
         "turn-2 explosion",
         seen,
-        "Jobs that are under way come back to their cache at once, and those that have just begun wait for "
-        "them: held blocks that do not yield starve them, or the order puts jobs near their end first.",
+        "Old jobs find their cache again, and new jobs wait for them. Either held blocks do not yield to new "
+        "jobs, or the order puts jobs near their end first.",
         "Judge by job completion time against stock under the same load. If it is worse, let leases yield "
         "before an allocation fails (limits.always_yield, the default in vLLM), shorten them, bound "
         "limits.max_leased_share, or admit fewer jobs at a time. If it is better, the wait is its price: "
@@ -397,8 +398,8 @@ def _find_collapse(evidence: Evidence) -> Finding | None:
         return Finding(
             "link collapse",
             f"{seen}; {hit:.0%} of prompt tokens were hit, {best:.0%} could be",
-            "The tier below the GPU is smaller than what the jobs come back for: it stores what it loses "
-            "again before it is wanted, the link is busy with that, and all is computed again.",
+            "The tier below the GPU is too small for these jobs. It loses KV before the jobs return, the "
+            "link is busy with storing that KV, and all of it is computed again.",
             "Let fewer jobs in at a time, give the tier more memory, or store only what will be wanted "
             "again.",
         )
@@ -435,14 +436,14 @@ def _find_growth(evidence: Evidence) -> Finding | None:
             "linear growth",
             seen,
             "The cache is not the reason: what could be hit was hit. There is more work than this engine "
-            "does, or the tools' output makes prompts grow as fast as the latencies do.",
+            "can do, or the tools' output makes prompts grow as fast as the latencies do.",
             "Let fewer jobs in at a time, or add engines.",
         )
     return Finding(
         "linear growth",
         seen,
-        "Jobs lose their KV cache between turns and compute it again, a longer prompt each time; the work "
-        "that makes fills the queue, which lets still more be evicted.",
+        "Jobs lose their KV cache between turns, and compute longer and longer prompts again. That work "
+        "makes the queue longer, and while jobs wait, more of their cache is evicted.",
         "Hold the cache through tool calls (a policy with leases) and bound the jobs that run at a time, so "
         "that they fit the cache.",
     )
@@ -467,8 +468,8 @@ def _find_storm(evidence: Evidence) -> Finding | None:
     return Finding(
         "preemption storm",
         f"{count:,} preemptions in {evidence.num_turns:,} turns, {count / evidence.num_turns:.2f} a turn",
-        "More turns run than their KV cache has room for: turns that have begun lose their blocks and "
-        "compute them again, again and again.",
+        "More turns run than the KV cache has room for. Running turns lose their blocks and compute them "
+        "again, many times.",
         "Start fewer turns at a time (--max-num-seqs, an admission policy), leave blocks free when one "
         "starts (--watermark), or give the cache more memory.",
     )

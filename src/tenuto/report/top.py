@@ -621,7 +621,7 @@ def _show_requests(state: Mapping[str, Any]) -> Text:
         (f"{_n(requests['running'])} running", "green"), f", {_n(requests['waiting'])} waiting"
     )
     if requests["parked"] is not None:
-        text.append(f" ({_n(requests['parked'])} of them held at the door)")
+        text.append(f" ({_n(requests['parked'])} of them not admitted yet)")
     if requests["longest_wait_s"]:
         text.append(f"; the longest for {_s(requests['longest_wait_s'])}")
     if requests["overdue_per_s"]:

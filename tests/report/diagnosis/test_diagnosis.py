@@ -45,7 +45,7 @@ SIMULATED = [
     ("continuum-fixed", [1.113, 2.477, 2.716, 2.829, 2.852, 2.879, 2.793, 2.616], []),
     ("stock", [6.005, 10.973, 15.244, 20.132, 24.465, 27.534, 28.420, 25.608], ["linear growth"]),
     ("continuum-fixed", [9.788, 10.179, 4.528, 5.063, 4.486, 4.642, 4.245, 3.683], ["turn-2 explosion"]),
-    ("tenuto", [88.15, 22.77, 2.09, 1.94, 1.67, 1.90, 1.69, 1.46], ["waiting at the door"]),
+    ("tenuto", [88.15, 22.77, 2.09, 1.94, 1.67, 1.90, 1.69, 1.46], ["waiting for admission"]),
     ("stock", [21.309, 35.688, 54.414, 75.317, 94.573, 112.447, 126.244, 120.847], ["linear growth"]),
     ("continuum-fixed", [18.264, 77.050, 8.017, 7.909, 5.062, 4.915, 4.382, 4.306], ["turn-2 explosion"]),
 ]
@@ -78,13 +78,13 @@ def test_a_collapse_says_whether_the_tier_lost_what_it_stored() -> None:
     )
     assert link.mode == tier.mode == "link collapse"
     assert "link to the host is full" in link.means
-    assert "smaller than what the jobs come back for" in tier.means
+    assert "too small for these jobs" in tier.means
     assert "17% of prompt tokens were hit, 76% could be" in tier.seen
 
 
 def test_waiting_before_the_first_turn_only_is_admission() -> None:
     latencies = [40.0, 3.0, 3.0, 3.2, 3.3, 3.4, 3.5, 3.6]
-    assert get_modes(make_evidence(dict(enumerate(latencies, 1)))) == ["waiting at the door"]
+    assert get_modes(make_evidence(dict(enumerate(latencies, 1)))) == ["waiting for admission"]
 
 
 def test_growth_says_whether_the_cache_is_the_reason() -> None:

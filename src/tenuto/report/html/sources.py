@@ -303,7 +303,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         and not any(detail.turns or detail.samples for detail in sources.details)
     ):
         raise DataError(
-            f"{', '.join(map(str, paths))}: nothing found of what a report shows: {WANTED}. `tenuto "
+            f"{', '.join(map(str, paths))}: nothing found that a report can show: {WANTED}. `tenuto "
             "simulate`, `compare`, `bench` and `ab` write records with --out DIR"
         )
     return sources

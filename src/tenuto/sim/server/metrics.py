@@ -130,7 +130,7 @@ class EngineMetrics(Collector):
         yield self._gauge("tenuto:sim_time_seconds", "Simulated time.", clock.get_now_s())
         yield self._histogram(
             "tenuto:sim_lag_seconds",
-            "Real seconds from when a step should have ended until its tokens were there.",
+            "Real seconds from when a step should have ended until its tokens were sent.",
             self._engine.stats.lag_s,
         )
 

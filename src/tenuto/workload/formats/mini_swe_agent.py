@@ -113,7 +113,5 @@ def find_trajectories(folder: Path) -> list[Path]:
     """The trajectories in a folder, however deep, as mini-swe-agent's batch runs write them."""
     found = sorted(folder.rglob(f"*{SUFFIX}"))
     if not found:
-        raise DataError(
-            f"{folder}: no .json or .json.gz in this directory, nor a {SUFFIX} in those within it"
-        )
+        raise DataError(f"{folder}: no .json or .json.gz in this folder, and no {SUFFIX} in its subfolders")
     return found

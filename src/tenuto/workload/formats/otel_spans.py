@@ -182,7 +182,7 @@ def _sort_by_depth(spans: Mapping[tuple[str, str], _Span]) -> list[_Span]:
     if len(ordered) < len(spans):
         seen = set(ordered)
         lost = next(span for span in spans.values() if span not in seen)
-        raise lost.fields.error("parent", "spans stand within each other in a circle")
+        raise lost.fields.error("parent", "spans contain each other in a circle")
     return ordered
 
 

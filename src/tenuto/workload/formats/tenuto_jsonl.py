@@ -50,7 +50,7 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
     notes = [record for record in records if is_note(record)]
     records = [record for record in records if not is_note(record)]
     if not records:
-        raise DataError(f"{notes[0].place}: notes of a recording, but not one turn was recorded")
+        raise DataError(f"{notes[0].place}: the file has a recording's notes, but no turn")
     sessions: dict[str, list[Fields]] = {}
     for record in records:
         session = record.text("session" if "session" in record else "session_id")
@@ -137,7 +137,7 @@ def _read_prompt(row: Fields, session: str, before: list[TurnSpec], hashed: Mapp
 
 def _read_spans(row: Fields, num_tokens: int) -> Prompt:
     if "hash_ids" in row:
-        raise row.error("prompt", "stands beside hash_ids; only one of them can say what the prompt holds")
+        raise row.error("prompt", "is given beside hash_ids; only one of them can say what the prompt holds")
     value = row.values["prompt"]
     spans = []
     for index, pair in enumerate(value if isinstance(value, list) else [value]):

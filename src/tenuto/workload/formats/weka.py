@@ -118,7 +118,7 @@ def _read_session(record: Fields, trace_id: str) -> list[Job]:
                 raise entry.error("agent_id", "is also another sub-agent's of the session")
             sub_agents[agent.job_id] = agent
         else:
-            raise entry.error("type", "a sub-agent stands before the session's first request")
+            raise entry.error("type", "a sub-agent comes before the session's first request")
     if not own:
         raise record.error("requests", "the session has no request of its own")
     own[0].extra.update(_pick(record, _SESSION_KEYS))
