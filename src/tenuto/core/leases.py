@@ -336,9 +336,8 @@ class Yielding:
         over = self._get_first_over(yields, spare)
         if turn is None:
             return (lease, TakenBy.RUNNING) if over is None else (over, TakenBy.FAIR_SHARE)
-        tenant = turn.job.tenant or NOBODY
-        use = self._quota.get_use(tenant)
-        is_fair = over is not None and over.tenant != tenant and self._quota.get_use(over.tenant) > use
+        tenant, get_use = turn.job.tenant or NOBODY, self._quota.get_use
+        is_fair = over is not None and over.tenant != tenant and get_use(over.tenant) > get_use(tenant)
         lease = over if over is not None and is_fair else lease
         if lease.tenant != tenant:
             lease = self._get_unproven(tenant, yields, spare) or lease
@@ -347,7 +346,7 @@ class Yielding:
         if stalled:
             return lease, TakenBy.DEADLOCK
         is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
-        if lease.tenant != tenant and not is_late and self._quota.get_use(lease.tenant) <= use:
+        if lease.tenant != tenant and not is_late and get_use(lease.tenant) <= get_use(tenant):
             is_over = self._quota.is_over(tenant)
             own = self._leases.get_tenants_first_to_yield(tenant, yields, spare)
             if is_over and own is None and not turn.started and not lease.is_unproven:

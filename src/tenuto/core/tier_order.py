@@ -186,9 +186,22 @@ class _Chunk:
     """The chunk before this one in its sequence."""
     needs_before: bool
     """Whether this chunk is useless without the one before it."""
-    rank: Rank
+    use: tuple[Key, int]
+    """The first two parts of its rank, which it shares with the other chunks of its last use."""
+    place: tuple[int, ...]
+    """The other parts."""
     owner: Hashable | None
     num_pins: int = 0
+
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`."""
+        (key, use), place = self.use, self.place
+        return (key, use, place[0]) if len(place) == 1 else (key, use, place[0], place[1])
+
+
+_Entry = tuple[bool, tuple[Key, int], tuple[int, ...], int, Hashable]
+"""A chunk that may be evicted: whether it is kept, its rank in two parts, a serial number, and the chunk."""
 
 
 class TierOrder:
@@ -215,7 +228,7 @@ class TierOrder:
         self._chunks: dict[Hashable, _Chunk] = {}
         self._num_behind: dict[Hashable, int] = {}
         self._tails: dict[Hashable, Hashable] = {}
-        self._heap: list[tuple[bool, Rank, int, Hashable]] = []
+        self._heap: list[_Entry] = []
         """Evictable chunks: those that are not kept first, then by rank."""
         self.kept = KeptChunks()
         self._num_uses = 0
@@ -250,7 +263,7 @@ class TierOrder:
         `owner`: the job that used it last. All keys of one tier must be comparable.
         """
         if chunk not in self._chunks:
-            self._chunks[chunk] = _Chunk(before, needs_before, rank, owner, num_pins)
+            self._chunks[chunk] = _Chunk(before, needs_before, rank[:2], rank[2:], owner, num_pins)
             self.changes.count(owner, 1)
             if before is not None and needs_before:
                 self._num_behind[before] = self._num_behind.get(before, 0) + 1
@@ -259,7 +272,7 @@ class TierOrder:
     def rank(self, chunk: Hashable, rank: Rank, owner: Hashable | None) -> None:
         """Give a present chunk a new rank and owner, as `put`."""
         known = self._chunks[chunk]
-        known.rank = rank
+        known.use, known.place = rank[:2], rank[2:]
         if known.owner != owner:
             self._change_owner(chunk, known, owner)
         if owner is not None:
@@ -281,27 +294,25 @@ class TierOrder:
     ) -> None:
         """A turn used these chunks from number `first` to `end`; new ones are added.
 
-        `chunks` follow each other from the turn's start. This is a faster way to `put` each of them: only a
-        chunk that no other continues is added to the heap.
+        `chunks` follow each other from the turn's start. This is a faster way to `put` each of them: only the
+        last one may be evicted now.
         """
-        use, last = self.begin_use(), len(chunks) if end is None else end
+        use, last = (key, self.begin_use()), len(chunks) if end is None else end
         known_chunks, num_behind = self._chunks, self._num_behind
         before = chunks[first - 1] if first else None
         num_more = 0
         for number in range(first, last):
-            chunk, rank = chunks[number], (key, use, -number)
+            chunk = chunks[number]
             known = known_chunks.get(chunk)
             if known is None:
-                known_chunks[chunk] = _Chunk(before, True, rank, owner)
+                known_chunks[chunk] = _Chunk(before, True, use, (-number,), owner)
                 num_more += 1
                 if before is not None:
                     num_behind[before] = num_behind.get(before, 0) + 1
             else:
-                known.rank = rank
+                known.use = use
                 if known.owner != owner:
                     self._change_owner(chunk, known, owner)
-            if number > first and before not in num_behind:
-                self._offer(before)
             before = chunk
         if num_more:
             self.changes.count(owner, num_more)
@@ -418,7 +429,7 @@ class TierOrder:
         """Rank present chunks only by recency, because another policy's keys will follow."""
         self._heap.clear()
         for chunk, found in self._chunks.items():
-            found.rank = ((), *found.rank[1:])
+            found.use = ((), found.use[1])
             self._offer(chunk)
 
     def clear(self) -> None:
@@ -453,14 +464,14 @@ class TierOrder:
         `removed`: a list that receives their records.
         """
         gone: list[Hashable] = []
-        passed: list[tuple[bool, Rank, int, Hashable]] = []
+        passed: list[_Entry] = []
         while len(gone) < number and self._heap:
             entry = self._heap[0]
             is_current = self._is_current(entry)
             if is_current and up_to is not None and entry[1][0] > up_to:
                 break
             heapq.heappop(self._heap)
-            chunk = entry[3]
+            chunk = entry[4]
             if is_current and chunk in spared:
                 passed.append(entry)
             elif is_current:
@@ -497,22 +508,23 @@ class TierOrder:
         if found.num_pins or chunk in self._num_behind:
             return
         if len(self._heap) > max(MIN_HEAP, 2 * len(self._chunks)):
-            self._heap = list({entry[3]: entry for entry in self._heap if self._is_current(entry)}.values())
+            self._heap = list({entry[4]: entry for entry in self._heap if self._is_current(entry)}.values())
             heapq.heapify(self._heap)
         self._num_pushed += 1
-        heapq.heappush(self._heap, (chunk in self.kept, found.rank, self._num_pushed, chunk))
+        heapq.heappush(self._heap, (chunk in self.kept, found.use, found.place, self._num_pushed, chunk))
 
     def _offer_again(self, chunk: Hashable) -> None:
         """Update a chunk's place in the heap after `keep` or its deadline."""
         if chunk in self._chunks:
             self._offer(chunk)
 
-    def _is_current(self, entry: tuple[bool, Rank, int, Hashable]) -> bool:
-        is_kept, rank, _, chunk = entry
+    def _is_current(self, entry: _Entry) -> bool:
+        is_kept, use, place, _, chunk = entry
         found = self._chunks.get(chunk)
         return (
             found is not None
-            and found.rank == rank
+            and found.use == use
+            and found.place == place
             and is_kept == (chunk in self.kept)
             and not found.num_pins
             and chunk not in self._num_behind

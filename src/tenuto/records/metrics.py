@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -374,15 +374,14 @@ class Gaps:
 
     def add_between(self, times_s: Sequence[float], count: int) -> None:
         """Add the gaps between these times, each `count` times."""
-        seconds, counts = self._seconds, self._counts
-        last = seconds[-1] if seconds else None
-        for gap in map(operator.sub, times_s[1:], times_s):
-            if gap == last:
-                counts[-1] += count
-            else:
-                seconds.append(gap)
-                counts.append(count)
-                last = gap
+        gaps = array("d", map(operator.sub, times_s[1:], times_s))
+        if gaps and not any(map(operator.eq, gaps, chain(self._seconds[-1:], gaps))):
+            # The usual case: contexts grow with each step, so no two steps take equally long.
+            self._seconds += gaps
+            self._counts += array("q", [count]) * len(gaps)
+            return
+        for gap in gaps:
+            self.add(gap, count)
 
     def summarise(self) -> Stats | None:
         """Mean, percentiles and extremes of all gaps, as `metrics.summarise`; None if there is no gap."""

@@ -75,6 +75,10 @@ class EventLoop:
 
         self._push(*wake, act)
 
+    def has_next(self) -> bool:
+        """Whether anything will happen."""
+        return bool(self._heap) or (self._stepping is not None and self._stepping.next_wake is not None)
+
     def get_next(self) -> Wake | None:
         """The time of the next event; None if there is none."""
         wake = None if self._stepping is None else self._stepping.next_wake

@@ -203,7 +203,7 @@ class Simulation:
             front.start()
         for due in self._turn_driver.start():
             self._plan_send(due)
-        while loop.get_next() is not None:
+        while loop.has_next():
             engine = loop.step()
             if front is not None:
                 front.settle()

@@ -126,13 +126,11 @@ class SimEngine:
 
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
-        self._kv.pool.hold(blocks)
-        self._kv.pool.mark_leased(blocks, 1)
+        self._kv.pool.hold(blocks, for_lease=True)
 
     def release(self, blocks: Any) -> None:
         """Drop one reference to each block. The last block is evicted first."""
-        self._kv.pool.mark_leased(blocks, -1)
-        self._kv.pool.release(blocks)
+        self._kv.pool.release(blocks, for_lease=True)
 
     def store(self, blocks: Any, turn: Turn, wish: Wish | None = None) -> None:
         """Copy blocks to the tiers."""

@@ -155,7 +155,7 @@ class Scheduler:
         # A single request cannot starve another one.
         is_alone = len(state.running) + len(state.waiting) <= 1
         step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
-        copied_s = offloader.get_free_s(now_s) if offloader is not None else now_s
+        copied_s = offloader.get_free_s(now_s) if offloader is not None and offloader.is_serial else now_s
         if self.config.scheduler == "continuum-fork":
             self._schedule_running_as_fork(step)
         else:

@@ -304,7 +304,7 @@ class StateGroup(_Group):
     """
 
     num_spare_wanted = 1
-    max_blocks = MOST_STATES
+    max_blocks: int | None = MOST_STATES
 
     def __init__(self, config: KvConfig, pool: ExtentPool, index: int, checkpoint_tokens: int | None) -> None:
         """`checkpoint_tokens`: shortest distance of first prompts' checkpoints; None for no checkpoints."""

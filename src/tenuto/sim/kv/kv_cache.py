@@ -95,7 +95,11 @@ class KvCache:
 
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix that leaves at least the last token to compute. Changes nothing."""
-        return self.find_hit(request.paths, request.num_tokens - 1)
+        # A turn that waits is looked up in every step.
+        known, state = request.known_hit, (self.pool.version, request.num_tokens)
+        if known is None or known[0] != state:
+            known = request.known_hit = state, self.find_hit(request.paths, request.num_tokens - 1)
+        return known[1]
 
     def find_hit(self, paths: Sequence[Path], max_tokens: int) -> Hit:
         """The longest cached prefix of a sequence, at most `max_tokens`. `paths`: its path in each group.

@@ -31,7 +31,7 @@ and `tests/sim/test_scheduler_pool.py` compares the two.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -198,21 +198,28 @@ class Row:
 
     def __getitem__(self, tail: slice) -> Row:
         """The blocks from `tail.start` on."""
-        skip, ranges = tail.start or 0, []
-        for extent, first, end in self.ranges:
-            if end - first > skip:
-                ranges.append(Range(extent, first + skip, end))
-            skip = max(0, skip - (end - first))
-        return Row(ranges)
+        row, left = Row(), self.num_blocks - (tail.start or 0)
+        for extent, first, end in reversed(self.ranges):
+            if left <= 0:
+                break
+            row.append(extent, max(first, end - left), end)
+            left -= end - first
+        row.ranges.reverse()
+        return row
 
     def __delitem__(self, tail: slice) -> None:
         """Forget the blocks from `tail.start` on."""
-        left = self.num_blocks = min(self.num_blocks, tail.start or 0)
-        ranges, self.ranges = self.ranges, []
-        for extent, first, end in ranges:
-            if left > 0:
-                self.ranges.append(Range(extent, first, min(end, first + left)))
-            left -= end - first
+        num_over = self.num_blocks - (tail.start or 0)
+        if num_over <= 0:
+            return
+        self.num_blocks -= num_over
+        # A copy of the row may share the list.
+        self.ranges = self.ranges.copy()
+        while num_over > 0:
+            extent, first, end = self.ranges.pop()
+            num_over -= end - first
+            if num_over < 0:
+                self.ranges.append(Range(extent, first, first - num_over))
 
     def append(self, extent: Extent, first: int, end: int) -> None:
         """Add blocks at the end."""
@@ -269,6 +276,8 @@ class ExtentPool:
         """Distinct blocks that leases hold references to."""
         self.num_idle_leased_blocks = 0
         """The leased blocks without other references. They are freed before an allocation fails."""
+        self.version = 0
+        """While it is the same, look-ups find the same blocks, and the rows that they returned hold."""
         self._num_blanks = num_blocks
         self._num_cached = 0
         self._free = _Queue()
@@ -318,6 +327,7 @@ class ExtentPool:
 
         The caller has taken the blocks, and no other holder has them.
         """
+        self.version += 1
         self._num_cached += 1
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
@@ -334,6 +344,7 @@ class ExtentPool:
 
     def fill(self, row: Row, path: Path, first: int, end: int) -> None:
         """Append the full blocks `first` to before `end` to a sequence's row. No look-up finds them."""
+        self.version += 1
         for segment, start, stop in path.get_ranges(first, end):
             last = row.ranges[-1].extent if row.ranges else None
             if last is not None and not last.is_cached and last.segment is segment and last.end == start:
@@ -347,6 +358,7 @@ class ExtentPool:
 
     def uncover(self, row: Row, group: int) -> None:
         """Let look-ups find blocks that `fill` added. Blocks that are cached already do not change."""
+        self.version += 1
         self._num_cached += 1
         for extent in self._get_extents(row):
             if not extent.is_cached:
@@ -358,6 +370,7 @@ class ExtentPool:
         """Forget all content. While any block is referenced, return False and change nothing."""
         if self.num_free_blocks != self.num_blocks:
             return False
+        self.version += 1
         for extent in self._free:
             extent.home.clear()
         self._free = _Queue()
@@ -380,6 +393,7 @@ class ExtentPool:
         num_blanks = min(num_blocks, self._num_blanks)
         self._num_blanks -= num_blanks
         num_blocks -= num_blanks
+        self.version += num_blocks > 0
         while num_blocks > 0:
             extent = self._free.sentinel.next
             num_evicted = min(num_blocks, extent.end - extent.first)
@@ -394,19 +408,25 @@ class ExtentPool:
         self._num_blanks += num_blanks
         self.num_free_blocks += num_blanks
 
-    def hold(self, row: Row) -> None:
+    def hold(self, row: Row, *, for_lease: bool = False) -> None:
         """Take one more reference to each block (a prefix hit, a lease). Free blocks leave the queue."""
-        for extent in self._get_extents(row):
+        extents = self._get_extents(row)
+        for extent in extents:
             if extent.ref_cnt == 0:
                 _unlink(extent)
                 self.num_free_blocks -= extent.end - extent.first
             elif extent.ref_cnt == extent.num_holds:
                 self.num_idle_leased_blocks -= extent.end - extent.first
             extent.ref_cnt += 1
+        if for_lease:
+            self._count_leased(extents, 1)
 
-    def release(self, row: Row) -> None:
-        """Drop one reference to each block, the last block first."""
-        for extent in reversed(self._get_extents(row)):
+    def release(self, row: Row, *, for_lease: bool = False) -> None:
+        """Drop one reference to each block, the last block first. `for_lease`: it is a lease's reference."""
+        extents = self._get_extents(row)
+        if for_lease:
+            self._count_leased(extents, -1)
+        for extent in reversed(extents):
             extent.ref_cnt -= 1
             if extent.ref_cnt > 0:
                 if extent.ref_cnt == extent.num_holds:
@@ -424,6 +444,7 @@ class ExtentPool:
         row    │ first num_blocks blocks │ the rest … │
                 ←─────── freed ─────────   stays in the row
         """
+        self.version += 1
         head = Row()
         while num_blocks > 0:
             extent, first, end = row.ranges[0]
@@ -439,15 +460,6 @@ class ExtentPool:
             # Without this, every later walk would begin at an extent far before the row's first block.
             extent, first, end = row.ranges[0]
             row.ranges[0] = Range(skip_to(extent, first), first, end)
-
-    def mark_leased(self, row: Row, change: int) -> None:
-        """Count leased blocks: a lease took a reference to each block (`change` 1), or dropped it (-1)."""
-        for extent in self._get_extents(row):
-            was_leased, was_idle = extent.num_holds > 0, extent.num_holds == extent.ref_cnt
-            extent.num_holds += change
-            num_blocks, is_idle = extent.end - extent.first, extent.num_holds == extent.ref_cnt
-            self.num_leased_blocks += num_blocks * ((extent.num_holds > 0) - was_leased)
-            self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
     def count_blocks(self, row: Row, *, ref_cnt: int) -> int:
         """The number of a row's blocks with `ref_cnt` references. Those with none are in the free queue."""
@@ -466,6 +478,15 @@ class ExtentPool:
         return self._num_blanks, list(self._free)
 
     # Inside.
+
+    def _count_leased(self, extents: Sequence[Extent], change: int) -> None:
+        """Count leased blocks: a lease has taken a reference to each (`change` 1), or drops it (-1)."""
+        for extent in extents:
+            was_leased, was_idle = extent.num_holds > 0, extent.num_holds == extent.ref_cnt
+            extent.num_holds += change
+            num_blocks, is_idle = extent.end - extent.first, extent.num_holds == extent.ref_cnt
+            self.num_leased_blocks += num_blocks * ((extent.num_holds > 0) - was_leased)
+            self.num_idle_leased_blocks += num_blocks * (is_idle - was_idle)
 
     def _get_extents(self, row: Row) -> list[Extent]:
         """The extents of exactly these blocks, in order. An extent that reaches beyond them is split.

@@ -101,8 +101,9 @@ class ChainOffloader(Offloader):
         if self.is_sync or request.status is not Status.RUNNING:
             return
         row = self._kv.get_hit(request).rows[0]
-        done_s, use, chunks = now_s, request.tier_use, list(self._get_row_chunks(row))
+        done_s, use = now_s, request.tier_use
         if use is not None:
+            chunks = self._get_chunks(request, len(row) // self._chunk_blocks)
             if request.is_stored and self._stores_all:
                 done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
             self._tiers.use(chunks, use)
@@ -154,8 +155,10 @@ class ChainOffloader(Offloader):
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
         chunks, size = request.chunks, self._chunk_blocks
-        for last in range((len(chunks) + 1) * size - 1, num_chunks * size, size):
-            chunks.append((request.path.get_segment(last), last))
+        last = (len(chunks) + 1) * size - 1
+        for segment, _, stop in request.path.get_ranges(last, num_chunks * size):
+            chunks += [(segment, block) for block in range(last, stop, size)]
+            last = (len(chunks) + 1) * size - 1
         return chunks[:num_chunks]
 
     def _get_row_chunks(self, row: Row) -> Iterator[Chunk]:

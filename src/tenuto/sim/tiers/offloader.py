@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Literal
 
 from tenuto.core.driver import Driver
@@ -60,6 +61,8 @@ class Offloader(ABC):
         self._chunk_blocks = chunk_blocks
         self._driver: Driver | None = None
         self._is_ordered = False
+        self._views: tuple[TierView, ...] = ()
+        """The latest views, which serve for as long as nothing of them has changed."""
 
     # Turns and jobs.
 
@@ -160,18 +163,23 @@ class Offloader(ABC):
 
     def get_views(self, now_s: float) -> tuple[TierView, ...]:
         """The tiers as a policy sees them."""
-        return tuple(
-            TierView(
-                name=tier.name,
-                num_blocks=tier.capacity_chunks * self._chunk_blocks,
-                num_used_blocks=len(tier) * self._chunk_blocks,
-                s_per_block=tier.chunk_bytes / self._chunk_blocks / tier.link.bytes_per_s,
-                wait_s=max(0.0, tier.link.free_at_s - now_s),
-            )
-            for tier in self._all_tiers
-        )
+        for tier, view in zip_longest(self._all_tiers, self._views):
+            wait_s, num_used_blocks = max(0.0, tier.link.free_at_s - now_s), len(tier) * self._chunk_blocks
+            if view is None or view.wait_s != wait_s or view.num_used_blocks != num_used_blocks:
+                self._views = tuple(self._get_view(each, now_s) for each in self._all_tiers)
+                break
+        return self._views
 
     # Inside.
+
+    def _get_view(self, tier: Tier, now_s: float) -> TierView:
+        return TierView(
+            name=tier.name,
+            num_blocks=tier.capacity_chunks * self._chunk_blocks,
+            num_used_blocks=len(tier) * self._chunk_blocks,
+            s_per_block=tier.chunk_bytes / self._chunk_blocks / tier.link.bytes_per_s,
+            wait_s=max(0.0, tier.link.free_at_s - now_s),
+        )
 
     @abstractmethod
     def _drop(self, job_id: str, now_s: float) -> None:
