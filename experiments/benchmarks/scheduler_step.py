@@ -13,6 +13,9 @@ in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) fr
 the end of an agent's turn of 6,000 tokens, whose KV is retained, in microseconds beyond stock's; the agents
 come back, or the policy would stop holding their KV.
 
+`--against FOLDER` adds arms with the Tenuto of another checkout, such as `git worktree add` makes, and shows
+what each arm costs of the same arm there: a change of the code is measured in one run.
+
 What the scheduler does between `schedule` and a step's results, while a GPU computes, delays no step. It is
 shown beside, with what is done when nothing is left to compute.
 """
@@ -45,6 +48,8 @@ NUM_BLOCKS = 40_000
 FINISH_TOKENS = 6000
 WARM_UP = 4
 """Turns of work before those that count."""
+BEFORE = " before"
+"""Added to the name of an arm that runs with `--against`."""
 OPTIONS = {"continuum-fixed": {"ttl_s": 500.0}}
 """So that no lease runs out while it is measured; `tenuto` renews its own."""
 
@@ -207,12 +212,21 @@ class Arm:
     """A scheduler in a process of its own, which does one thing again and again, when it is asked to."""
 
     def __init__(
-        self, make: Callable[[], TimedEngine], work: Callable[[TimedEngine, int], Spent | None]
+        self,
+        make: Callable[[], TimedEngine],
+        work: Callable[[TimedEngine, int], Spent | None],
+        checkout: Path | None = None,
     ) -> None:
-        context = multiprocessing.get_context("fork")
+        """`checkout`: where its Tenuto is; None for this process's."""
+        context: Any = multiprocessing.get_context("fork" if checkout is None else "spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=self._run, args=(theirs, make, work), daemon=True)
+        # A spawned process imports everything anew, and searches where this one does.
+        searched = list(sys.path)
+        if checkout is not None:
+            sys.path.insert(0, str(checkout / "src"))
         self._process.start()
+        sys.path[:] = searched
 
     def work(self, number: int) -> Spent:
         """Do it once; what the scheduler took."""
@@ -230,6 +244,7 @@ class Arm:
     def _run(
         pipe: Any, make: Callable[[], TimedEngine], work: Callable[[TimedEngine, int], Spent | None]
     ) -> None:
+        logging.disable(logging.INFO)
         engine = make()
         for number in range(-WARM_UP, 0):
             work(engine, number)
@@ -247,9 +262,19 @@ def measure(
     work: Callable[[TimedEngine, int], Spent | None],
     num_rounds: int,
     num_turns: int,
+    against: Path | None = None,
 ) -> list[Round]:
-    """What each arm spends in each round of so many turns of work; None are stock vLLM's settings."""
+    """What each arm spends in each round of so many turns of work; None are stock vLLM's settings.
+
+    `against`: a checkout, with which each arm of Tenuto also runs, as `name` + `BEFORE`.
+    """
     arms = {name: Arm(partial(make, each), work) for name, each in settings.items()}
+    if against is not None:
+        arms |= {
+            name + BEFORE: Arm(partial(make, each), work, against)
+            for name, each in settings.items()
+            if each is not None
+        }
     rounds: list[Round] = []
     for number in range(num_rounds):
         sums = dict.fromkeys(arms, Spent(0.0, 0.0))
@@ -268,30 +293,41 @@ def measure(
 Round = dict[str, Spent]
 
 
-def report(what: str, rounds: list[Round], per: int, arm: str) -> dict[str, Any]:
-    """Print the ratios of an arm to stock, without and with what it does beside."""
-    waited = sorted(each[arm].waited_s / each["stock"].waited_s for each in rounds)
-    both = sorted(sum(each[arm]) / sum(each["stock"]) for each in rounds)
-    stock_us = statistics.median(each["stock"].waited_s for each in rounds) / per * 1e6
+def report(what: str, rounds: list[Round], per: int, arm: str, to: str = "stock") -> list[dict[str, Any]]:
+    """Print the ratios of an arm to another, without and with what it does beside.
+
+    If it also ran `BEFORE`, then that follows, and its ratio to that.
+    """
+    waited = sorted(each[arm].waited_s / each[to].waited_s for each in rounds)
+    both = sorted(sum(each[arm]) / sum(each[to]) for each in rounds)
+    to_us = statistics.median(each[to].waited_s for each in rounds) / per * 1e6
     print(
-        f"{what}: {arm} / stock = {describe(waited, '.3f')}, "
-        f"with what is done beside the GPU {describe(both, '.3f')}; stock {stock_us:.0f} us each"
+        f"{what}: {arm} / {to} = {describe(waited, '.3f')}, "
+        f"with what is done beside the GPU {describe(both, '.3f')}; {to} {to_us:.0f} us each"
     )
-    return {"what": what, "arm": arm, "ratios": waited, "with_beside": both, "stock_us": stock_us}
+    figures = [{"what": what, "arm": arm, "to": to, "ratios": waited, "with_beside": both, "to_us": to_us}]
+    if to == "stock" and arm + BEFORE in rounds[0]:
+        figures += report(what, rounds, per, arm + BEFORE)
+        figures += report(what, rounds, per, arm, arm + BEFORE)
+    return figures
 
 
 def report_difference(
     what: str, rounds: list[Round], per: int, arm: str, to: str = "stock"
-) -> dict[str, Any]:
-    """Print by how many microseconds an arm is beyond stock, without and with what it does beside."""
+) -> list[dict[str, Any]]:
+    """Print by how many microseconds an arm is beyond another, as `report` does."""
     more_us = sorted((each[arm][0] - each[to][0]) / per * 1e6 for each in rounds)
     all_us = sorted((sum(each[arm]) - sum(each[to])) / per * 1e6 for each in rounds)
-    stock_us = statistics.median(each[to].waited_s for each in rounds) / per * 1e6
+    to_us = statistics.median(each[to].waited_s for each in rounds) / per * 1e6
     print(
-        f"{what}: {arm} {describe(more_us, '.0f')} us beyond {to}'s {stock_us:.0f} us, "
+        f"{what}: {arm} {describe(more_us, '.0f')} us beyond {to}'s {to_us:.0f} us, "
         f"with what is done beside the GPU {describe(all_us, '.0f')} us"
     )
-    return {"what": what, "arm": arm, "more_us": more_us, "all_us": all_us, "stock_us": stock_us}
+    figures = [{"what": what, "arm": arm, "to": to, "more_us": more_us, "all_us": all_us, "to_us": to_us}]
+    if to == "stock" and arm + BEFORE in rounds[0]:
+        figures += report_difference(what, rounds, per, arm + BEFORE)
+        figures += report_difference(what, rounds, per, arm, arm + BEFORE)
+    return figures
 
 
 def describe(values: list[float], form: str) -> str:
@@ -311,33 +347,33 @@ def main() -> None:
     parser.add_argument(
         "--policy", default="continuum-fixed", help="what retains the jobs; plain requests have the default"
     )
+    parser.add_argument(
+        "--parts", nargs="+", choices=("step", "plain", "finish"), default=["step", "plain", "finish"]
+    )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="measure this checkout's Tenuto too")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     stock = {"stock": None, "stock again": None}
     keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
     num_steps = args.rounds * args.steps + 10 * WARM_UP
-    steps = measure(
-        {**stock, "tenuto": keep},
-        partial(start_full, num_steps=num_steps),
-        take_steps,
-        args.rounds,
-        args.steps // 10,
-    )
-    what = f"scheduler time per step, {NUM_RUNNING} running, {NUM_RETAINED:,} retained"
-    figures = [report(what, steps, args.steps // 10 * 10, arm) for arm in ("tenuto", "stock again")]
-    plain = measure(
-        {**stock, "tenuto": {}, "policy stock": {"policy": "stock"}},
-        start,
-        serve_plain,
-        args.rounds,
-        args.requests // 32,
-    )
-    for arm in ("tenuto", "policy stock", "stock again"):
-        figures.append(report("scheduler time per plain request", plain, args.requests // 32 * 32, arm))
-    ends = measure({**stock, "tenuto": {}}, start, end_turn, args.rounds, args.ends)
-    for arm in ("tenuto", "stock again"):
-        figures.append(report_difference(f"a finish at {FINISH_TOKENS} tokens", ends, args.ends, arm))
+    measure_all = partial(measure, num_rounds=args.rounds, against=args.against)
+    figures: list[dict[str, Any]] = []
+    if "step" in args.parts:
+        make = partial(start_full, num_steps=num_steps)
+        steps = measure_all({**stock, "tenuto": keep}, make, take_steps, num_turns=args.steps // 10)
+        what = f"scheduler time per step, {NUM_RUNNING} running, {NUM_RETAINED:,} retained"
+        for arm in ("tenuto", "stock again"):
+            figures += report(what, steps, args.steps // 10 * 10, arm)
+    if "plain" in args.parts:
+        settings = {**stock, "tenuto": {}, "policy stock": {"policy": "stock"}}
+        plain = measure_all(settings, start, serve_plain, num_turns=args.requests // 32)
+        for arm in ("tenuto", "policy stock", "stock again"):
+            figures += report("scheduler time per plain request", plain, args.requests // 32 * 32, arm)
+    if "finish" in args.parts:
+        ends = measure_all({**stock, "tenuto": {}}, start, end_turn, num_turns=args.ends)
+        for arm in ("tenuto", "stock again"):
+            figures += report_difference(f"a finish at {FINISH_TOKENS} tokens", ends, args.ends, arm)
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))
 
