@@ -36,7 +36,7 @@ def format_figure(name: str, records: Sequence[Mapping[str, Any]]) -> str:
     seeds = min(point.seeds for point in points)
     lines = [f"*The paper:* {figure.says}"] if name in PAPER else []
     if figure.claims:
-        lines.append(f"*Here:* {format_order(figure, points)}. {format_gain(figure, points)}.")
+        lines.append(f"*Here:* Order: {format_order(figure, points)}. Gain: {format_gain(figure, points)}.")
     lines += figure.marks
     lines.append(format_table(figure, points))
     lines.append(f"![{figure.title}, by {figure.axis}](figures/{get_picture(name)})")
@@ -107,8 +107,9 @@ def format_gain(figure: Figure, points: Sequence[Point]) -> str:
     """Whether the gains lie within those that were published."""
     gains = get_gains(figure, points)
     if not gains:
-        return "no gain to compare"
-    found = f"{min(gains):.2f} to {max(gains):.2f} times"
+        return "none to compare"
+    ends = dict.fromkeys(f"{gain:.2f}" for gain in (min(gains), max(gains)))
+    found = f"{' to '.join(ends)} times"
     if figure.gain is None:
         return f"{found}; none published"
     least, most = figure.gain

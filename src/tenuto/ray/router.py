@@ -112,7 +112,7 @@ class ReplicaBooks:
         self._engines: dict[str, str] = {}
         """By open request, the replica that it was sent to."""
         self._refusals: dict[str, int] = {}
-        """By open request that is known, how often its replica was proposed and did not take it."""
+        """For each known open request, how often its replica was proposed and did not take it."""
 
     @property
     def num_open(self) -> int:
