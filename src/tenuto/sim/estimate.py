@@ -51,8 +51,9 @@ DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 NUM_MACHINES = 10
 """Number of machines with stock, whose traffic is then divided among machines with Tenuto."""
 
+OF_SEEDS = "other seeds"
 OF_LOADS, OF_MACHINES = "from which load on Tenuto gains", "how many machines are enough"
-"""The answers that are left out if time is up."""
+"""What is left out if time is up."""
 
 
 class TimeUpError(TenutoError):
@@ -172,8 +173,8 @@ class Estimate:
     target_s: float | None = None
     """The P95 job time that all machines of `needs` keep."""
     needs: list[Need] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=lambda: [OF_LOADS, OF_MACHINES])
-    """The questions that are not answered."""
+    left_out: list[str] = field(default_factory=lambda: [OF_SEEDS, OF_LOADS, OF_MACHINES])
+    """What is not known yet."""
 
     @property
     def stock(self) -> Case:
@@ -266,10 +267,15 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     places = [place for place, each in enumerate(setups) if each in (stock, *near, setups[-1])]
     setups = [setups[place] for place in places]
     cases = _measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)
-    for number, (place, case) in enumerate(zip(places, cases, strict=True), 1):
-        estimate.cases[place] = case
+    measured: dict[int, Case] = {}
+    for place, case in zip(places, cases, strict=True):
+        measured[place] = case
         tell(f"{case.name}: {_describe(case)}")
-        measure.expect(0, len(setups) - number)
+        measure.expect(0, len(setups) - len(measured))
+    # Only when all are known: means over different seeds cannot be compared.
+    for place, case in measured.items():
+        estimate.cases[place] = case
+    estimate.left_out.remove(OF_SEEDS)
 
 
 def _measure_cases(
