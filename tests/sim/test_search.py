@@ -225,19 +225,25 @@ def test_the_seed_of_the_load_goes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [run.seed for run in runs] == [2, 1, 3]
 
 
-def test_lighter_work_takes_one_seed_where_the_target_is_clearly_kept() -> None:
-    asked: list[int | None] = []
-
+@pytest.mark.parametrize(
+    ("times_s", "num_heavier", "num_lighter"),
+    [
+        ((9.0,) * 20, 3, 1),  # kept: more work may make the other seeds too slow, less cannot
+        ((10.5,) * 20, 1, 3),  # missed, even if the other seeds are as fast as in the plan
+        ((5.0,) * 18 + (10.5,) * 2, 3, 1),  # missed by this seed alone, and not by all together
+    ],
+)
+def test_a_change_takes_one_seed_where_the_plan_bounds_the_others(
+    times_s: tuple[float, ...], num_heavier: int, num_lighter: int
+) -> None:
     def measure(setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
-        asked.append(effort.num_seeds)
-        return [make_run(time_s)] * (effort.num_seeds or 3)
+        return [replace(make_run(1.0), job_times_s=times_s)] * (effort.num_seeds or 3)
 
-    [plan] = make_plans([L40S], LoadOptions(jps=1.0), Target(p95_s=10.0), lambda *_: [make_run(6.0)] * 3)
-    counts = []
-    for time_s in (6.0, 6.1):  # noqa: B007 - `measure` reads it
-        *_, lighter = try_changes(plan, LoadOptions(jps=1.0), Target(p95_s=10.0), measure)
-        counts.append((lighter.name, len(lighter.point.runs)))
-    assert counts == [("steps 10 % faster", 1), ("steps 10 % faster", 3)]
+    load, target = LoadOptions(jps=1.0), Target(p95_s=10.0)
+    [plan] = make_plans([L40S], load, target, lambda *_: [make_run(each_s) for each_s in (9.0, 6.0, 6.0)])
+    *heavier, lighter = try_changes(plan, load, target, measure)
+    assert {len(effect.point.runs) for effect in heavier} == {num_heavier}
+    assert len(lighter.point.runs) == num_lighter
 
 
 def test_an_answer_of_one_seed_is_judged_with_all() -> None:
@@ -334,3 +340,31 @@ def test_the_time_left_is_that_of_the_points_that_are_expected(monkeypatch: pyte
         now_s = 110.0  # 5 s for each of two points
         measure.expect(0, 0)
         assert measure.get_left_s() == pytest.approx(20.0)
+
+
+def test_the_example_of_the_planners_page_takes_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four plans and five changes, on machines that do what a queue does."""
+    asked: list[str] = []
+
+    def simulate(setup: Setup, load: LoadOptions, effort: Effort, **others: object) -> Steady:
+        assert load.jps is not None
+        capacity = {"H100": 1.9, "L40S": 0.58}[setup.gpu] * (1.35 if setup.policy == "tenuto" else 1.0)
+        work = load.scale_turns * load.scale_lengths * setup.step_cost_factor
+        busy = load.jps * work / capacity * {42: 0.97, 43: 1.03, 44: 1.0}[load.seed]
+        asked.append(f"{setup.gpu} {setup.policy} {load.jps:.2f} {work:.2f} {load.seed}")
+        run = make_run(7.0 / (1 - busy) if busy < 1 else 99.0, "steady" if busy < 1 else "overloaded")
+        num_jobs = next(num for num in (QUICK, PRECISE) if num == PRECISE or effort.is_enough(run, num))
+        return replace(run, finished_jps=1 / max(busy, 1.0), simulated_s=num_jobs / load.jps, seed=load.seed)
+
+    monkeypatch.setattr("tenuto.sim.plan.simulate_until_steady", simulate)
+    setups = [
+        Setup(gpu=gpu, step_cost="roofline", policy=policy)
+        for gpu in ("H100", "L40S")
+        for policy in ("stock", "tenuto")
+    ]
+    load, target = LoadOptions(workload="ab8", jps=4.0), Target(p95_s=40.0, margin=0.05)
+    with make_runner((42, 43, 44)) as measure:
+        plans = list(make_plans(setups, load, target, measure))
+        list(try_changes(min(plans, key=lambda plan: plan.num_gpus or 99), load, target, measure))
+    assert [plan.num_machines for plan in plans] == [3, 2, 9, 7]
+    assert len(asked) <= 26

@@ -145,11 +145,6 @@ def measure_jobs(
     return Point(num_machines, load.jps, tuple(measure(setup, share, effort)))
 
 
-def is_clear(point: Point, target: Target) -> bool:
-    """Whether steady machines keep a target so well that more jobs or seeds would hardly change it."""
-    return point.verdict == "steady" and target.get_use(point) <= CLEAR
-
-
 def is_missed(runs: Sequence[Steady], num_seeds: int, target: Target) -> bool:
     """Whether steady runs show that a target is missed, even if all further seeds are as good as the best.
 
@@ -245,7 +240,9 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     while True:
         is_between = too_few and enough <= max_machines
         if enough - too_few > 1:
-            if guess is None and is_between:
+            # A line through one point says nothing if it ends where machines are overloaded.
+            is_refuted = guess is not None and guess <= too_few and points[too_few].verdict != "steady"
+            if is_between and (guess is None or is_refuted):
                 guess = (enough + too_few) // 2
             elif guess is None:
                 guess = too_few + stride if too_few else enough - stride
@@ -473,7 +470,7 @@ class Change:
     setup: Setup
     load: LoadOptions
     is_lighter: bool = False
-    """Whether the machines have less to do than in the plan, so that they can surely do it."""
+    """Whether the machines have less to do than in the plan, not more."""
 
 
 @dataclass(frozen=True)
@@ -509,20 +506,22 @@ def try_changes(
     `num_at_once`: changes that are tried at the same time, in threads.
     """
     plain = replace(target, margin=0.0)
-    # If the plan's slowest seed is too slow, no other seed is needed.
     slowest = max(plan.point.runs, key=target.get_use)
+    others = tuple(run for run in plan.point.runs if run is not slowest)
     load = replace(load, seed=slowest.seed)
 
     def measure_change(change: Change) -> Point | None:
         assert plan.num_machines is not None
         take = partial(measure_jobs, change.setup, change.load, plan.num_machines, measure)
+        effort = Effort(num_jobs=QUICK, target=plain)
+        if not change.is_lighter:
+            # Near its capacity a machine looks steady for a while.
+            effort = Effort(num_jobs=PRECISE, num_clear_jobs=QUICK, target=plain)
         try:
-            if not change.is_lighter:
-                # Near its capacity a machine looks steady for a while.
-                return take(Effort(num_jobs=PRECISE, num_clear_jobs=QUICK, target=plain))
-            effort = Effort(num_jobs=QUICK, target=plain)
             first = take(replace(effort, num_seeds=1))
-            return first if is_clear(first, plain) else take(effort)
+            # More work makes no seed faster than in the plan, and less work none slower.
+            is_kept = plain.is_met(replace(first, runs=(*first.runs, *others)))
+            return first if is_kept == change.is_lighter else take(effort)
         except ConfigError:
             return None  # turns that wait for other jobs cannot be multiplied
 
