@@ -44,7 +44,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
 from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
-from tenuto.records.text import format_time_s, is_overloaded, write_csv
+from tenuto.records.text import format_table, format_time_s, is_overloaded, write_csv
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import make_workload
 from tenuto.workload.schema import Workload
@@ -546,9 +546,10 @@ COLUMNS = (
 
 def format_sweep(results: Sequence[Result]) -> str:
     """The table: a row for each load, then notes that a reader must know."""
-    heads = ("jobs/s", "done/s", "jobs", *(head for head, *_ in COLUMNS), "tok/s", "hits")
+    heads = ["jobs/s", "done/s", "jobs", *(head for head, *_ in COLUMNS), "tok/s", "hits"]
     goodput = any(result["goodput"] for result in results)
-    rows = [(*heads, *(("good/s",) if goodput else ()))]
+    heads += ["good/s"] if goodput else []
+    rows = []
     for result in results:
         makespan_s, reused = result["makespan_s"], result["reused_tokens"]
         rows.append(
@@ -562,9 +563,8 @@ def format_sweep(results: Sequence[Result]) -> str:
                 *(() if not goodput else (_format_goodput(result["goodput"]),)),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [
+    lines = [
+        *format_table(heads, rows),
         "",
         "mean, P95: job time; tok/s: output tokens; hits: share of the reusable tokens; + overloaded",
     ]

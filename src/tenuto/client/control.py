@@ -21,6 +21,7 @@ from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
+from tenuto.records.text import format_table
 
 ACTIONS = ("status", "on", "off", "shadow", "set", "release")
 COLUMNS = ("kind", "tenant", "job", *FIGURES)
@@ -343,15 +344,8 @@ def format_rows(rows: Sequence[Row], most: int = 20) -> str:
     )
     shown = [row for row in rows if row["kind"] != "job"] + jobs[:most]
     heads = ["", *(name.replace("_block_seconds", " block-s").replace("_tokens", "") for name in FIGURES)]
-    table = [heads] + [[_name(row), *(f"{row[name]:,.0f}" for name in FIGURES)] for row in shown]
-    widths = [max(len(line[column]) for line in table) for column in range(len(heads))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    ]
+    cells = ([_name(row), *(f"{row[name]:,.0f}" for name in FIGURES)] for row in shown)
+    lines = format_table(heads, cells, left=(0,))
     if len(jobs) > most:
         lines.append(f"… and {len(jobs) - most} more jobs; --csv has all")
     return "\n".join(lines)

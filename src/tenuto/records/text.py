@@ -6,7 +6,7 @@ A simulation and a bench are shown in the same way.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -152,6 +152,22 @@ def _format_goodput(record: Mapping[str, Any]) -> list[str]:
     share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns"
     rate = "" if goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f} turns/s"
     return [f"goodput      {rate}{share} within {limits}"]
+
+
+def format_table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (), indent: str = ""
+) -> list[str]:
+    """The lines of a table with columns as wide as needed. Columns in `left` are left-aligned."""
+    cells = [[str(value) for value in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        indent
+        + "  ".join(
+            text.ljust(width) if column in left else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def format_stats(stats: Mapping[str, float] | None) -> str:

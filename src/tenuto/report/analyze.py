@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
+from tenuto.records.text import format_table
 from tenuto.report.diagnosis import (
     Cause,
     Evidence,
@@ -534,7 +536,7 @@ def _format_reasons(leases: Mapping[str, Any]) -> list[str]:
         for what, name in (("not granted", "refused"), ("taken back", "taken_by"), ("ended", "ended"))
         for why, count in sorted(leases[name].items(), key=lambda item: -item[1])
     ]
-    return format_table(("leases", "reason", "times", "that is"), rows, left=(0, 1, 3)) if rows else []
+    return _table(("leases", "reason", "times", "that is"), rows, left=(0, 1, 3)) if rows else []
 
 
 def _format_held(leases: Mapping[str, Any]) -> str:
@@ -564,7 +566,7 @@ def _format_per_turn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
          _p(row["hit_ratio"]), _p(row["best_ratio"]), _n(row["preemptions"]))
         for row in rows[:_MAX_TURN_ROWS]
     ]  # fmt: skip
-    lines = format_table(("turn", "count", "latency", "queue", "prompt", "hit", "best", "preempted"), shown)
+    lines = _table(("turn", "count", "latency", "queue", "prompt", "hit", "best", "preempted"), shown)
     left = len(rows) - _MAX_TURN_ROWS
     return [*lines, f"  … and {left} more turns (--json has all)"] if left > 0 else lines
 
@@ -586,7 +588,7 @@ def _format_causes(report: Mapping[str, Any]) -> list[str]:
         (cause, _n(row["turns"]), _n(row["tokens"]), _p(row["tokens"] / total), meanings[cause])
         for cause, row in report["causes"].items()
     ]
-    lines = format_table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
+    lines = _table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
     cut = [f"{group} {_n(number)}" for group, number in report["short_groups"].items()]
     # Other jobs' prefixes count here too, so the sum may be larger than the cause's.
     return (
@@ -613,7 +615,7 @@ def _format_job(job: Mapping[str, Any]) -> list[str]:
         for turn in job["turn_by_turn"]
     ]
     columns = ("turn", "tool", "queue", "latency", "prompt", "hit", "hit", "reusable", "missed", "because")
-    return [f"Job {show_id(job['job'])}{why}: {_s(job['job_s'])}", *format_table(columns, rows, left=(9,))]
+    return [f"Job {show_id(job['job'])}{why}: {_s(job['job_s'])}", *_table(columns, rows, left=(9,))]
 
 
 def _format_results(report: Mapping[str, Any]) -> list[str]:
@@ -623,7 +625,7 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
         labels.append("seed")
     rows = [(*(_show_label(cell, name) for name in labels), *_format_cell(cell)) for cell in cells]
     head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
-    lines = format_table(head, rows, left=(0, 1, 2, len(head) - 1))
+    lines = _table(head, rows, left=(0, 1, 2, len(head) - 1))
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         name = ", ".join(f"{label} {_show_label(cell, label)}" for label in cell["labels"])
@@ -670,23 +672,7 @@ def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
     return lines
 
 
-def format_table(
-    head: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = ()
-) -> list[str]:
-    """Format a table with columns as wide as needed.
-
-    Columns in `left` are left-aligned, others right-aligned.
-    """
-    cells = [[str(value) for value in row] for row in (head, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    return [
-        "  "
-        + "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+_table = partial(format_table, indent="  ")
 
 
 def show_id(job_id: str) -> str:
