@@ -33,6 +33,8 @@ Row = dict[str, Any]
 class _ServerOptions(Options):
     """The server, and the keys to it."""
 
+    GROUP = "the server"
+
     url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
     job: str | None = option(None, "one job, by its id; its own client needs no operator's key", metavar="ID")
     admin_key: str | None = option(
@@ -88,6 +90,8 @@ class _ServerOptions(Options):
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions(_ServerOptions):
     """All options of `tenuto control`, checked. Raises ConfigError."""
+
+    GROUP = "the change"
 
     action: str = option(
         MISSING,
@@ -249,6 +253,8 @@ def _list(values: Mapping[str, Any]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class LedgerOptions(_ServerOptions):
     """All options of `tenuto ledger`, checked. Raises ConfigError."""
+
+    GROUP = "the accounts"
 
     csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
 
