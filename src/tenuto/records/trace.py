@@ -27,7 +27,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -201,38 +201,61 @@ class TraceWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """The part of a step's record that says who is in the engine, and what it has room for."""
+    """A step that was scheduled: who is in the engine, what it has room for, and what the step computes."""
 
+    now_s: float
+    num_in_flight: int
+    """Steps that were scheduled before and have not ended."""
     running: Iterable[str]
     requests: Iterable[str]
     """All requests in the order of arrival. Those that do not run are waiting."""
+    num_waiting: int
     retained_jobs: Iterable[str]
+    num_retained_blocks: int
     num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
     max_running: int
     """The step's seats."""
     max_tokens: int
     """The step's token budget."""
     tiers: Sequence[TierView]
     """Those below the GPU."""
+    new: Sequence[str]
+    """Turns that start in this step."""
+    resumed: Sequence[str]
+    """Turns that start again after a preemption."""
+    preempted: Iterable[str]
+    num_tokens: Mapping[str, int]
+    """Tokens that the step computes, by turn."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of the record."""
-        running = list(self.running)
+        """The record of the step."""
+        running, retained, started = list(self.running), list(self.retained_jobs), {*self.new, *self.resumed}
         runs = set(running)
-        state: dict[str, Any] = {
-            "num_blocks": self.num_blocks,
+        counts = ("num_waiting", "num_retained_blocks", "num_blocks", "num_free_blocks", "num_cached_blocks")
+        record: dict[str, Any] = {
+            "kind": "step",
+            **{name: getattr(self, name) for name in ("now_s", "num_in_flight", *counts)},
+            "num_running": len(running),
+            "num_retained_jobs": len(retained),
             "max_running": self.max_running,
             "max_tokens": self.max_tokens,
             "all_running": running[:MAX_IDS],
             "all_waiting": list(islice((each for each in self.requests if each not in runs), MAX_IDS)),
-            "retained_jobs": list(islice(self.retained_jobs, MAX_IDS)),
+            "retained_jobs": retained[:MAX_IDS],
+            "new": list(self.new),
+            "resumed": list(self.resumed),
+            "running": [each for each in self.num_tokens if each not in started],
+            "preempted": sorted(self.preempted),
+            "num_tokens": dict(self.num_tokens),
         }
         if self.tiers:
             used = {each.name: each.num_used_blocks for each in self.tiers}
             total = {each.name: each.num_blocks for each in self.tiers}
-            state["num_tier_blocks"], state["num_tier_total_blocks"] = used, total
-            state["num_tier_free_blocks"] = {name: total[name] - used[name] for name in total}
-        return state
+            record["num_tier_blocks"], record["num_tier_total_blocks"] = used, total
+            record["num_tier_free_blocks"] = {name: total[name] - used[name] for name in total}
+        return record
 
 
 class CommandHider:

@@ -33,35 +33,29 @@ class StepTracer:
                     **self._get_load(turn_id, num_hit_tokens),
                 }
             )
-        state, pool, leases = scheduler.state, scheduler.kv.pool, scheduler.driver.leases
+        state, pool = scheduler.state, scheduler.kv.pool
         num_blanks, *_ = pool.get_queue()
-        tables = (table for request in state.requests.values() for table in request.tables)
+        num_blanks += sum(table.num_blanks for request in state.requests.values() for table in request.tables)
         self._trace.write(
-            {
-                "kind": "step",
-                "now_s": now_s,
-                "num_in_flight": self._count_in_flight() - 1,
-                "num_running": len(state.running),
-                "num_waiting": state.num_waiting,
-                "num_free_blocks": pool.num_free_blocks,
-                "num_cached_blocks": pool.num_blocks - num_blanks - sum(table.num_blanks for table in tables),
-                "num_retained_blocks": scheduler.driver.get_num_leased_blocks(),
-                "num_retained_jobs": len(leases),
-                **StepState(
-                    running=(request.turn_id for request in state.running),
-                    requests=state.requests,
-                    retained_jobs=(lease.job_id for lease in leases),
-                    num_blocks=pool.num_blocks,
-                    max_running=scheduler.config.max_num_seqs,
-                    max_tokens=step.budget + sum(step.num_tokens.values()),
-                    tiers=scheduler.get_tiers(),
-                ).describe(),
-                "new": list(step.new),
-                "resumed": list(step.resumed),
-                "running": [turn_id for turn_id in step.num_tokens if turn_id not in started],
-                "preempted": sorted(step.preempted),
-                "num_tokens": dict(step.num_tokens),
-            }
+            StepState(
+                now_s=now_s,
+                num_in_flight=self._count_in_flight() - 1,
+                running=(request.turn_id for request in state.running),
+                requests=state.requests,
+                num_waiting=state.num_waiting,
+                retained_jobs=(lease.job_id for lease in scheduler.driver.leases),
+                num_retained_blocks=scheduler.driver.get_num_leased_blocks(),
+                num_blocks=pool.num_blocks,
+                num_free_blocks=pool.num_free_blocks,
+                num_cached_blocks=pool.num_blocks - num_blanks,
+                max_running=scheduler.config.max_num_seqs,
+                max_tokens=step.budget + sum(step.num_tokens.values()),
+                tiers=scheduler.get_tiers(),
+                new=list(step.new),
+                resumed=list(step.resumed),
+                preempted=step.preempted,
+                num_tokens=step.num_tokens,
+            ).describe()
         )
         self._trace.end_step()
 

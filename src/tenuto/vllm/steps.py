@@ -80,35 +80,28 @@ class StepTracer:
                     **({} if connector is None else {"connector": connector}),
                 }
             )
-        started = {*new, *resumed}
-        num_running, num_waiting = scheduler.get_request_counts()
         driver = scheduler.driver
+        leases = () if driver.is_shadow else driver.leases
         self._trace.write(
-            {
-                "kind": "step",
-                "now_s": now_s,
-                "num_in_flight": self._num_in_flight,
-                "num_running": num_running,
-                "num_waiting": num_waiting,
-                "num_free_blocks": scheduler.leased_blocks.get_num_free_blocks(),
-                "num_cached_blocks": count_cached_blocks(scheduler),
-                "num_retained_blocks": 0 if driver.is_shadow else driver.get_num_leased_blocks(),
-                "num_retained_jobs": 0 if driver.is_shadow else len(driver.leases),
-                **StepState(
-                    running=(request.request_id for request in scheduler.running),
-                    requests=scheduler.requests,
-                    retained_jobs=() if driver.is_shadow else (lease.job_id for lease in driver.leases),
-                    num_blocks=scheduler.leased_blocks.num_blocks,
-                    max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
-                    max_tokens=max_tokens,
-                    tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
-                ).describe(),
-                "new": new,
-                "resumed": resumed,
-                "running": [each for each in output.num_scheduled_tokens if each not in started],
-                "preempted": sorted(output.preempted_req_ids or ()),
-                "num_tokens": dict(output.num_scheduled_tokens),
-            }
+            StepState(
+                now_s=now_s,
+                num_in_flight=self._num_in_flight,
+                running=(request.request_id for request in scheduler.running),
+                requests=scheduler.requests,
+                num_waiting=scheduler.get_request_counts()[1],
+                retained_jobs=(lease.job_id for lease in leases),
+                num_retained_blocks=0 if driver.is_shadow else driver.get_num_leased_blocks(),
+                num_blocks=scheduler.leased_blocks.num_blocks,
+                num_free_blocks=scheduler.leased_blocks.get_num_free_blocks(),
+                num_cached_blocks=count_cached_blocks(scheduler),
+                max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
+                max_tokens=max_tokens,
+                tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
+                new=new,
+                resumed=resumed,
+                preempted=output.preempted_req_ids or (),
+                num_tokens=output.num_scheduled_tokens,
+            ).describe()
         )
         self._num_in_flight += bool(output.total_num_scheduled_tokens)
         self._trace.end_step()
