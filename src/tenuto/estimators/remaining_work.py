@@ -19,12 +19,11 @@ TURN_DECAY = 0.998
 """Factor on a turn's weight for each later turn of the same number."""
 JOB_DECAY = 0.995
 """Factor on a job's weight for each later job, in the spread between and within jobs."""
-SIZE_PRIOR = 4.0
-"""Prior weight: the rate over all turns of a number counts as this many turns of that number and size."""
+PRIOR_TURNS = 4.0
+"""What all turns show counts as this many turns of one size. Until enough jobs ended to learn it, it also
+counts as this many turns of one job (the credibility)."""
 MIN_JOBS = 5
 """Number of ended jobs from which the spread between and within jobs is estimated."""
-DEFAULT_CREDIBILITY = 4.0
-"""Default until enough jobs ended: after this many turns, a job's own turns weigh as much as all jobs'."""
 CREDIBILITIES = (0.25, 100.0)
 """Bounds of the learned credibility, so that a job's own turns always have some weight."""
 
@@ -179,9 +178,9 @@ class TurnTable:
         log = math.log(max(1.0, this) / max(1.0, mean))
         factor = self._spread.get_factor(num_turns + 1, sum_logs + log)
         ended, followed, stopped, seen = turns.by_size.get(_get_size(num_new_tokens), (0.0,) * 4)
-        ends = (ended + SIZE_PRIOR * share) / (ended + followed + SIZE_PRIOR)
+        ends = (ended + PRIOR_TURNS * share) / (ended + followed + PRIOR_TURNS)
         stops = (turns.num_stopped + share) / (turns.count + 1)
-        stops = (stopped + SIZE_PRIOR * stops) / (seen + SIZE_PRIOR)
+        stops = (stopped + PRIOR_TURNS * stops) / (seen + PRIOR_TURNS)
         after = self._work_after[min(index + 1, len(self._work_after) - 1)]
         return Left(this + (1 - ends) * factor * after, this, max(ends, stops))
 
@@ -265,10 +264,10 @@ class _Spread:
         return math.exp((sum_logs - num_turns * typical) / (credibility + num_turns))
 
     def _summarize(self) -> tuple[float, float]:
-        """The mean logarithm of jobs, and the credibility: see `DEFAULT_CREDIBILITY`."""
+        """The mean logarithm of jobs, and the credibility: see `PRIOR_TURNS`."""
         num_jobs, sum_means, sum_squares, sum_inverses, sum_within, num_within = self.sums
         if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
-            return 0.0, DEFAULT_CREDIBILITY
+            return 0.0, PRIOR_TURNS
         within, typical = sum_within / num_within, sum_means / num_jobs
         # Means over few turns differ by chance. Subtract this part of their spread.
         between = sum_squares / num_jobs - typical * typical - within * sum_inverses / num_jobs
