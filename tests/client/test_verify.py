@@ -38,6 +38,7 @@ class Server:
     keeps_released: bool = False
     faults: int = 0
     mode: str = "on"
+    longest: int | None = None
     short: bool = False
     has_ledger: bool = False
     """Whether a window ends the hits of a hybrid model."""
@@ -54,7 +55,7 @@ class Server:
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
+            return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": self.longest}]})
         if request.url.path == "/list_workers":
             return httpx.Response(404)
         if request.url.path == "/metrics":
@@ -231,6 +232,11 @@ def test_stock_holds_nothing_and_tenuto_without_its_middleware_cannot_be_asked(
 def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=f"an operator set its mode to {mode}"):
         check(Server("tenuto", mode=mode), monkeypatch)
+
+
+def test_a_server_that_is_too_small_for_the_check_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"\d+ tokens here; its --max-model-len is 64$"):
+        check(Server("tenuto", longest=64), monkeypatch)
 
 
 def test_a_lease_that_was_granted_and_does_not_hold_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,12 +241,10 @@ class _Check:
     def _check_room(self) -> None:
         block_size, num_blocks = self._before.block_size, self._before.num_blocks
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
-        room = min(self._longest if self._longest is not None else needed, num_blocks * block_size)
-        if needed > room:
-            raise DataError(
-                f"the check needs {needed // block_size} blocks of {block_size} tokens for its context, "
-                f"this server has room for {room // block_size}"
-            )
+        limits = {"its KV cache has": num_blocks * block_size, "its --max-model-len is": self._longest}
+        for limit, room in limits.items():
+            if room is not None and needed > room:
+                raise DataError(f"the check needs a context of {needed} tokens here; {limit} {room}")
 
     def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
         block_size = self._before.block_size
