@@ -35,6 +35,21 @@ def run_turn(live: Live, job: str) -> None:
     live.complete(list(range(100, 300)), max_tokens=4, job_id=job, tool="ls")
 
 
+def test_a_job_without_an_id_goes_by_the_name_that_its_answer_says(tenuto: Live) -> None:
+    """Of several that begin alike only the first has the name."""
+    asked = {
+        "messages": [{"role": "user", "content": "Mend the parser. " * 20}],
+        "vllm_xargs": {"tool": "ls"},
+    }
+    first, other = (tenuto.post("/v1/chat/completions", asked) for _ in "ab")
+    name = first.headers["X-Tenuto-Job"]
+    assert other.headers["X-Tenuto-Job"] == name
+    (known,) = httpx.get(f"{tenuto.url}/tenuto/jobs/{name}").json()["ranks"]
+    assert known["turns"] == 1
+    for is_first in (True, False):
+        assert tenuto.post(f"/tenuto/jobs/{name}/release").json()["released"] is is_first
+
+
 def test_off_drops_leases_and_on_grants_them_again(tenuto: Live) -> None:
     assert change(tenuto, options={"ttl_s": 1e5}).status_code == 200
     run_turn(tenuto, "a")
