@@ -73,7 +73,7 @@ def prepare_state(state: Path, book: Book, rng: random.Random) -> str:
     if not state.exists():
         return ""
     if rng.random() < 0.6:
-        return "goes on with what"
+        return "continues with the state in"
     book.counts["damaged states"] += 1
     state.write_bytes(state.read_bytes()[:-20])
     return "is ignored"

@@ -34,8 +34,11 @@ class Cause(Enum):
     """Then they were evicted."""
     GIVEN_UP = "given up", "leased, but given up before the job came back (idle, price, a limit)"
     NEVER_KEPT = "never kept", "no lease: evicted like any cached block"
-    SHORT_GROUP = "short group", "a sliding window or a state had them no more, while full attention had"
-    NOT_STORED = "not yet stored", "not yet, or no more, in the cache or tier"
+    SHORT_GROUP = (
+        "short group",
+        "blocks of a window or a state were evicted, those of full attention were not",
+    )
+    NOT_STORED = "not yet stored", "its copy was still under way, or the tier had dropped it"
     """The copy was still running, or the tier had dropped it."""
     DECLINED = "not loaded", "a tier had them, and the policy did not wait for the link"
     """It computed them again: the link was busy, or slow."""

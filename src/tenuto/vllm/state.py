@@ -145,7 +145,7 @@ class StateFile:
                 aside.name,
             )
         else:
-            logger.info("policy %s goes on with what %s holds", self._policy_name, self._path)
+            logger.info("policy %s continues with the state in %s", self._policy_name, self._path)
 
     def _get_state(self) -> dict[str, Any] | None:
         try:
