@@ -128,6 +128,16 @@ def test_nothing_is_gained_where_both_are_overloaded_first() -> None:
     assert len(estimate.others) < NUM_LOADS
 
 
+def test_where_stock_well_set_is_faster_tenuto_is_not_suggested() -> None:
+    estimate = ask(lambda name, jps: {"stock @512": 10.0, "tenuto": 11.0}.get(name, 12.0))
+    [command] = suggest_next(estimate, has_recording=True)
+    assert command.startswith("vllm serve MODEL --max-num-batched-tokens 512 ")
+    assert "faster than Tenuto here" in command
+    estimate = ask(lambda name, jps: 11.0 if name == "tenuto" else 10.0)
+    [command] = suggest_next(estimate, has_recording=True)
+    assert command.startswith("vllm serve MODEL   # stock: ")
+
+
 def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:
     # With 8 machines Tenuto's are at 1.25 jobs/s each, as slow as stock's at 1.
     estimate = ask(lambda name, jps: 10.0 * (jps * (0.8 if name == "tenuto" else 1.0)) ** 2)

@@ -461,13 +461,18 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
             "tenuto record --url http://localhost:8000 --out jobs.jsonl   # your traffic, without its text",
             f"tenuto estimate --gpu {gpu} --model {model} --recording jobs.jsonl",
         ]
-    if steps is not None and estimate.tuned.gains_over(estimate.stock):
-        lines.append(f"vllm serve MODEL --max-num-batched-tokens {steps}   # stock well set, without Tenuto")
-    if estimate.tenuto.gains_over(estimate.stock):
+    is_behind = estimate.tuned.gains_over(estimate.tenuto)
+    is_tuned = steps is not None and estimate.tuned.gains_over(estimate.stock)
+    if is_tuned:
+        why = "faster than Tenuto here" if is_behind else "without Tenuto"
+        lines.append(f"vllm serve MODEL --max-num-batched-tokens {steps}   # stock well set, {why}")
+    if estimate.tenuto.gains_over(estimate.stock) and not is_behind:
         lines += [
             "tenuto serve MODEL   # then, to see that leases hold: tenuto verify --url http://localhost:8000",
             "tenuto ab --help   # the same comparison on your GPU",
         ]
-    elif estimate.least_jps is None or estimate.least_jps > (estimate.load.jps or 0.0):
+    elif not (is_behind and is_tuned) and (
+        estimate.least_jps is None or estimate.least_jps > (estimate.load.jps or 0.0)
+    ):
         lines.append("vllm serve MODEL   # stock: under this traffic Tenuto gains nothing")
     return lines
