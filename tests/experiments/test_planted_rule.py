@@ -1,0 +1,66 @@
+"""A rule that helps on `ab8` only, planted in the policy: the random scenarios show what it costs elsewhere.
+
+The scenarios are of a seed that other rules were chosen on (`chosen_on.txt`), so they are never reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from experiments.random_scenarios.__main__ import read_chosen
+from experiments.random_scenarios.draw import Flow
+from experiments.random_scenarios.report import MEAN, compare_codes
+from experiments.random_scenarios.runs import OURS, Place, run_place
+from experiments.results.row import Row
+from tenuto.core.engine import StepSize
+from tenuto.estimators.step_size import AdaptiveSteps
+from tenuto.records.metrics import get_geometric_mean
+from tenuto.sim.run import run
+from tenuto.sim.setup import Setup
+from tenuto.workload.load import LoadOptions
+
+SEED = 7
+FLOWS = {
+    0: Flow(0.3984, 40),
+    2: Flow(0.04474, 40),
+    6: Flow(0.1675, 40),
+    8: Flow(1.191, 71),
+    9: Flow(0.1639, 40),
+    15: Flow(1.085, 73),
+    18: Flow(1.326, 87),
+    19: Flow(0.5995, 40),
+    20: Flow(0.3272, 67),
+    22: Flow(0.2061, 40),
+    23: Flow(3.395, 204),
+    26: Flow(0.1304, 51),
+}
+"""The twelve of the first thirty scenarios with the fewest turns, and what `runs.probe` found, rounded."""
+AB8 = Row("ab8, one H200", Setup(gpu="H200", host_gb=0.0), LoadOptions(workload="ab8", jps=1.0))
+
+
+def measure_ab8() -> float:
+    record = run(*AB8.place(OURS.policy, 42)).record
+    return float(record["job_s"]["mean"])
+
+
+def run_scenarios() -> Sequence[dict[str, Any]]:
+    return [run_place(Place(SEED, number, 0, OURS, flow)) for number, flow in FLOWS.items()]
+
+
+@pytest.mark.slow
+def test_a_rule_that_helps_on_ab8_only_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(SEED) in read_chosen()
+    ab8_s, before = measure_ab8(), run_scenarios()
+    # On this row of `ab8` no step is better than one of 512 tokens.
+    monkeypatch.setattr(AdaptiveSteps, "choose", lambda self, view: StepSize(512))
+    assert measure_ab8() < 0.95 * ab8_s
+    get_ratios = compare_codes(run_scenarios(), before)
+    means, first_tokens = get_ratios(MEAN), get_ratios("P95 TTFT")
+    assert len(means) == len(FLOWS)
+    # Elsewhere it gains nothing, and most first tokens come later.
+    assert get_geometric_mean(means.values()) > 0.99 and max(means.values()) > 1.05
+    assert get_geometric_mean(first_tokens.values()) > 1.1
+    assert sum(ratio > 1.1 for ratio in first_tokens.values()) > len(FLOWS) / 2
