@@ -14,7 +14,6 @@ from tenuto import cli
 from tenuto.client import profile as run_module
 from tenuto.client.http import Answer, RequestWriter, TokenIds
 from tenuto.client.options import ProfileOptions
-from tenuto.client.probe import ServerError
 from tenuto.client.profile import (
     OUTPUT_TOKENS,
     Decode,
@@ -23,6 +22,7 @@ from tenuto.client.profile import (
     get_max_context,
     make_plan,
 )
+from tenuto.core.errors import ServerError
 from tenuto.wire.response import Usage
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, serving
 

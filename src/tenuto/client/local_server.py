@@ -13,15 +13,11 @@ from pathlib import Path
 
 import httpx
 
-from tenuto.core.errors import TenutoError
+from tenuto.core.errors import ServerError
 
 START_LIMIT_S = 900.0
 STOP_LIMIT_S = 60.0
 PROGRESS_S = 10.0
-
-
-class ServerError(TenutoError):
-    """The server did not start. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tenuto.client.http import (
 )
 from tenuto.client.load import get_pause_s
 from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
-from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.errors import ConfigError, ServerError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
@@ -28,10 +28,6 @@ NUM_ATTEMPTS = 3
 LIMIT_S = 120.0
 """Time limit for the probe's answer in seconds. A server's first forward pass may take a minute. A longer
 time means that the server hangs."""
-
-
-class ServerError(TenutoError):
-    """The server cannot be measured. The message gives the reason and what to try."""
 
 
 @dataclass(frozen=True, slots=True)
