@@ -12,6 +12,7 @@ import pytest
 
 from tenuto import cli
 from tenuto.client import profile as run_module
+from tenuto.client.address import ServerError
 from tenuto.client.http import Answer, RequestWriter, TokenIds
 from tenuto.client.options import ProfileOptions
 from tenuto.client.profile import (
@@ -22,7 +23,6 @@ from tenuto.client.profile import (
     get_max_context,
     make_plan,
 )
-from tenuto.core.errors import ServerError
 from tenuto.wire.response import Usage
 from tests.client.fake_server import BLOCK_SIZE, FakeServer, Reply, serving
 

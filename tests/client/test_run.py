@@ -16,9 +16,10 @@ import pytest
 
 from tenuto.cli import parse as parse_command
 from tenuto.client import bench as run_module
+from tenuto.client.address import ServerError
 from tenuto.client.bench import run_bench
 from tenuto.client.options import BenchOptions
-from tenuto.core.errors import ConfigError, ServerError
+from tenuto.core.errors import ConfigError
 from tenuto.records.files import RunFiles
 from tenuto.records.schema import RunRecord
 from tenuto.workload.load import LoadOptions

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tenuto.client.address import ServerError
 from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.metrics import parse_page
-from tenuto.core.errors import ServerError
 from tenuto.vllm import tenants
 from tests.vllm import test_server
 from tests.vllm.test_server import ADMIN_KEY, ENV, get_command, get_free_port

@@ -39,11 +39,12 @@ from tenuto.client.ab_verdict import (
     make_notes,
     read_pair,
 )
+from tenuto.client.address import ServerError
 from tenuto.client.bench import measure
 from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.metrics import connect, empty_cache
 from tenuto.client.options import AbOptions, Arm, BenchOptions
-from tenuto.core.errors import ConfigError, DataError, ServerError, TenutoError, redact
+from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import parse_option
 from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing

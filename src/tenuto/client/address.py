@@ -1,11 +1,15 @@
-"""Checks the server's URL and the API key before anything is sent, without showing the key."""
+"""A server that a command is given: its URL and API key, checked before anything is sent, and its error."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, TenutoError
+
+
+class ServerError(TenutoError):
+    """A server cannot be started, reached or measured; the message says why, and what to try."""
 
 
 def check_url(url: str, option: str = "--url") -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tenuto.core.errors import ServerError
+from tenuto.client.address import ServerError
 
 START_LIMIT_S = 900.0
 STOP_LIMIT_S = 60.0

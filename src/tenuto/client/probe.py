@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tenuto.client.address import ServerError
 from tenuto.client.http import (
     Answer,
     Client,
@@ -18,7 +19,7 @@ from tenuto.client.http import (
 )
 from tenuto.client.load import get_pause_s
 from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
-from tenuto.core.errors import ConfigError, ServerError
+from tenuto.core.errors import ConfigError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 

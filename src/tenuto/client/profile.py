@@ -31,11 +31,12 @@ from typing import Any
 
 import httpx
 
+from tenuto.client.address import ServerError
 from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter, TokenIds
 from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, read_cache_state
 from tenuto.client.options import ProfileOptions
 from tenuto.client.probe import probe_server
-from tenuto.core.errors import ConfigError, DataError, ServerError
+from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.files import writing
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 

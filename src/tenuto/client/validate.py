@@ -68,12 +68,13 @@ from tenuto.client.ab_verdict import (
     find_invalid,
 )
 from tenuto.client.ab_verdict import MEASURES as AB_MEASURES
+from tenuto.client.address import ServerError
 from tenuto.client.metrics import connect, read_cache_state
 from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions, ValidateOptions
 from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
 from tenuto.client.verify import read_model, verify
-from tenuto.core.errors import ConfigError, DataError, ServerError, TenutoError, redact
+from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.records.files import RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_validation
 from tenuto.records.metrics import get_geometric_mean

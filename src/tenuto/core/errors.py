@@ -27,10 +27,6 @@ class ConfigError(TenutoError):
     """A setting is unknown, of the wrong type or out of range."""
 
 
-class ServerError(TenutoError):
-    """A server cannot be started, reached or measured; the message says why, and what to try."""
-
-
 class PolicyError(TenutoError):
     """A policy cannot be loaded, or breaks the policy contract."""
 
