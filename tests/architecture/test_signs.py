@@ -196,6 +196,13 @@ SIGNS = (
         ],
     ),
     Sign(
+        "add a field to the trace's record of a step",
+        '"planted"',
+        [("simulate", "--trace", "trace.jsonl", "--no-beside-stock", *FAST)],
+        edits=[("records/trace.py", '"kind": "step",\n', '"kind": "step",\n            "planted": 4321,\n')],
+        reads="trace.jsonl",
+    ),
+    Sign(
         "add a figure to what jobs and tenants used",
         "total,,,4321,",
         [("simulate", "--json", "--ledger", "-", *FAST)],
