@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.core.engine import Engine, StepChooser, StepSize
+from tenuto.core.engine import Blocks, Engine, StepChooser, StepSize
 from tenuto.core.fairness import Fairness, FairOrder, Quota, Shares
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, Arrival, Finish, JobState, JobTable, TurnState
@@ -558,7 +558,7 @@ class Driver:
             "jobs_left_out": max(0, len(jobs) - max_jobs),
         }
 
-    def get_claimed_blocks(self, turn_id: str) -> list[Any]:
+    def get_claimed_blocks(self, turn_id: str) -> Blocks:
         """The leased blocks that wait for a turn; empty if there are none."""
         lease = self._retention.get_claimed(self._turns.get(turn_id))
         return [] if lease is None else lease.blocks

@@ -16,6 +16,10 @@ from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.core.wishes import Wish
 
 
+Blocks = Any
+"""Blocks in the order of the tokens: a list, or what has a length and can be cut like one."""
+
+
 class Engine(Protocol):
     """The interface that the driver needs from an engine; the simulator and the vLLM plugin implement it.
 
@@ -48,32 +52,32 @@ class Engine(Protocol):
     def get_num_free_blocks(self) -> int:
         """Number of blocks that an allocation could take now."""
 
-    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> list[Any]:
+    def get_cached_blocks(self, turn_id: str, num_hit_tokens: int) -> Blocks:
         """Blocks that a prompt extending this turn would hit; called just before the turn's blocks are freed.
 
         `num_hit_tokens`: tokens that the turn itself hit when it last started.
         """
 
-    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
+    def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[Blocks, int]:
         """A running turn's longest cached prefix, up to `max_tokens`: all groups' blocks, and its tokens.
 
         Only called if leases cannot be truncated.
         """
 
-    def count_common_tokens(self, blocks: list[Any], hashes: Sequence[Hashable]) -> int:
+    def count_common_tokens(self, blocks: Blocks, hashes: Sequence[Hashable]) -> int:
         """How many of a lease's first tokens a prompt with these chained hashes shares.
 
         If leases can be truncated, only full blocks count.
         """
 
-    def get_prefix(self, blocks: list[Any], max_tokens: int) -> list[Any]:
+    def get_prefix(self, blocks: Blocks, max_tokens: int) -> Blocks:
         """The blocks of the longest part of a lease that can be hit, of at most `max_tokens` tokens.
 
         Only called if leases cannot be truncated. Some of the blocks may not belong to the lease, and may be
         free. The list is empty if nothing can be hit, and it is `blocks` itself if the whole lease fits.
         """
 
-    def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
+    def get_rest(self, blocks: Blocks, num_blocks: int) -> Blocks:
         """The blocks that a lease keeps if it frees about `num_blocks` blocks; as `get_prefix`.
 
         Empty if a shorter lease would free nothing.
@@ -85,16 +89,16 @@ class Engine(Protocol):
     def get_num_idle_leased_blocks(self) -> int:
         """Number of leased blocks that nothing but leases uses."""
 
-    def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
+    def get_block_ids(self, blocks: Blocks) -> Collection[Hashable]:
         """The id of each block, in the same order; ids are unique."""
 
-    def hold(self, blocks: list[Any]) -> None:
+    def hold(self, blocks: Blocks) -> None:
         """Take one reference to each block."""
 
-    def release(self, blocks: list[Any]) -> None:
+    def release(self, blocks: Blocks) -> None:
         """Release one reference to each block; the last block is evicted first."""
 
-    def store(self, blocks: list[Any], turn: Turn, wish: Wish | None = None) -> None:
+    def store(self, blocks: Blocks, turn: Turn, wish: Wish | None = None) -> None:
         """Copy a turn's blocks to the tiers below the GPU, if there are any; called before they are freed.
 
         `wish`: what the turn's client would like to be kept there.

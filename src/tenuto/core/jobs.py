@@ -368,7 +368,8 @@ class Lineage:
         self._max_jobs = max_jobs
         self._num_remembered = 0
         self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._jobs_by_key: dict[_Key, OrderedDict[str, None]] = {}
+        self._jobs_by_key: dict[_Key, str | OrderedDict[str, None]] = {}
+        """The job of each key, or several. Nearly all keys have one, and a dict would take 0.4 kB."""
         # Many jobs may share a mark (a system prompt), but a mark has at most 2 × block_size spans.
         self._spans_by_mark: dict[Hashable, dict[_Span, int]] = {}
 
@@ -401,7 +402,11 @@ class Lineage:
         self._num_remembered += 1
         turn = self._finished[job_id] = _Finished(self._num_remembered, keys)
         for key in turn.keys:
-            self._jobs_by_key.setdefault(key, OrderedDict())[job_id] = None
+            jobs = self._jobs_by_key.setdefault(key, job_id)
+            if isinstance(jobs, OrderedDict):
+                jobs[job_id] = None
+            elif jobs != job_id:
+                self._jobs_by_key[key] = OrderedDict.fromkeys((jobs, job_id))
             spans = self._spans_by_mark.setdefault(key[0], {})
             spans[key[1]] = spans.get(key[1], 0) + 1
         if len(self._finished) > self._max_jobs:
@@ -412,8 +417,10 @@ class Lineage:
         turn = self._finished.pop(job_id, None)
         for key in turn.keys if turn is not None else ():
             mark, span = key[:2]
-            del self._jobs_by_key[key][job_id]
-            if not self._jobs_by_key[key]:
+            jobs = self._jobs_by_key[key]
+            if isinstance(jobs, OrderedDict):
+                del jobs[job_id]
+            if not jobs or jobs == job_id:
                 del self._jobs_by_key[key]
             spans = self._spans_by_mark[mark]
             spans[span] -= 1
@@ -445,12 +452,11 @@ class Lineage:
             keys = [_get_key(mark, span, prompt, tenant) for span in spans]
             sets = [self._jobs_by_key[key] for key in keys if key in self._jobs_by_key]
             if sets:
-                found = [
-                    preferred if preferred is not None and preferred in jobs else next(reversed(jobs))
-                    for jobs in sets
-                ]
+                found = [_choose(jobs, preferred) for jobs in sets]
                 job_id = max(found, key=lambda each: (each == preferred, self._finished[each].number))
-                sets[found.index(job_id)].move_to_end(job_id, last=False)
+                jobs = sets[found.index(job_id)]
+                if isinstance(jobs, OrderedDict):
+                    jobs.move_to_end(job_id, last=False)
                 return job_id
         return None
 
@@ -463,7 +469,14 @@ class Lineage:
             return None
         span = ((num_blocks - 1) * self._block_size, len(prompt))
         jobs = self._jobs_by_key.get(_get_key(hashes[num_blocks - 1], span, prompt, tenant))
-        return next(reversed(jobs)) if jobs else None
+        return _choose(jobs, None) if jobs else None
+
+
+def _choose(jobs: str | OrderedDict[str, None], preferred: str | None) -> str:
+    """The only job, the preferred one if it is there, or the latest."""
+    if isinstance(jobs, str):
+        return jobs
+    return preferred if preferred is not None and preferred in jobs else next(reversed(jobs))
 
 
 def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int], tenant: str | None) -> _Key:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.engine import Engine
+from tenuto.core.engine import Blocks, Engine
 from tenuto.core.fairness import Fairness, Quota
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, TurnState
@@ -51,7 +51,7 @@ class LeaseState:
     job_id: str
     turn: Turn
     """The finished turn that computed the blocks."""
-    blocks: list[Any]
+    blocks: Blocks
     granted_s: float
     terms: Keep
     next_turn_id: str | None = None
@@ -215,7 +215,7 @@ class LeaseTable:
             self._quota.remove(lease.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
 
-    def replace(self, lease: LeaseState, blocks: list[Any]) -> None:
+    def replace(self, lease: LeaseState, blocks: Blocks) -> None:
         """Make a lease hold `blocks` instead of its own. Some may be in both lists."""
         self._engine.hold(blocks)
         old, lease.blocks = lease.blocks, blocks
@@ -406,7 +406,7 @@ class PinnedPrefixes:
         self.max_blocks = max_blocks
         """Most blocks that all pins may hold; 0 if nothing is pinned."""
         self._stats = stats
-        self._pins: OrderedDict[Hashable, list[Any]] = OrderedDict()
+        self._pins: OrderedDict[Hashable, Blocks] = OrderedDict()
         """The blocks of each pin, by the chained hash of the prefix's last block; least recently used
         first."""
         self._shared: dict[str, int] = {}
@@ -417,7 +417,7 @@ class PinnedPrefixes:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Blocks]:
         return iter(list(self._pins.values()))
 
     def start(self, turn: TurnState, num_hit_tokens: int, short_hit: ShortHit | None) -> None:
@@ -825,7 +825,7 @@ class Retention:
         terms = self._bound(Keep(granted_s + span.keep_s, yields=Yields.FIRST, why=why), granted_s, most_s)
         return (terms, span.num_tokens) if terms.until_s > now_s else (None, None)
 
-    def _cut(self, blocks: list[Any], num_tokens: int | None) -> list[Any]:
+    def _cut(self, blocks: Blocks, num_tokens: int | None) -> Blocks:
         """The blocks of a turn's first `num_tokens` tokens; all blocks if that is None."""
         if num_tokens is None:
             return blocks

@@ -149,9 +149,14 @@ class AdaptiveSteps:
         """Learn the same from many decode steps."""
         self._times.observe_decodes(steps.durations_s, steps.num_requests)
         self._since_s = min(self._since_s, steps.ends_s[0] - steps.durations_s[0])
-        if self._num_prompt_tokens:
+        # As `_fade` at the end of each step.
+        num_prompt_tokens, last_s = self._num_prompt_tokens, self._now_s
+        if num_prompt_tokens:
             for now_s in steps.ends_s:
-                self._fade(now_s)
+                if now_s > last_s:
+                    num_prompt_tokens *= math.exp((last_s - now_s) / RATE_S)
+                    last_s = now_s
+            self._num_prompt_tokens = num_prompt_tokens
         self._now_s = max(self._now_s, steps.ends_s[-1])
         self._num_steps += len(steps.ends_s)
 
