@@ -220,7 +220,7 @@ class Arm:
         """`checkout`: where its Tenuto is; None for this process's."""
         context: Any = multiprocessing.get_context("fork" if checkout is None else "spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=self._run, args=(theirs, make, work), daemon=True)
+        self._process = context.Process(target=self._run, args=(theirs, make, work, checkout), daemon=True)
         # A spawned process imports everything anew, and searches where this one does.
         searched = list(sys.path)
         if checkout is not None:
@@ -242,9 +242,13 @@ class Arm:
 
     @staticmethod
     def _run(
-        pipe: Any, make: Callable[[], TimedEngine], work: Callable[[TimedEngine, int], Spent | None]
+        pipe: Any,
+        make: Callable[[], TimedEngine],
+        work: Callable[[TimedEngine, int], Spent | None],
+        checkout: Path | None,
     ) -> None:
         logging.disable(logging.INFO)
+        assert checkout is None or Path(tenuto.__file__).is_relative_to(checkout), "another Tenuto came first"
         engine = make()
         for number in range(-WARM_UP, 0):
             work(engine, number)
@@ -357,7 +361,7 @@ def main() -> None:
     stock = {"stock": None, "stock again": None}
     keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
     num_steps = args.rounds * args.steps + 10 * WARM_UP
-    measure_all = partial(measure, num_rounds=args.rounds, against=args.against)
+    measure_all = partial(measure, num_rounds=args.rounds, against=args.against and args.against.resolve())
     figures: list[dict[str, Any]] = []
     if "step" in args.parts:
         make = partial(start_full, num_steps=num_steps)
