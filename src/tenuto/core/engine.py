@@ -15,7 +15,6 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
 from tenuto.core.wishes import Wish
 
-
 Blocks = Any
 """Blocks in the order of the tokens: a list, or what has a length and can be cut like one."""
 

@@ -17,7 +17,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from tenuto.core.engine import Blocks, Engine
 from tenuto.core.fairness import Fairness, Quota
