@@ -144,8 +144,8 @@ def test_every_asked_hook_has_its_answer() -> None:
         ({"hook": "retain_all"}, "asked 'retain_all'"),
         ({"hook": ["admit"]}, "asked"),
         ({"inputs": None}, "asked 'queue_key' with None"),
-        ({"inputs": [{"type": "Trun"}, 1.0]}, "not this version's.*Trun"),
-        ({"inputs": [{"type": "Turn", "turn_id": "x"}, 1.0]}, "not this version's.*job"),
+        ({"inputs": [{"type": "Trun"}, 1.0]}, "not those of this version.*Trun"),
+        ({"inputs": [{"type": "Turn", "turn_id": "x"}, 1.0]}, "not those of this version.*job"),
         ({"answer": ...}, "answer is missing"),
     ],
 )
