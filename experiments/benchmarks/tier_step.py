@@ -205,7 +205,7 @@ def main() -> None:
         ends = [run_ends(engines, number, args.ends) for number in range(args.rounds)]
         for arm in ("own order", "tenuto", "disk"):
             what = f"a finish at {FINISH_TOKENS} tokens"
-            figures.append(report_difference(what, ends, args.ends, arm, to="vllm"))
+            figures += report_difference(what, ends, args.ends, arm, to="vllm")
         for engine in engines.values():
             engine.scheduler.shutdown()
     if args.json is not None:
