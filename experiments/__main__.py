@@ -73,6 +73,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "benchmarks.peer_agreement": "AISimulate",
         "benchmarks.vllm_bench_agreement": VLLM,
         "benchmarks.harnesses": "those of AIPerf, AgentX, GuideLLM and vLLM that are to run",
+        "benchmarks.harness_delay": "AIPerf, and vLLM",
     },
     "Tool times: how well they are predicted, and the training of ContextServe's predictor": {
         "tool_times.accuracy": "",
