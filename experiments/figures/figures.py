@@ -250,7 +250,7 @@ PAPER: Mapping[str, Figure] = {
             )
             for size in (400.0, 800.0)
         ),
-        OFFLOADED, "Continuum is lowest with both.", FIRST_OFFLOADED,
+        OFFLOADED, "Continuum is lowest with both.", FIRST_OFFLOADED, quick_num_jobs=NUM_JOBS,
     ),
     "15": Figure(
         "What each idea adds", "jobs/s",
