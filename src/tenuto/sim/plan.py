@@ -510,7 +510,7 @@ def try_changes(
     others = tuple(run for run in plan.point.runs if run is not slowest)
     load = replace(load, seed=slowest.seed)
 
-    def measure_change(change: Change) -> Point | None:
+    def measure_change(change: Change) -> Effect | None:
         assert plan.num_machines is not None
         take = partial(measure_jobs, change.setup, change.load, plan.num_machines, measure)
         effort = Effort(num_jobs=QUICK, target=plain)
@@ -521,15 +521,15 @@ def try_changes(
             first = take(replace(effort, num_seeds=1))
             # More work makes no seed faster than in the plan, and less work none slower.
             is_kept = plain.is_met(replace(first, runs=(*first.runs, *others)))
-            return first if is_kept == change.is_lighter else take(effort)
+            if is_kept == change.is_lighter:
+                return Effect(change.name, first, is_kept)
+            point = take(effort)
+            return Effect(change.name, point, plain.is_met(point))
         except ConfigError:
             return None  # turns that wait for other jobs cannot be multiplied
 
     changes = list(make_changes(plan.setup, load))
-    points = each_at_once(measure_change, changes, num_at_once)
-    for change, point in zip(changes, points, strict=True):
-        if point is not None:
-            yield Effect(change.name, point, plain.is_met(point))
+    yield from (effect for effect in each_at_once(measure_change, changes, num_at_once) if effect is not None)
 
 
 T = TypeVar("T")
