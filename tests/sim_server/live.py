@@ -104,10 +104,14 @@ def serve(
         started.extend([runner.addresses[0][1], asyncio.get_running_loop(), stop])
         is_up.set()
         await stop.wait()
-        connections = list(runner.server.connections) if runner.server else []
+        server = runner.server
+        assert server is not None
+        connections = list(server.connections)
         await runner.cleanup()
-        # A connection with unsent bytes would outlive the loop, and a later test would be blamed for it.
-        for each in connections:
+        # A connection with unsent bytes would outlive the loop, and so would one that was accepted just now.
+        # A later test would be blamed for it.
+        await asyncio.sleep(0.02)
+        for each in {*connections, *server.connections}:
             if each.transport is not None:
                 each.transport.abort()
         await asyncio.sleep(0)
