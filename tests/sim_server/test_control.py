@@ -68,6 +68,7 @@ def test_off_drops_leases_and_on_grants_them_again(tenuto: Live) -> None:
     (job,) = httpx.get(tenuto.url + "/tenuto/jobs/a").json()["ranks"]
     assert (job["turns"], job["leased_blocks"], job["lease_news"]) == (3, 12, None)
     assert job["reused_tokens"] == job["reusable_tokens"] == 2 * 192
+    assert httpx.get(tenuto.url + "/tenuto/jobs/a/release").status_code == 405
     released = tenuto.post("/tenuto/jobs/a/release")
     assert released.json() == {"job": "a", "released": True}
     assert read(tenuto)["tenuto:retained_jobs"] == 0

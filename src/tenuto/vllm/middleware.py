@@ -72,7 +72,7 @@ MAX_BODY_BYTES = 8 * 2**20
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
 DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
-"""`name` (the default) or `load`: how the rank is chosen; see `tenuto.vllm.middleware`."""
+"""How a job's rank is chosen: `name` (the default) by a hash of its name, `load` by the ranks' work."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _RANK_HEADER = "x-data-parallel-rank"

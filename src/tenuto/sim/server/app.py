@@ -78,7 +78,8 @@ def make_app(
             web.post("/tenuto/control", control.change),
             web.get("/tenuto/ledger", control.get_ledger),
             web.post("/tenuto/jobs/{job_id:.+}/release", control.release),
-            web.get("/tenuto/jobs/{job_id:.+}", control.get_job),
+            # As in vLLM: a GET of the address that releases a job asks for no job of such a name.
+            web.get("/tenuto/jobs/{job_id:.+(?<!/release)}", control.get_job),
         ]
     )
     app.cleanup_ctx.append(run_engine)
