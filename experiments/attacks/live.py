@@ -30,10 +30,10 @@ import httpx
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
+from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
 from tenuto.client.http import Client, RequestWriter, TokenIds
 from tenuto.client.load import Load, OneServer
-from tenuto.client.local_server import run_server
 from tenuto.client.result import Sending
 from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver

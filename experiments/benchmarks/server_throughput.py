@@ -21,7 +21,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tenuto.client.local_server import run_server
+from tenuto.client.ab import run_server
 
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 ARMS: dict[str, list[str]] = {

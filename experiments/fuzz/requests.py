@@ -17,7 +17,6 @@ from typing import Any
 from experiments.fuzz.guard import Wrong
 from tenuto.core.dispatcher import MAX_PARTS, read_arrival
 from tenuto.core.errors import ConfigError
-from tenuto.core.head_lines import HeadLines
 from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.requests import (
     MAX_EXPECTED_TOOL_S,
@@ -47,7 +46,7 @@ from tenuto.core.wishes import (
     make_wish_header,
     write_wish,
 )
-from tenuto.vllm.middleware import Middleware, Ranks
+from tenuto.vllm.middleware import HeadLines, Middleware, Ranks
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tenants import (
     FIELD,

@@ -31,8 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tenuto.client.ab import make_command, run_ab
-from tenuto.client.local_server import run_server
+from tenuto.client.ab import make_command, run_ab, run_server
 from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions
 from tenuto.client.profile import run_profile
 from tenuto.core.engine import read_step_tokens

@@ -30,8 +30,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
-from tenuto.client.local_server import run_server
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.metrics import get_percentile
 

@@ -26,8 +26,7 @@ from typing import Any
 import httpx
 
 from experiments.live import slow_link
-from tenuto.client.ab import make_command
-from tenuto.client.local_server import run_server
+from tenuto.client.ab import make_command, run_server
 from tenuto.client.metrics import parse_totals
 from tenuto.client.options import Arm
 from tenuto.vllm.launch import Tiers

@@ -31,8 +31,8 @@ import yaml
 
 from experiments.results.row import ROOT
 from experiments.routers.processes import get_free_port
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.bench import measure
-from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload

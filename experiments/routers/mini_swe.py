@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.routers.processes import get_free_port, run_naming, run_router
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 
 NAME = "small"
 COMMANDS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 
 ENGINE = (
     *("--gpu", "H100", "--model", "llama-3.1-8b", "--step-cost", "roofline"),

@@ -18,7 +18,7 @@ from experiments.soak.book import Book
 from experiments.soak.live_clients import Clients
 from experiments.soak.live_server import KEY, MAX_IDLE_S
 from experiments.soak.live_watch import find_processes
-from tenuto.client.local_server import LocalServer
+from tenuto.client.ab import LocalServer
 
 DEATH_LIMIT_S = 60.0
 DISK_FULL_S = 4.0

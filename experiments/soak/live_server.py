@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.soak.book import Book
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.report.analyze import analyze
 from tenuto.vllm.launch import find_vllm

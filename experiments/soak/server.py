@@ -30,8 +30,8 @@ from experiments.soak.live_server import (
     start_server,
 )
 from experiments.soak.live_watch import Watch
+from tenuto.client.ab import START_LIMIT_S, LocalServer
 from tenuto.client.address import ServerError
-from tenuto.client.local_server import START_LIMIT_S, LocalServer
 
 REST_LIMIT_S = 90.0
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.bench import run_bench
-from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.options import BenchOptions
 from tenuto.workload.load import LoadOptions
 from tests.client.conftest import read_lines

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.head_lines import DROP_VARIABLE, MOVE_VARIABLE, HeadLines, read_head_lines
 from tenuto.core.requests import get_conversation_id
+from tenuto.vllm.middleware import DROP_VARIABLE, MOVE_VARIABLE, HeadLines, read_head_lines
 
 BILLING = r"x-billing: .*"
 DATE = r"Today is .*"

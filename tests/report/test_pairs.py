@@ -14,8 +14,7 @@ from tenuto.client.ab_verdict import compare as compare_arms
 from tenuto.core.errors import DataError
 from tenuto.report.html.compare import Group, Winner, group_runs
 from tenuto.report.html.draw import draw
-from tenuto.report.html.page import make_report, render_page
-from tenuto.report.html.reproduce import make_recipe
+from tenuto.report.html.page import make_recipe, make_report, render_page
 from tenuto.report.html.sources import Sources, read_sources
 from tests.report.data import make_record, write_lines
 

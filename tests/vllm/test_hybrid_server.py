@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto import cli
-from tenuto.client.local_server import run_server
+from tenuto.client.ab import run_server
 from tenuto.vllm.launch import Tiers
 from tests.vllm.test_server import ENV, MODEL, get_command, get_free_port
 from tests.vllm.tiny_models import make_model

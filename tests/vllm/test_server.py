@@ -23,8 +23,8 @@ pytest.importorskip("vllm")
 from openai import AsyncOpenAI, OpenAI
 
 from tenuto import cli
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
-from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.metrics import parse_page, read_cache_state
 from tenuto.vllm.launch import Tiers
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tenuto import cli
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 from tests.vllm.test_server import ENV, MODEL, get_command, get_free_port, make_text
 
 pytestmark = [

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
-from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.metrics import parse_page
 from tenuto.vllm import tenants
 from tests.vllm import test_server

@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.vllm.launch import Tiers
 from tests.vllm.test_server import BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from openai import OpenAI
 
-from tenuto.client.local_server import LocalServer, run_server
+from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.metrics import Page, parse_page, read_cache_state
 from tenuto.vllm.launch import Tiers
 from tests.vllm.test_server import ADMIN_KEY, BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from experiments.routers.processes import ENGINE, WATCH, kill, run_engine, run_router
+from tenuto.client.ab import LocalServer
 from tenuto.client.bench import measure
-from tenuto.client.local_server import LocalServer
 from tenuto.client.options import BenchOptions
 from tenuto.client.verify import format_verdict, verify
 from tenuto.records.files import RunFiles

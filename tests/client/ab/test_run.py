@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from tenuto.client import ab as run_module
-from tenuto.client.ab import run_ab
+from tenuto.client.ab import LocalServer, run_ab, run_server
 from tenuto.client.ab_verdict import MEASURES
 from tenuto.client.address import ServerError
 from tenuto.client.http import Answer
-from tenuto.client.local_server import LocalServer, run_server
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.client.result import Flight, Outcome, Sending, make_result, make_turn_record
 from tenuto.core.errors import ConfigError, TenutoError

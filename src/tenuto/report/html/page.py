@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
+import math
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,16 +21,20 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from tenuto.client.options import BenchOptions
+from tenuto.core.errors import clean
+from tenuto.core.settings import get_flag
 from tenuto.records.files import write_whole, writing
-from tenuto.records.text import name_machine
+from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
-from tenuto.report.html.reproduce import make_recipe
-from tenuto.report.html.sources import Sources, read_sources
-from tenuto.report.html.spec import DARK, LIGHT, Looks, count, make_looks, shorten
+from tenuto.report.html.sources import AbRun, Run, Sources, read_sources
+from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, count, format_seconds, make_looks, shorten
 from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
+from tenuto.sim.setup import Setup
+from tenuto.workload.load import LoadOptions
 
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
@@ -245,3 +253,215 @@ def _write_figures(report: Report, folder: Path, say: Say) -> int:
             figure.savefig(folder / f"{chart.name}.png", dpi=DPI)
             figure.savefig(folder / f"{chart.name}.svg", metadata={"Date": None, "Title": chart.title})
     return len(charts)
+
+
+# How to reproduce what the page shows: the commands, versions and seeds that the records name.
+
+MAX_COMMANDS = 12
+MAX_RUNS = 500
+_FLAGS = {
+    field.name: get_flag(field)
+    for options in (Setup, LoadOptions, BenchOptions)
+    for field in dataclasses.fields(options)
+}
+"""The flags of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
+_ON_BY_DEFAULT = {field.name for field in dataclasses.fields(Setup) if field.default is True}
+GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
+"""Fields for which `tenuto compare` takes lists, and their options."""
+BENCH_USUAL = {
+    "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
+    "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,
+}  # fmt: skip
+"""The bench's settings that are options, with default values, which the command omits."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Commands, sentences and the list of runs."""
+
+    commands: tuple[str, ...]
+    lines: tuple[str, ...]
+    table: Table
+
+
+def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
+    """The recipe of all runs. `policies`: the label of each policy."""
+    sweep, left = _find_sweeps(runs)
+    live, left = _find_live_sweeps(left)
+    rest = (command for run in left if (command := try_command(run)))
+    commands = list(dict.fromkeys([*sweep, *live, *rest]))
+    lines = []
+    if len(commands) > MAX_COMMANDS:
+        lines.append(
+            f"These are {MAX_COMMANDS} of {len(commands):,} commands; the list of all runs names the others."
+        )
+    if without := sum(try_command(run) is None for run in runs):
+        lines.append(f"{without:,} of {count(len(runs), 'record')} do not say how they were made.")
+    if seeds := sorted({run.seed for run in runs if run.seed is not None}):
+        lines.append(f"Seeds: {', '.join(map(str, seeds[:20]))}{', …' if len(seeds) > 20 else ''}.")
+    lines += _describe_versions(runs)
+    rows = tuple(_make_row(run, policies) for run in runs[:MAX_RUNS])
+    if len(runs) > MAX_RUNS:
+        lines.append(f"The list below shows {MAX_RUNS} of {len(runs):,} runs.")
+    columns = ("Policy", "GPU", "Jobs/s", "Seed", "Jobs", "Mean JCT", "Took", "Record")
+    return Recipe(tuple(commands[:MAX_COMMANDS]), tuple(lines), Table(columns, rows))
+
+
+def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
+    """A `tenuto compare` for each whole grid of GPUs, policies, loads and seeds, and the runs in none."""
+    by_rest: dict[str, list[Run]] = {}
+    left = []
+    for run in runs:
+        if run.record.config.get("options") or not all(
+            isinstance(run.record.config.get(name), str | int | float) for name in GRID
+        ):
+            left.append(run)
+        else:
+            rest = {name: value for name, value in run.record.config.items() if name not in GRID}
+            by_rest.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
+    commands = []
+    for rest_text, members in by_rest.items():
+        # Runs made one by one beside a sweep must not hide it.
+        for part in [members] if _try_grid(members) else _split_by_file(members):
+            if (axes := _try_grid(part)) is None:
+                left += part
+                continue
+            words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
+            config = {"async_scheduling": False, **json.loads(rest_text)}
+            words += [*_make_options(config), "--out", "sweep"]
+            commands.append(shlex.join(["tenuto", "compare", *words]))
+    return commands, left
+
+
+def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
+    """A `tenuto bench --jps A,B` for each server that was measured at several loads, and the other runs."""
+    by_rest: dict[str, list[Run]] = {}
+    left = []
+    for run in runs:
+        if "url" in run.client and run.ab is None and run.jps is not None:
+            by_rest.setdefault(_make_bench_command(run, "LOADS"), []).append(run)
+        else:
+            left.append(run)
+    commands = []
+    for members in by_rest.values():
+        loads = sorted({run.jps for run in members if run.jps is not None})
+        if len(loads) > 1:
+            words = _make_bench_command(members[0], _join(loads))
+            commands.append(f"{words} --out sweep")
+        else:
+            left += members
+    return commands, left
+
+
+def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
+    """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
+    axes = {name: list(dict.fromkeys(run.record.config[name] for run in runs)) for name in GRID}
+    points = {tuple(run.record.config[name] for name in GRID) for run in runs}
+    is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
+    return axes if is_grid else None
+
+
+def _split_by_file(runs: Sequence[Run]) -> list[list[Run]]:
+    parts: dict[str, list[Run]] = {}
+    for run in runs:
+        # A record's place is its file, and its line or index if the file holds several.
+        parts.setdefault(re.sub(r"(:\d+|\[\d+\])$", "", run.place), []).append(run)
+    return list(parts.values())
+
+
+def _join(values: Sequence[object]) -> str:
+    """A list as the command line takes it: numbers ascend."""
+    if all(isinstance(value, int | float) for value in values):
+        values = sorted(values)  # type: ignore[type-var]
+    return ",".join(map(_to_word, values))
+
+
+def _to_word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def try_command(run: Run) -> str | None:
+    """The command that makes this run again, if its record says enough."""
+    if run.ab and run.ab.options.get("arms"):
+        return _make_ab_command(run, run.ab)
+    if "url" in run.client:
+        return _make_bench_command(run)
+    if run.record.config:
+        # Older versions had it off by default, and did not write defaults down.
+        config = {"async_scheduling": False, **run.record.config}
+        return shlex.join(["tenuto", "simulate", *_make_options(config)])
+    return None
+
+
+def _make_bench_command(run: Run, loads: str | None = None) -> str:
+    """The command of a run. `loads`: the text in place of its load."""
+    options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
+    given = {
+        name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
+    }
+    if run.jps is None:
+        given.pop("arrival", None)  # The value then means that there was no such process.
+    options |= {**given, **run.record.config}
+    if loads is not None:
+        options["jps"] = loads
+    return shlex.join(["tenuto", "bench", *_make_options(options)])
+
+
+def _make_ab_command(run: Run, ab: AbRun) -> str:
+    """The one command of all runs of a comparison."""
+    known = {name: value for name, value in ab.options.items() if isinstance(value, str | int | float)}
+    lists = {name: value for name, value in ab.options.items() if isinstance(value, list)}
+    words = [word for arm in lists.get("arms", ()) for word in ("--arm", str(arm))]
+    if model := known.get("model"):
+        words += ["--model", str(model)]
+    if serve_args := lists.get("serve_args"):
+        words.append(f"--serve-args={shlex.join(map(str, serve_args))}")
+    words += [f"--arm-args={each}" for each in lists.get("arm_args", ())]
+    load = {**run.record.config, "seed": known.get("first_seed", run.seed)}
+    words += [*_make_options(load), "--repeats", str(known.get("repeats", MIN_PAIRS)), "--out", "ab"]
+    return shlex.join(["tenuto", "ab", *words])
+
+
+def _make_options(values: Mapping[str, object]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if name == "options" and isinstance(value, dict):
+            words += [word for key, each in value.items() for word in ("--option", f"{key}={each}")]
+        elif name in _ON_BY_DEFAULT:
+            words += [] if value else ["--no-" + _get_flag(name).removeprefix("--")]
+        elif value is True:
+            words.append(_get_flag(name))
+        elif isinstance(value, list | tuple):
+            words += [_get_flag(name), *map(_to_word, value)] if value else []
+        elif value is not None and value is not False:
+            words += [_get_flag(name), _to_word(value)]
+    return words
+
+
+def _get_flag(name: str) -> str:
+    """How the command line names a field; a field that is no longer there keeps its name."""
+    return _FLAGS.get(name) or "--" + name.replace("_", "-")
+
+
+def _describe_versions(runs: Sequence[Run]) -> list[str]:
+    found: dict[str, set[str]] = {}
+    for run in runs:
+        for name, version in run.record.versions.items():
+            found.setdefault(clean(name), set()).add(clean(version or ""))
+    if not found:
+        return ["The records name no versions."]
+    parts = [f"{name} {' and '.join(sorted(versions))}" for name, versions in sorted(found.items())]
+    return [f"Versions: {'; '.join(parts)}."]
+
+
+def _make_row(run: Run, policies: Mapping[str, str]) -> tuple[str, ...]:
+    return (
+        policies.get(run.policy, run.policy),
+        shorten(run.setting.gpu),
+        "–" if run.jps is None else f"{run.jps:g}",
+        "–" if run.seed is None else str(run.seed),
+        "–" if run.record.jobs is None else f"{run.record.jobs:,}",
+        format_seconds(run.mean_s),
+        format_seconds(run.record.wall_s),
+        run.place,
+    )
