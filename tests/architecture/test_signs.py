@@ -97,7 +97,7 @@ def run(given) -> int:
     return 0
 
 
-COMMAND = Command("Planted.", "", (), run)
+PLANTED = Command("Planted.", "", (), run)
 '''
 CHART = """
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tenuto.cli import COMMANDS, parse
+from tenuto.cli import COMMANDS, load_command, parse
 from tenuto.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +37,7 @@ def check_flags(line: str) -> None:
     """Fail for a command that does not exist, or for a flag that it does not have."""
     words = line.split()[1:]
     assert words[0] in COMMANDS, line
-    module = "serve_sim" if "--engine sim" in line else words[0].replace("-", "_")
-    command = importlib.import_module(f"tenuto.cli.{module}").COMMAND
+    command = load_command("serve-sim" if "--engine sim" in line else words[0])
     known = {name for flag in command.get_flags() for name in flag.names} | {"--help"}
     # What is on by default has a --no-… too.
     on = [flag.name for flag in command.get_flags() if flag.kind is bool and flag.field.default is True]
@@ -60,9 +58,9 @@ def test_the_flags_that_a_page_mentions_exist(page: Path) -> None:
         check_flags(line)
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "serve_sim"])
+@pytest.mark.parametrize("name", [*COMMANDS, "serve-sim"])
 def test_the_examples_of_a_command_parse(name: str) -> None:
-    command = importlib.import_module(f"tenuto.cli.{name.replace('-', '_')}").COMMAND
+    command = load_command(name)
     lines = [line.strip() for line in command.examples.replace("\\\n", " ").splitlines()]
     examples = [re.split(r"\s{3,}|\s>>\s|;", line)[0] for line in lines if line.startswith("tenuto ")]
     assert examples

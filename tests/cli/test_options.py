@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from tenuto.cli import COMMANDS
+from tenuto.cli import COMMANDS, load_command
 from tenuto.cli.command import Command, Given, Part, make_parser, parse_options
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
@@ -122,7 +121,7 @@ def test_the_help_has_groups_defaults_and_what_must_be_given() -> None:
 
 @pytest.mark.parametrize("name", [*COMMANDS, "serve-sim"])
 def test_the_help_of_every_command_shows_at_most_ten_options(name: str) -> None:
-    command: Command = importlib.import_module(f"tenuto.cli.{name.replace('-', '_')}").COMMAND
+    command = load_command(name)
     flags = {flag.field.name for flag in command.get_flags()}
     assert set(command.main) <= flags
     assert len(flags - command.get_hidden()) <= 10

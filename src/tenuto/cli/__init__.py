@@ -1,4 +1,4 @@
-"""The `tenuto` command: the list of commands. Each is a module of its name, imported only when used."""
+"""The `tenuto` command: the list of commands. Each is in a module that is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check-router": ("FILE:CLASS", "check that a router of your own keeps its contract"),
 }
 """For each command: its usual arguments, and what it does."""
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "live": ("verify", "top", "ledger", "control"),
+    "measure": ("bench", "ab", "validate", "profile"),
+    "recordings": ("record", "replay", "convert"),
+    "results": ("analyze", "report"),
+    "policies": ("policies", "check-policy", "check-router"),
+}
+"""Modules with several commands. Every other command is in the module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +114,14 @@ def _find_command(arguments: Sequence[str]) -> Command:
         raise ConfigError(f"there is no {kind} {name}{suggest(name, COMMANDS)}")
     if name == "serve":
         return _find_serve(arguments[1:])
-    command: Command = importlib.import_module(f"tenuto.cli.{name.replace('-', '_')}").COMMAND
+    return load_command(name)
+
+
+def load_command(name: str) -> Command:
+    """The command of that name; `serve-sim` is `serve --engine sim`."""
+    own = name.replace("-", "_")
+    module = next((group for group, names in _GROUPS.items() if name in names), own)
+    command: Command = getattr(importlib.import_module(f"tenuto.cli.{module}"), own.upper())
     return command
 
 
@@ -115,15 +130,11 @@ def _find_serve(arguments: Sequence[str]) -> Command:
     engines = [value for option, value in pairwise(arguments) if option == "--engine"]
     engines += [each.partition("=")[2] for each in arguments if each.startswith("--engine=")]
     if "sim" in engines:
-        from tenuto.cli.serve_sim import COMMAND as SERVE_SIM
-
-        return SERVE_SIM
+        return load_command("serve-sim")
     if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--help-all"):
         # Values of vLLM's options could not be distinguished from a model that comes later.
         raise ConfigError("name the model first: tenuto serve MODEL [options]")
-    from tenuto.cli.serve import COMMAND as SERVE
-
-    return SERVE
+    return load_command("serve")
 
 
 def _make_help() -> str:

@@ -130,7 +130,7 @@ class Runs:
         )
 
 
-COMMAND = Command(
+COMPARE = Command(
     _SUMMARY,
     _EXAMPLES,
     (

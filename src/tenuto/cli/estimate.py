@@ -145,7 +145,7 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
     return {"model": model, "max_model_len": longest, "kv_tokens": kv_tokens}
 
 
-COMMAND = Command(
+ESTIMATE = Command(
     _SUMMARY,
     _EXAMPLES,
     (

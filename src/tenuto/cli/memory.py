@@ -65,7 +65,7 @@ def run(given: Given) -> int:
 
 _UNUSED = tuple(field.name for field in dataclasses.fields(Setup) if field.name not in _USED)
 
-COMMAND = Command(
+MEMORY = Command(
     _SUMMARY,
     _EXAMPLES,
     (Part(MemoryOptions), Part(Setup, without=_UNUSED)),

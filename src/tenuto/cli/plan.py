@@ -208,7 +208,7 @@ def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], targe
         print("\n" + format_meaning(plans))
 
 
-COMMAND = Command(
+PLAN = Command(
     _SUMMARY,
     _EXAMPLES,
     (

@@ -1,19 +1,25 @@
-"""`tenuto policies`: list the policies and their options."""
+"""`tenuto policies`, `check-policy` and `check-router`: what can be chosen, and checks of your own."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.core.settings import Options, option
+from tenuto.core.errors import PolicyError
+from tenuto.core.settings import Options, option, parse_policy_options
 
-_SUMMARY = """\
+# tenuto policies.
+
+_POLICIES_SUMMARY = """\
 List the policies and presets, with their options, units and defaults.
 `--policy` takes any of these names, file.py:Class, or my.module:Class.
 """
 
-_EXAMPLES = """\
+_POLICIES_EXAMPLES = """\
 examples:
   tenuto policies
   tenuto policies --json
@@ -27,7 +33,7 @@ class PoliciesOptions(Options):
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
 
-def run(given: Given) -> int:
+def _run_policies(given: Given) -> int:
     """Print the list."""
     from tenuto.core.loader import format_policies, list_policies
 
@@ -36,4 +42,91 @@ def run(given: Given) -> int:
     return 0
 
 
-COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(PoliciesOptions),), run)
+POLICIES = Command(_POLICIES_SUMMARY, _POLICIES_EXAMPLES, (Part(PoliciesOptions),), _run_policies)
+
+
+# tenuto check-policy.
+
+_CHECK_POLICY_SUMMARY = """\
+Check a policy: the names, arguments and answers of its hooks on a grid of inputs, then short simulations
+with little memory, each twice. Takes a few seconds and needs no vLLM.
+Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 for a wrong option.
+"""
+
+_CHECK_POLICY_EXAMPLES = """\
+examples:
+  tenuto check-policy mine.py:Mine --option ttl_s=3
+  tenuto check-policy my_package.policies:Mine
+  tenuto check-policy tenuto
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(Options):
+    """The options of `check-policy` and `check-router`."""
+
+    name: str = option(
+        MISSING,
+        "file.py:Class, my.module:Class, or the name of one that ships with Tenuto",
+        metavar="NAME",
+        is_positional=True,
+    )
+    options: tuple[str, ...] = option(
+        (), "one of its options; may be repeated", flag="--option", metavar="KEY=VALUE", is_repeatable=True
+    )
+
+
+def _run_check(given: Given, check: Callable[[str, Mapping[str, Any]], None]) -> int:
+    """Print what `check` finds. Returns the exit status."""
+    options = given.read(CheckOptions)
+    try:
+        check(options.name, parse_policy_options(options.options, options.name))
+    except PolicyError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.name}: nothing is wrong")
+    return 0
+
+
+def _run_check_policy(given: Given) -> int:
+    """Check a policy."""
+    from tenuto.api import check_policy
+
+    return _run_check(given, check_policy)
+
+
+CHECK_POLICY = Command(
+    _CHECK_POLICY_SUMMARY, _CHECK_POLICY_EXAMPLES, (Part(CheckOptions),), _run_check_policy
+)
+
+
+# tenuto check-router.
+
+_CHECK_ROUTER_SUMMARY = """\
+Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and
+die, twice. Takes a second and needs no vLLM.
+Exit status: 0 if nothing is wrong, 1 if the router breaks its contract, 2 for a wrong option.
+"""
+
+_CHECK_ROUTER_EXAMPLES = """\
+examples:
+  tenuto check-router mine.py:Mine --option seed=3
+  tenuto check-router tenuto
+"""
+
+
+def _run_check_router(given: Given) -> int:
+    """Check a router."""
+    return _run_check(given, _check)
+
+
+def _check(name: str, options: Mapping[str, Any]) -> None:
+    from tenuto.core.contracts import check_router
+    from tenuto.core.loader import load_router
+
+    check_router(load_router(name, options))
+
+
+CHECK_ROUTER = Command(
+    _CHECK_ROUTER_SUMMARY, _CHECK_ROUTER_EXAMPLES, (Part(CheckOptions),), _run_check_router
+)

@@ -123,4 +123,4 @@ def run(given: Given) -> int:
 
 
 _FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]
-COMMAND = Command(_SUMMARY, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)
+SERVE = Command(_SUMMARY, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)

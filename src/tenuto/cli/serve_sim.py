@@ -57,7 +57,7 @@ def run(given: Given) -> int:
     return run_server(build(policy.read_setup(given)), options)
 
 
-COMMAND = Command(
+SERVE_SIM = Command(
     _SUMMARY,
     _EXAMPLES,
     (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),

@@ -128,7 +128,7 @@ def _make_tell(progress: Progress, what: str) -> Callable[[float, int, int], Non
     return tell
 
 
-COMMAND = Command(
+SIMULATE = Command(
     _SUMMARY,
     _EXAMPLES,
     (Part(PolicyOptions), Part(LoadOptions), Part(FleetOptions), Part(Setup), Part(SimulateOptions)),

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.cli import ab
 from tenuto.cli import parse as parse_command
+from tenuto.cli.measure import read_ab_options
 from tenuto.client.options import AbOptions
 
 
 def parse(*arguments: str) -> AbOptions:
-    return ab.read_ab_options(parse_command(["ab", *arguments])[1])
+    return read_ab_options(parse_command(["ab", *arguments])[1])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tenuto.cli import main
-from tenuto.cli.top import TopOptions
+from tenuto.cli.live import TopOptions
 from tenuto.client.metrics import parse_page
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report import top

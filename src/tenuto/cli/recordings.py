@@ -1,4 +1,4 @@
-"""`tenuto replay`: run a recording again on a server, or repeat a scheduler's decisions without one."""
+"""`tenuto record`, `replay` and `convert`: traffic as a file, and run again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,57 @@ from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.proxy import RecordOptions
+from tenuto.workload.convert import ConvertOptions
 from tenuto.workload.load import LoadOptions
 
-_SUMMARY = """\
+# tenuto record.
+
+_RECORD_SUMMARY = """\
+Record the requests of agents to a server, without their text: a proxy that passes everything on unchanged.
+Point the agents at the proxy instead of the server. Ctrl-C or SIGTERM ends the recording.
+"""
+
+_RECORD_EXAMPLES = """\
+examples:
+  tenuto record --url http://localhost:8000 --out trace.jsonl
+      agents use http://localhost:8001/v1; then: tenuto replay trace.jsonl --url http://localhost:8000
+  tenuto record --url https://api.example.com --out trace.jsonl --port 9000 --ask-usage
+  tenuto record --url http://localhost:8000 --out trace.jsonl --salt "$SECRET"
+      recordings with one salt have the same hashes, so that they can be compared or put together
+  tenuto record --url http://router:9000 --out trace.jsonl --name-jobs
+      agents that send no id, before a router that pins sessions by X-Session-ID
+"""
+
+_RECORD_NOTES = """\
+Every answered turn becomes a line of Tenuto's JSONL: session, arrival, tool gap, prompt and output length,
+the tool called, latencies, and salted hashes that say which prompts begin alike. No text, no header and no
+key is written, unless --keep-text asks for the text.
+
+Prompt lengths and hashes are of the server's own tokens if it has /tokenize (vLLM, SGLang) or gets token ids.
+Otherwise they are of whole messages, with lengths estimated from the server's usage.
+"""
+
+
+def _run_record(given: Given) -> int:
+    """Record until Ctrl-C or SIGTERM."""
+    options = given.read(RecordOptions)
+    with needing("bench"):
+        from tenuto.proxy.proxy import run_recording
+    return run_recording(options)
+
+
+RECORD = Command(_RECORD_SUMMARY, _RECORD_EXAMPLES, (Part(RecordOptions),), _run_record, notes=_RECORD_NOTES)
+
+
+# tenuto replay.
+
+_REPLAY_SUMMARY = """\
 Run a recording against a server again: the same jobs, arrivals, tool times and prompt lengths.
 With --decisions: make the decisions of a scheduler's own trace again, without a server.
 """
 
-_EXAMPLES = """\
+_REPLAY_EXAMPLES = """\
 examples:
   tenuto replay recorded.jsonl --url http://localhost:8000 --out runs/replayed
   tenuto replay recorded.jsonl --url http://localhost:8000 --loop open --scale-rate 2
@@ -27,7 +70,7 @@ examples:
       what another policy would have answered to the same questions
 """
 
-_NOTES = """\
+_REPLAY_NOTES = """\
 Against a server, this is `tenuto bench --workload TRACE` with its options.
 
 With --decisions, TRACE comes from `tenuto serve --trace` or `tenuto simulate --trace`. A new policy gets the
@@ -60,7 +103,7 @@ class ReplayOptions(Options):
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
 
-def run(given: Given) -> int:
+def _run_replay(given: Given) -> int:
     """Replay. Status 0: success; 1: an answer differs, or a turn was not answered."""
     options = given.read(ReplayOptions)
     if options.decisions:
@@ -85,11 +128,47 @@ def _replay_decisions(options: ReplayOptions) -> int:
     return 1 if verdict.num_differences else 0
 
 
-COMMAND = Command(
-    _SUMMARY,
-    _EXAMPLES,
+REPLAY = Command(
+    _REPLAY_SUMMARY,
+    _REPLAY_EXAMPLES,
     (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("urls",))),
-    run,
-    notes=_NOTES,
+    _run_replay,
+    notes=_REPLAY_NOTES,
     main=("trace", "urls", "decisions", "policy", "model", "jps", "users", "max_jobs", "out", "as_json"),
+)
+
+
+# tenuto convert.
+
+_CONVERT_SUMMARY = """\
+Change a trace's format, or import agents' logs as a workload.
+It says on stderr what the new format cannot hold.
+"""
+
+_CONVERT_EXAMPLES = """\
+examples:
+  tenuto convert recorded.jsonl sessions --to weka
+      a folder with a file per session, as AIPerf reads it
+  tenuto convert recorded.jsonl mooncake.jsonl --to mooncake
+  tenuto convert runs/trajectories swe.jsonl
+      mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …
+"""
+
+_CONVERT_NOTES = """\
+IN is anything that --workload takes: Tenuto's JSONL (a recording, say), Mooncake, agentic Mooncake, Weka,
+trajectories of mini-swe-agent (a file, or a folder of *.traj.json), OpenAI-style chat logs (JSONL of rows
+with messages), ShareGPT, TraceLab's rounds, or OpenTelemetry's spans of agents (JSON). The written file is
+read again and compared, to find what was lost.
+"""
+
+
+def _run_convert(given: Given) -> int:
+    """Convert a file."""
+    from tenuto.workload.convert import run_convert
+
+    return run_convert(given.read(ConvertOptions))
+
+
+CONVERT = Command(
+    _CONVERT_SUMMARY, _CONVERT_EXAMPLES, (Part(ConvertOptions),), _run_convert, notes=_CONVERT_NOTES
 )
