@@ -23,7 +23,7 @@ PLANTED = {
     "the simulator's rooms build on the rooms below them": ("sim/kv", "import tenuto.sim.engine.state"),
     "the engines never name a policy or a router": ("sim", "import tenuto.policies.stock"),
     "one policy never imports another": ("policies/published", "import tenuto.policies.stock"),
-    "one router never imports another": ("routers", "import tenuto.routers.random"),
+    "one router never imports another": ("routers", "import tenuto.routers.published"),
     "only the command line knows the simulated server": ("sim", "import tenuto.sim.server.engine"),
     "plotting only in tenuto.report": ("workload", "import matplotlib"),
     "torch and vLLM only in tenuto.vllm": ("core", "import torch"),

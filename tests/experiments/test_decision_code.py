@@ -91,7 +91,7 @@ def find_stale(tree: Path, file: str, old: str, new: str) -> set[str]:
         ("estimators/step_size.py", "", "\nNEW = 1\n", {"tenuto", "stock, adaptive"}),
         ("estimators/step_times.py", "", "\nNEW = 1\n", {"tenuto", "tenuto @512", "stock, adaptive"}),
         ("policies/published/autellix.py", "", "\nNEW = 1\n", {"autellix+"}),
-        ("routers/cache_aware.py", "", "\nNEW = 1\n", {"fleet"}),
+        ("routers/published.py", "", "\nNEW = 1\n", {"fleet"}),
         ("workload/generators/agents.py", "", "\nNEW = 1\n", {"autellix+"}),
         ("workload/formats/mooncake.py", "", "\nNEW = 1\n", {"trace"}),
         ("workload/load.py", "def _find_reader(", "def _find_reader(more: int, ", {"trace"}),

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class ClassLoader(Generic[T]):
     plural: str
     package: str
     """The package of Tenuto's own classes. Each module has one class, which is found by the module's name."""
+    shared: str = ""
+    """The module of the package that has several. Each is found by its own name, in words with hyphens."""
 
     def get_names(self) -> list[str]:
         """Names of the classes in the package."""
@@ -54,6 +57,8 @@ class ClassLoader(Generic[T]):
 
     def get_name(self, cls: type[T]) -> str:
         """The name by which `find` finds this class."""
+        if cls.__module__ == self.shared:
+            return _get_name_of_class(cls)
         if cls.__module__.startswith(f"{self.package}."):
             return _get_name_of_module(cls.__module__)
         module = sys.modules.get(cls.__module__)
@@ -69,7 +74,11 @@ class ClassLoader(Generic[T]):
             for each in pkgutil.walk_packages(package.__path__, f"{self.package}.")
             if not each.ispkg and not each.name.rpartition(".")[2].startswith("_")
         ]
-        return {_get_name_of_module(module): module for module in modules}
+        found = {_get_name_of_module(module): module for module in modules if module != self.shared}
+        if self.shared:
+            classes = self._get_classes(importlib.import_module(self.shared))
+            found |= {_get_name_of_class(cls): self.shared for cls in classes}
+        return found
 
     def _find_class(self, name: str, further_names: Iterable[str]) -> type[T]:
         modules = self._find_modules()
@@ -81,6 +90,8 @@ class ClassLoader(Generic[T]):
             )
         module_name = modules[name]
         found = self._get_classes(importlib.import_module(module_name))
+        if module_name == self.shared:
+            found = [cls for cls in found if _get_name_of_class(cls) == name]
         if len(found) != 1:
             raise PolicyError(
                 f"{module_name} must define exactly one {self.base.__name__} subclass, found {len(found)}"
@@ -123,6 +134,10 @@ class ClassLoader(Generic[T]):
 
 def _get_name_of_module(module: str) -> str:
     return module.rpartition(".")[2].replace("_", "-")
+
+
+def _get_name_of_class(cls: type) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
 
 def _import_module(name: str) -> ModuleType:
@@ -338,7 +353,7 @@ def _get_settings(engine: EngineSettings) -> dict[str, Any]:
 
 # Routers.
 
-ROUTERS = ClassLoader(Router, "router", "routers", "tenuto.routers")
+ROUTERS = ClassLoader(Router, "router", "routers", "tenuto.routers", shared="tenuto.routers.published")
 
 
 def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:

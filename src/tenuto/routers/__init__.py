@@ -1,1 +1,1 @@
-"""Routers: one file each, and the file's name is the router's. `tenuto` is Tenuto's own."""
+"""Routers: `tenuto` is Tenuto's own, `published` has those of other projects; a file by its name adds one."""
