@@ -207,7 +207,7 @@ def run_vllm_bench(command: str, server: Server, folder: Path) -> Figures:
             command, "bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions",
             "--base-url", server.url, "--model", server.model, "--tokenizer", server.tokenizer,
             "--dataset-name", "random", "--random-input-len", "300",
-            "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(STREAMS * TURNS),
+            "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(2 * STREAMS),
             "--max-concurrency", str(STREAMS), "--ignore-eos",
             "--disable-tqdm", "--percentile-metrics", "ttft,e2el", "--save-result", "--save-detailed",
             "--result-dir", str(folder), "--result-filename", "vllm.json",

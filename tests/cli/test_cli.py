@@ -93,13 +93,6 @@ def test_an_engine_setting_of_the_user_stands(flag: str) -> None:
     assert sum(part in ("--watermark", "--long-prefill-token-threshold") for part in command) == 1
 
 
-@pytest.mark.slow
-def test_vllm_knows_the_flags_of_engine_settings() -> None:
-    config = pytest.importorskip("vllm.config.scheduler").SchedulerConfig
-    assert set(launch.WANTED_FLAGS) <= set(config.__dataclass_fields__)
-    assert all(flag == f"--{name.replace('_', '-')}" for name, flag in launch.WANTED_FLAGS.items())
-
-
 def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     def get_words(*arguments: str) -> str:
         assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0

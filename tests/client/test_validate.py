@@ -314,7 +314,8 @@ def test_a_whole_short_run_on_simulated_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All of it, with runs of seconds. The same command again finds all runs made, and makes none."""
-    for name, value in (("LONG_RUN_S", 8.0), ("LEAST_RUN_S", 2.0), ("MIN_JOBS", 2)):
+    quick = {"LONG_RUN_S": 8.0, "LEAST_RUN_S": 2.0, "MIN_JOBS": 2, "LOADS": (1.0, 0.4), "PROFILE_SHARE": 0.02}
+    for name, value in quick.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "MAX_NOISE", 100.0)
     with socket.socket() as free:

@@ -69,12 +69,13 @@ CHANGED: tuple[tuple[str, str], ...] = (
     (r"TENUTO_ADMIN_KEY=\S+", "TENUTO_ADMIN_KEY=secret"),
     (r"tenuto serve MODEL", "tenuto serve llama-3.1-8b --dry-run"),
     (r"tenuto top", "tenuto top --once"),
-    (r"tenuto bench", "tenuto bench --max-jobs 2 --scale-tools 0.01"),
-    (r"tenuto ab", "tenuto ab --max-jobs 2 --scale-tools 0.01 --repeats 1"),
+    (r"tenuto bench", "tenuto bench --max-jobs 2 --max-turns 2 --scale-tools 0.01"),
+    (r"tenuto ab", "tenuto ab --max-jobs 2 --max-turns 2 --scale-tools 0.01 --repeats 1"),
     (r"(?<=\w=)vllm(?= )", "sim:stock"),
     (r"(?<=\w=)policy:", "sim:"),
     (r"--model (MODEL|Qwen/Qwen3-8B)", "--model llama-3.1-8b"),
     (r"tenuto replay(?=.*--url)", "tenuto replay --scale-tools 0.01"),
+    (r"(tenuto simulate .*--window) \d+", r"\1 4"),
     (r"tenuto (compare|simulate)(?!.*--window)", r"tenuto \1 --window 4"),
 )
 """What is changed in a line before it runs: addresses, servers, and the length of loads."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
+from tenuto.vllm import launch
 from tests.docs.examples import PAGES, ROOT, Block, find_blocks
 from tests.docs.test_deploy import COMPOSE, VALUES
 from tests.workload.test_exports import export, make_jobs
@@ -48,6 +49,13 @@ def test_vllm_takes_the_lines_that_start_servers(
         assert main([*words[1:], "--dry-run"]) == 0
         words = shlex.split(capsys.readouterr().out)
     check_line(parser, words)
+
+
+def test_vllm_knows_the_flags_of_engine_settings() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    assert set(launch.WANTED_FLAGS) <= set(SchedulerConfig.__dataclass_fields__)
+    assert all(flag == f"--{name.replace('_', '-')}" for name, flag in launch.WANTED_FLAGS.items())
 
 
 def check_line(parser: Any, words: list[str]) -> None:
