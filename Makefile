@@ -9,6 +9,8 @@ INPUTS ?= 1000000
 TURNS ?= 1000000
 HOURS ?= 2
 SOAK_ARGS ?=
+# Where it is set, each of the processes that tests start would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := constraints/vllm-$(VLLM).txt

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from tenuto.cli import main, parse
 from tenuto.client import validate as module
 from tenuto.client.ab import AbFolder, Ready, Slot, make_order
-from tenuto.client.options import ValidateOptions
+from tenuto.client.options import AbOptions, ValidateOptions
 from tenuto.client.validate import describe_flags, is_hopeless, judge, make_plan, run_validate
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.codec import Fields
@@ -318,6 +319,8 @@ def test_a_whole_short_run_on_simulated_servers(
     for name, value in quick.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "MAX_NOISE", 100.0)
+    # tests/client/ab has runs behind a warm-up.
+    monkeypatch.setattr(module, "AbOptions", partial(AbOptions, warmup_jobs=0))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
