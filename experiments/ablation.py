@@ -30,8 +30,8 @@ class NoPauses(Tenuto):
 
 
 class _WholeJobs(RemainingWork):
-    def get_rank(self, job: Job, num_new_tokens: float, *, is_last: bool) -> float:
-        return self._trust(self._look(job, num_new_tokens).work)
+    def get_rank(self, turn: Turn, num_new_tokens: int) -> float:
+        return self._trust(self._look(turn.job, float(num_new_tokens)).work)
 
 
 @dataclass

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.types import Job
+from tenuto.core.turn_work import get_work
+from tenuto.core.types import Job, Turn
 
 MAX_TURNS = 256
 """Largest turn number with statistics of its own; later turns count as this one."""
@@ -303,6 +304,8 @@ MAX_PREDICTIONS = 64
 @dataclass(slots=True)
 class _Job:
     work: float = 0.0
+    context: int = 0
+    """Tokens of its latest turn."""
     stops: bool = False
     """Whether its latest turn counted as a stop."""
     past: Past = field(default_factory=Past)
@@ -317,6 +320,23 @@ class RemainingWork:
         self._all = TurnTable()
         self._jobs: dict[str, _Job] = {}
         self._agreement = _Agreement()
+
+    def count_new_tokens(self, turn: Turn) -> int:
+        """Prompt tokens of a turn that neither its job's latest turn nor the cache has; at least 1."""
+        return max(1, turn.num_prompt_tokens - max(self._get_context(turn), turn.num_cached_tokens or 0))
+
+    def _get_context(self, turn: Turn) -> int:
+        """Tokens of the job's latest turn if this turn's prompt extends them, else 0."""
+        known = self._jobs.get(turn.job.job_id)
+        return 0 if known is None or turn.is_parted else known.context
+
+    def observe(self, turn: Turn) -> None:
+        """Count a finished turn of a job. It counts as a stop if it called no tool."""
+        # A first turn's hits were computed by other jobs, so they are not its work.
+        num_new = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
+        work = get_work(num_new, 0, turn.num_output_tokens)
+        self.observe_turn(turn.job, float(num_new), work, stops=turn.tool is None)
+        self._jobs[turn.job.job_id].context = turn.num_prompt_tokens + turn.num_output_tokens
 
     def observe_turn(self, job: Job, num_new_tokens: float, work: float, *, stops: bool) -> None:
         """Count a finished turn of a job; `work` is in prefill tokens, the prompt's new ones included.
@@ -351,14 +371,15 @@ class RemainingWork:
         """Expected work of a job's remaining turns, at least one, weighted by the trust in predictions."""
         return self._trust(self._look(job, None).work)
 
-    def get_rank(self, job: Job, num_new_tokens: float, *, is_last: bool) -> float:
+    def get_rank(self, turn: Turn, num_new_tokens: int) -> float:
         """Expected work per job that stops, if it runs for one turn or for all its turns: the smaller one.
 
         This is the Gittins index with two places to stop. So a small turn that is probably its job's last
-        goes early, whatever else is known about the job. `is_last`: the client says that it is the last.
+        goes early, whatever else is known about the job. For a job's last turn, if the client says so, it is
+        the turn's own work.
         """
-        left = self._look(job, num_new_tokens)
-        if is_last:
+        left = self._look(turn.job, float(num_new_tokens))
+        if turn.is_last:
             return left.this
         return min(left.this / left.stops, self._trust(left.work))
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from tenuto.core.turn_work import Counts, KindCounts
+from tenuto.core.turn_work import Counts, KindCounts, get_work
 from tenuto.core.types import Job, Turn
 
 PRIOR_TOKENS = 100_000.0
@@ -270,9 +270,9 @@ class Standing:
         if not turn.is_parted:
             self.returns.come_back(turn.job.job_id)
 
-    def observe(self, turn: Turn, work: float) -> None:
-        """Count a finished turn. `work` is in prefill tokens."""
-        job = turn.job
+    def observe(self, turn: Turn) -> None:
+        """Count a finished turn."""
+        job, work = turn.job, get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
         self._kinds.observe(turn)
         self._share.observe(work, is_plain=self._kinds.is_plain(job))
         if turn.is_parted:

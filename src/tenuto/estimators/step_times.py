@@ -9,7 +9,10 @@ third fit is for the time that prefill adds to a step with the same number of de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+from tenuto.core.types import EngineView
 
 DECAY = 0.998
 """Factor on a step's weight for each later step: a memory of about 500 steps."""
@@ -179,6 +182,19 @@ class StepTimes:
         """
         step_s = self.get_decode_s(num_requests)
         return (1 - self._full_share) * self.get_pass_s() / step_s if step_s > 0 else 0.0
+
+    def get_worth_s(self, view: EngineView) -> float:
+        """Seconds for which idle KV is worth its memory; infinite while no turn waits for memory.
+
+        In that time, turns that decode in this memory instead gain as much as it costs to restore the KV.
+        """
+        num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
+        gain = self.get_gain(view.num_running)
+        if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and gain > 0):
+            return math.inf
+        compute_s = self.get_token_s() * view.block_size
+        restore_s = min([compute_s, *(tier.s_per_block for tier in view.tiers)])
+        return restore_s * num_running_blocks / gain
 
     def get_added(self) -> tuple[float, float]:
         """The time that prefill adds to a step that decodes: intercept in seconds, and seconds per token.

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 from tenuto.core.engine import ADAPTIVE
 from tenuto.core.policy import EngineSettings, Key, Learns, LearnsDecodes, Needs, Policy, Reports, setting
-from tenuto.core.turn_work import get_work
 from tenuto.core.types import (
     Decision,
     DecodeSteps,
@@ -72,8 +71,6 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
     _standing: Standing = field(init=False, default_factory=Standing)
-    _contexts: dict[str, int] = field(init=False, default_factory=dict)
-    """Tokens of each job's latest turn."""
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
 
@@ -93,12 +90,10 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def _get_place(self, turn: Turn) -> float:
         """The place of a turn in the order, in seconds. The smallest goes first."""
-        known = max(self._get_context(turn), turn.num_cached_tokens or 0)
-        new_tokens = max(1, turn.num_prompt_tokens - known)
+        new_tokens = self._work.count_new_tokens(turn)
         if self._goes_first(turn.job, new_tokens):
             return turn.arrival_s - AHEAD_S
-        work = self._work.get_rank(turn.job, float(new_tokens), is_last=bool(turn.is_last))
-        return self._get_place_of(turn.job, work)
+        return self._get_place_of(turn.job, self._work.get_rank(turn, new_tokens))
 
     def _goes_first(self, job: Job, new_tokens: int) -> bool:
         """Whether this is a plain request that stock vLLM would compute in one step."""
@@ -108,10 +103,6 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         """The place of a job with this work left, in prefill tokens: the smallest goes first."""
         work_s = self._steps.get_token_s() * work
         return job.arrival_s + self.stretch * work_s - AHEAD_S * self._standing.get_lead(job)
-
-    def _get_context(self, turn: Turn) -> int:
-        """Tokens of the job's latest turn if this turn's prompt extends them, else 0."""
-        return 0 if turn.is_parted else self._contexts.get(turn.job.job_id, 0)
 
     # Memory.
 
@@ -133,10 +124,10 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         if not self._standing.is_expected_back(turn.job, tool):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._tools.get_left_s(tool, idle_s, turn.expected_tool_s)
-        worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._get_worth_s(view)
+        worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._steps.get_worth_s(view)
         look_s = min(max(left_s, LOOK_S[0]), LOOK_S[1]) if worth_s < self.max_idle_s else 2 * LOOK_S[1]
         until_s = view.now_s + min(look_s, self.max_idle_s)
-        if left_s > worth_s:
+        if left_s > min(worth_s, self.max_idle_s):
             return Keep(until_s, value=FIRST, why=LeaseRefusal.PRICE)
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
@@ -153,22 +144,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
         """Whether the turn goes before the lease's job, and the job's KV is not protected from it."""
-        if lease.value > FIRST and self._standing.is_protected(lease.turn.job):
-            return False
-        return -lease.value > self._get_place(turn)
-
-    def _get_worth_s(self, view: EngineView) -> float:
-        """Seconds for which idle KV is worth its memory; `max_idle_s` while no turn waits for memory.
-
-        In that time, turns that decode in this memory instead gain as much as it costs to restore the KV.
-        """
-        num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
-        gain = self._steps.get_gain(view.num_running)
-        if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and gain > 0):
-            return self.max_idle_s
-        compute_s = self._steps.get_token_s() * view.block_size
-        restore_s = min([compute_s, *(tier.s_per_block for tier in view.tiers)])
-        return min(self.max_idle_s, restore_s * num_running_blocks / gain)
+        is_safe = lease.value > FIRST and self._standing.is_protected(lease.turn.job)
+        return not is_safe and -lease.value > self._get_place(turn)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Load the KV, unless a slow disk or a long queue makes loading much slower than computing."""
@@ -198,19 +175,12 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work of a turn, and the kind of its job."""
-        if turn.is_aborted:
-            return
-        work = get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
-        self._standing.observe(turn, work)
-        # A first turn's hits were computed by other jobs, so they are not its work.
-        new_tokens = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
-        self._contexts[turn.job.job_id] = turn.num_prompt_tokens + turn.num_output_tokens
-        work = get_work(new_tokens, 0, turn.num_output_tokens)
-        self._work.observe_turn(turn.job, float(new_tokens), work, stops=turn.tool is None)
+        if not turn.is_aborted:
+            self._standing.observe(turn)
+            self._work.observe(turn)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Learn how much work the whole job was."""
-        self._contexts.pop(job.job_id, None)
         self._standing.returns.end(job.job_id)
         self._work.end_job(job.job_id)
 
