@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from tenuto.cli import main, simulations
-from tenuto.cli.simulations import Progress
+from tenuto.cli import main
+from tenuto.core import console
+from tenuto.core.console import Progress
 
 
 def test_short_runs_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,13 +17,13 @@ def test_short_runs_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_runs_show_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulations, "QUIET_S", -1.0)
-    monkeypatch.setattr(simulations, "LOG_S", 0.0)
+    monkeypatch.setattr(console, "QUIET_S", -1.0)
+    monkeypatch.setattr(console, "LOG_S", 0.0)
     shown = Progress()
     shown.tell(lambda: "half")
     shown.say("whole")
     assert capsys.readouterr().err == "[0:00] half\nwhole\n"
-    monkeypatch.setattr(simulations, "TERMINAL_S", 0.001)
+    monkeypatch.setattr(console, "TERMINAL_S", 0.001)
     told = threading.Event()
     with shown.keep_updating(lambda: (told.set(), "waiting")[1]):
         assert told.wait(10)
@@ -32,8 +33,8 @@ def test_long_runs_show_lines(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_a_simulation_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulations, "QUIET_S", -1.0)
-    monkeypatch.setattr(simulations, "LOG_S", 0.0)
+    monkeypatch.setattr(console, "QUIET_S", -1.0)
+    monkeypatch.setattr(console, "LOG_S", 0.0)
     arguments = ["simulate", "--gpu", "L40S", "--workload", "random", "--jps", "1", "--window", "3"]
     assert main([*arguments, "--step-cost", "roofline", "--json"]) == 0
     output = capsys.readouterr()

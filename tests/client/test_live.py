@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 import time
 from array import array
 from typing import cast
 
 import pytest
 
-from tenuto.client import load as live
 from tenuto.client.bench import SAMPLE_S, sample_lag
 from tenuto.client.load import Load, Progress, show
 from tenuto.client.metrics import get_growth, parse_totals, try_get_block_size
+from tenuto.core import console
 from tests.client.test_metrics import WHOLE, make_outcome, make_record
 
 PAGE = """\
@@ -102,13 +103,14 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_the_view_is_printed_again_and_again(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "TERMINAL_S", 0.01)
-    monkeypatch.setattr(live, "LOG_S", 0.01)
+    for name in ("QUIET_S", "TERMINAL_S", "LOG_S"):
+        monkeypatch.setattr(console, name, 0.01)
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "40")
 
     async def watch() -> None:
         load = cast(Load, FixedLoad())
-        task = asyncio.create_task(show(Progress(make_outcome().workload), load, stream))
+        task = asyncio.create_task(show(Progress(make_outcome().workload), load, console.Progress("bench")))
         while stream.getvalue().count("[bench]") < 2:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -119,7 +121,7 @@ def test_the_view_is_printed_again_and_again(stream: io.StringIO, monkeypatch: p
     if stream.isatty():
         first = text.split("\r")[1]
         assert first == "\x1b[2K[bench] 0:03 | jobs: 0 of 2 done, 1 runn"[: 4 + 39]
-        assert text.endswith("\n")
+        assert text.endswith("\r\x1b[2K")  # nothing of it is left
     else:
         assert text.splitlines()[0].startswith("[bench] 0:03 | jobs: 0 of 2 done, 1 running")
         assert "\r" not in text

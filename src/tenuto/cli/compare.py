@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.cli.simulations import GridOptions, Progress, format_time, make_folder, say_notes
+from tenuto.cli.simulations import GridOptions, make_folder, say_notes
+from tenuto.core.console import Progress, format_time
 from tenuto.core.settings import option
 from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.compare import (

@@ -10,7 +10,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.cli.simulations import Progress, say_notes
+from tenuto.cli.simulations import say_notes
+from tenuto.core.console import Progress
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 from tenuto.sim.compare import Cell, check_cells

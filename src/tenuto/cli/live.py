@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import MISSING, asdict, dataclass
+from functools import partial
 
 from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.client.address import check_api_key, check_url
 from tenuto.client.control import ControlOptions, LedgerOptions
+from tenuto.core.console import say
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 
@@ -59,9 +60,6 @@ def _run_verify(given: Given) -> int:
 
     from tenuto.client.verify import format_verdict, verify
 
-    def say(text: str) -> None:
-        print(f"[verify] {text}", file=sys.stderr, flush=True)
-
     options = given.read(VerifyOptions)
     try:
         verdict = verify(
@@ -69,7 +67,7 @@ def _run_verify(given: Given) -> int:
             gap_s=options.gap_s,
             api_key=options.api_key,
             engine_urls=options.engine_urls,
-            say=say,
+            say=partial(say, "verify"),
         )
     except httpx.HTTPError as error:
         raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
@@ -172,7 +170,7 @@ def _run_ledger(given: Given) -> int:
     options = given.read(LedgerOptions)
     rows, note = read_ledger(options)
     if note:
-        print(f"[ledger] {note}", file=sys.stderr)
+        say("ledger", note)
     if options.csv is None:
         print(format_rows(rows))
     else:

@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.cli.simulations import GridOptions, Progress, say_notes
+from tenuto.cli.simulations import GridOptions, say_notes
+from tenuto.core.console import Progress
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.text import write_csv

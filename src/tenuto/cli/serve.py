@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from dataclasses import MISSING, dataclass
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part, get_flags
+from tenuto.core.console import say
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options
@@ -101,14 +101,14 @@ def run(given: Given) -> int:
     options = given.read(ServeOptions)
     for flag in given.passed_on:
         if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.8):
-            print(f"[serve] {flag} goes to vLLM{near}", file=sys.stderr, flush=True)
+            say("serve", f"{flag} goes to vLLM{near}")
     tiers = None
     if options.host_gb is not None:
         tiers = Tiers(options.host_gb, options.disk, options.disk_gb)
     command = build_command(options.model, options.get_settings(), given.passed_on, tiers)
     print(shlex.join(redact(command)), flush=True)
     for hint in get_hints(command):
-        print(f"[serve] {hint}", file=sys.stderr, flush=True)
+        say("serve", hint)
     if options.dry_run:
         return 0
     check_files(command)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.cli.simulations import PolicyOptions, Progress, make_folder, say_notes
+from tenuto.cli.simulations import PolicyOptions, make_folder, say_notes
+from tenuto.core.console import Progress
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option
 from tenuto.sim.setup import FleetOptions, Setup

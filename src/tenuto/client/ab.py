@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +46,7 @@ from tenuto.client.address import ServerError
 from tenuto.client.bench import measure
 from tenuto.client.metrics import connect, empty_cache
 from tenuto.client.options import AbOptions, Arm, BenchOptions
+from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import parse_option
@@ -64,6 +66,7 @@ SETTINGS = "ab.json"
 _DETAILS = "--enable-prompt-tokens-details"
 """Makes vLLM report the number of cached tokens in each answer; the bench counts them."""
 _HOST = "127.0.0.1"
+say = partial(console.say, "ab")
 
 
 def run_ab(options: AbOptions) -> int:
@@ -92,11 +95,6 @@ def run_ab(options: AbOptions) -> int:
     if is_interrupted:
         return 130
     return 0 if is_whole else 1
-
-
-def say(text: str) -> None:
-    """Print a message for the user, separate from the verdict."""
-    print(f"[ab] {text}", file=sys.stderr, flush=True)
 
 
 def describe(options: AbOptions) -> dict[str, Any]:

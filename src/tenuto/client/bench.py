@@ -7,12 +7,12 @@ import gc
 import json
 import secrets
 import signal
-import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +40,7 @@ from tenuto.client.result import (
     make_result,
     read_simulated_server,
 )
+from tenuto.core import console
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
 from tenuto.records.metrics import parse_limits
@@ -61,6 +62,7 @@ _MAX_SIGNALS = 2
 result."""
 Result = dict[str, Any]
 """A run's record in JSON types."""
+say = partial(console.say, "bench")
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -89,11 +91,6 @@ def get_status(result: Mapping[str, Any], *, is_written: bool) -> int:
     if turns["ok"] != turns["planned"] or not is_written:
         return 1
     return INVALID if result["client"]["invalid"] else 0
-
-
-def say(text: str) -> None:
-    """Print a message for the user on stderr, separate from the result."""
-    print(f"[bench] {text}", file=sys.stderr, flush=True)
 
 
 async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
@@ -234,7 +231,7 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
             ),
             commands=runner,
         )
-        companions = [sample_lag(lags_s), show(progress, load, sys.stderr)]
+        companions = [sample_lag(lags_s), show(progress, load, console.Progress("bench"))]
         if setup.server.totals is not None and options.metrics_interval_s:
             companions.append(
                 follow(

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from tenuto.client.commands import CommandRunner
 from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter
 from tenuto.client.result import Flight, Sending, make_turn_record
+from tenuto.core import console
 from tenuto.core import router as routing
 from tenuto.core.dispatcher import Dispatcher, FleetLimits
 from tenuto.core.loader import load_router
@@ -35,12 +35,7 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 AWAY_S = 10.0
 """Seconds for which a server that refuses a connection gets no turns."""
-TERMINAL_S = 1.0
-"""Seconds between two progress lines on a terminal, where each replaces the one before it."""
-LOG_S = 10.0
-"""Seconds between two progress lines if stderr is not a terminal."""
 _NUM_RECENT = 1000
-_CLEAR_LINE = "\r\x1b[2K"
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +355,7 @@ class Progress:
         """The progress as one line of text."""
         num_running = num_started_jobs - self._num_done_jobs - len(self._failed_jobs)
         parts = [
-            f"{int(now_s) // 60}:{int(now_s) % 60:02}",
+            f"{console.format_time(now_s)}",
             f"jobs: {self._num_done_jobs} of {self._num_jobs} done, {num_running} running, "
             f"{len(self._failed_jobs)} failed",
             f"turns: {num_in_flight} in flight",
@@ -382,16 +377,9 @@ class Progress:
         return f"{label} p50 {get_percentile(values, 50):.2f} p95 {get_percentile(values, 95):.2f} s"
 
 
-async def show(progress: Progress, load: Load, stream: TextIO) -> None:
-    """Print a progress line repeatedly until cancelled; on a terminal, each line overwrites the last one."""
-    is_terminal = stream.isatty()
-    start, end = (_CLEAR_LINE, "") if is_terminal else ("", "\n")
-    try:
+async def show(progress: Progress, load: Load, line: console.Progress) -> None:
+    """Print the progress repeatedly until cancelled."""
+    with line.cleared():
         while True:
-            await asyncio.sleep(TERMINAL_S if is_terminal else LOG_S)
-            line = progress.format(load.get_now_s(), load.num_started_jobs, load.num_in_flight)
-            width = shutil.get_terminal_size().columns - 1 if is_terminal else None
-            print(f"{start}{f'[bench] {line}'[:width]}", end=end, file=stream, flush=True)
-    finally:
-        if is_terminal:
-            print(file=stream, flush=True)
+            line.tell(lambda: progress.format(load.get_now_s(), load.num_started_jobs, load.num_in_flight))
+            await asyncio.sleep(console.TERMINAL_S)

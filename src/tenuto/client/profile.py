@@ -22,10 +22,10 @@ import json
 import math
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tenuto.client.http import Answer, Client, Conversation, RequestFailed, Requ
 from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, read_cache_state
 from tenuto.client.options import ProfileOptions
 from tenuto.client.probe import probe_server
+from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.files import writing
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
@@ -58,6 +59,7 @@ _HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
 """One line of the observations file."""
+say = partial(console.say, "profile")
 
 
 def run_profile(options: ProfileOptions, path: Path) -> None:
@@ -71,11 +73,6 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
     with writing(path, None):
         path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
     say(f"the steps are in {path}")
-
-
-def say(text: str) -> None:
-    """Print a message for the user, separate from the result."""
-    print(f"[profile] {text}", file=sys.stderr, flush=True)
 
 
 async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Observation]:

@@ -28,7 +28,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,6 +73,7 @@ from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions, 
 from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
 from tenuto.client.verify import read_model, verify
+from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.records.files import RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_validation
@@ -480,7 +480,7 @@ class _Validation:
         passed_s = time.monotonic() - self.started_s
         left_s = max(0.0, self.options.limit_s - passed_s)
         clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
-        print(f"[validate {clock}] {text}", file=sys.stderr, flush=True)
+        console.say(f"validate {clock}", text)
 
     def end_late(self) -> None:
         """End the current run as Ctrl-C does, because it takes much longer than planned."""

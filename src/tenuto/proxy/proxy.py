@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Self
 
 import aiohttp
@@ -22,6 +23,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from tenuto.client.http import KEEP_ALIVE_S, SESSION_HEADER
+from tenuto.core import console
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import read_hints
 from tenuto.proxy import RecordOptions
@@ -48,6 +50,7 @@ _NOT_SENT = _HOP_BY_HOP | {"host", "expect"}
 """`host` is not forwarded because the server expects its own name. `expect` concerns one connection only."""
 _AUTO_HEADERS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 _HEADERS: web.ResponseKey[CIMultiDict[str]] = web.ResponseKey("headers", CIMultiDict)
+say = partial(console.say, "record")
 
 
 def run_recording(options: RecordOptions) -> int:
@@ -107,11 +110,6 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
         say(f"http://{host}:{port} passes to {options.upstream}; turns go to {options.out}; Ctrl-C ends")
         await ended.wait()
         await runner.cleanup()
-
-
-def say(text: str) -> None:
-    """Print a message for the user."""
-    print(f"[record] {text}", file=sys.stderr, flush=True)
 
 
 class Proxy:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.types import WORDS
 from tenuto.records import load, metrics
@@ -54,6 +54,7 @@ _MAX_TURN_ROWS = 40
 _NOTHING = (
     "Nothing: none of the known shapes (linear growth, turn-2 explosion, link collapse, preemption storm)."
 )
+_say = partial(console.say, "analyze")
 
 
 def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: bool = False) -> int:
@@ -72,15 +73,10 @@ def write_timestamps(paths: Sequence[Path], out: Path) -> None:
     """Write the only run among `paths` as the prototype's file. Raises DataError or ConfigError."""
     if len(paths) != 1:
         raise ConfigError(f"--timestamps is for one run, got {len(paths)} files")
-    write_prototype(out, _load(paths[0], identify(paths[0]), _say_on_stderr))
+    write_prototype(out, _load(paths[0], identify(paths[0]), _say))
 
 
-def _say_on_stderr(text: str) -> None:
-    """Print progress to stderr, apart from the result."""
-    print(f"[analyze] {text}", file=sys.stderr, flush=True)
-
-
-def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say_on_stderr) -> dict[str, Any]:
+def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say) -> dict[str, Any]:
     """Return the report on one file or folder, in JSON types. Raises DataError."""
     kind = identify(path)
     if kind in (load.RUN, load.RESULTS_FOLDER):

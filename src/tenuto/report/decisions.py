@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tenuto.core.console import Progress
 from tenuto.core.errors import ConfigError, DataError, TenutoError
 from tenuto.core.loader import load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
@@ -19,7 +18,6 @@ from tenuto.records.files import stream_objects
 from tenuto.records.load import TRACE, UNKNOWN, identify, make_error
 from tenuto.records.trace import SCHEMA, Part, read_part
 
-_PROGRESS_S = 2.0
 _SHOWN_CHARS = 300
 
 
@@ -69,34 +67,32 @@ def check_decisions(
     verdict = DecisionVerdict(path)
     replay: Replay | None = None
     part: Part | None = None
-    next_report_s = time.monotonic() + _PROGRESS_S
-    for record in stream_objects(path, verdict.notes.append):
-        kind = record.values.get("kind")
-        if kind == "header":
-            before, part = part, read_part(record)
-            if not part.follows(before):
-                replay = _start_run(record, verdict, policy, options or {})
-                _note_gaps(part, replay.policy, record, verdict)
-            continue
-        if replay is None:
-            raise record.error(
-                "kind",
-                "a scheduler's trace must begin with its header: this file is not such a trace, or its "
-                "beginning is lost, and with it what the policy was told",
-            )
-        try:
-            difference = replay.feed(record.values)
-        except DataError as error:
-            raise DataError(f"{record.place}: {error}") from None
-        verdict.num_told += kind == "told"
-        verdict.num_asked += kind == "asked"
-        if difference is not None:
-            verdict.num_differences += 1
-            if len(verdict.differences) < max_shown:
-                verdict.differences.append((record.place, difference))
-        if time.monotonic() > next_report_s:
-            next_report_s += _PROGRESS_S
-            print(f"[replay] {verdict.num_asked:,} decisions asked again", file=sys.stderr, flush=True)
+    with Progress("replay").cleared() as progress:
+        for record in stream_objects(path, verdict.notes.append):
+            kind = record.values.get("kind")
+            if kind == "header":
+                before, part = part, read_part(record)
+                if not part.follows(before):
+                    replay = _start_run(record, verdict, policy, options or {})
+                    _note_gaps(part, replay.policy, record, verdict)
+                continue
+            if replay is None:
+                raise record.error(
+                    "kind",
+                    "a scheduler's trace must begin with its header: this file is not such a trace, or its "
+                    "beginning is lost, and with it what the policy was told",
+                )
+            try:
+                difference = replay.feed(record.values)
+            except DataError as error:
+                raise DataError(f"{record.place}: {error}") from None
+            verdict.num_told += kind == "told"
+            verdict.num_asked += kind == "asked"
+            if difference is not None:
+                verdict.num_differences += 1
+                if len(verdict.differences) < max_shown:
+                    verdict.differences.append((record.place, difference))
+            progress.tell(lambda: f"{verdict.num_asked:,} decisions asked again")
     if not verdict.num_asked:
         raise DataError(f"{path}: nothing was asked in this trace, so there is nothing to ask again")
     return verdict

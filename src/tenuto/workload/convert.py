@@ -8,14 +8,13 @@ import json
 import math
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, TextIO, cast
 
+from tenuto.core.console import Progress, say
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.core.types import ToolCall
@@ -32,7 +31,6 @@ from tenuto.workload.schema import Job, Prompt, TurnSpec, count_shared_tokens
 MAX_BLOCK_SIZE = 2**20
 Rows = Iterable[Mapping[str, object]]
 _FILE_ENDS = (".jsonl", ".json", ".gz")
-_PROGRESS_S = 2.0
 TOLERANCE_S = 1e-6
 """Some formats store times as differences. Rounding errors up to this limit are not reported as losses."""
 _SHOWN_CHARS = 40
@@ -76,7 +74,7 @@ def run_convert(options: ConvertOptions) -> int:
     if guessed:
         losses.append(f"lengths of {guessed:,} of {num_turns:,} turns are guesses: 4 characters a token")
     for loss in losses:
-        print(f"[convert] {loss}", file=sys.stderr)
+        say("convert", loss)
     done = {"out": str(options.out), "format": options.to, "jobs": len(jobs), "turns": num_turns}
     text = f"{len(jobs):,} jobs, {num_turns:,} turns in {options.out}; {len(losses) or 'no'} losses"
     print(json.dumps({**done, "losses": losses}) if options.as_json else text)
@@ -138,12 +136,10 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
 
 def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
     """Pass the rows on, and report progress on stderr if they take long."""
-    next_s = time.monotonic() + _PROGRESS_S
-    for number, row in enumerate(rows, 1):
-        yield row
-        if time.monotonic() > next_s:
-            next_s += _PROGRESS_S
-            print(f"[convert] {number:,} rows written", file=sys.stderr, flush=True)
+    with Progress("convert").cleared() as progress:
+        for number, row in enumerate(rows, 1):
+            yield row
+            progress.tell(f"{number:,} rows written")
 
 
 def _write_file(out: Path, rows: Rows) -> None:

@@ -9,8 +9,6 @@ import json
 import math
 import re
 import shlex
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -22,6 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from tenuto.client.options import BenchOptions
+from tenuto.core.console import Progress
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
 from tenuto.records.files import write_whole, writing
@@ -52,42 +51,29 @@ def run_report(
     as_json: bool = False,
 ) -> int:
     """Write the page and the other wanted files, and print the verdict. Raises DataError or ConfigError."""
-    say = _Progress()
-    report = make_report(read_sources(records))
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, render_page(report, say))
-    written = [f"{out}: the page, {out.stat().st_size / 1e6:.1f} MB"]
-    if figures is not None:
-        with writing(figures, "--figures", is_folder=True):
-            number = _write_figures(report, figures, say)
-        written.append(f"{figures}: {count(number, 'picture')}, as PNG and SVG")
-    if trace_events is not None:
-        with writing(trace_events, "--trace-events"):
-            trace_events.parent.mkdir(parents=True, exist_ok=True)
-            number = write_trace_events(report.sources.details, trace_events)
-        found = f"{count(number, 'event')}, for ui.perfetto.dev"
-        written.append(
-            f"{trace_events}: {found if number else 'no turns, as no turns.jsonl lay beside the records'}"
-        )
+    with Progress("report").cleared() as progress:
+        report = make_report(read_sources(records))
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out, render_page(report, progress.tell))
+        written = [f"{out}: the page, {out.stat().st_size / 1e6:.1f} MB"]
+        if figures is not None:
+            with writing(figures, "--figures", is_folder=True):
+                number = _write_figures(report, figures, progress.tell)
+            written.append(f"{figures}: {count(number, 'picture')}, as PNG and SVG")
+        if trace_events is not None:
+            with writing(trace_events, "--trace-events"):
+                trace_events.parent.mkdir(parents=True, exist_ok=True)
+                number = write_trace_events(report.sources.details, trace_events)
+            found = f"{count(number, 'event')}, for ui.perfetto.dev"
+            written.append(
+                f"{trace_events}: {found if number else 'no turns, as no turns.jsonl lay beside the records'}"
+            )
     if as_json:
         print(json.dumps(summarise(report), indent=1))
     else:
         print("\n".join([*report.verdict.sentences, *report.notes, "", *written]))
     return 0
-
-
-class _Progress:
-    """Prints progress to stderr, after the first second."""
-
-    def __init__(self) -> None:
-        self._said_s = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._said_s >= 2:
-            self._said_s = now_s
-            print(f"[report] {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
