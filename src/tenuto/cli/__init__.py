@@ -44,13 +44,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """For each command: its usual arguments, and what it does."""
 _GROUPS: Mapping[str, tuple[str, ...]] = {
+    "serve": ("serve", "serve-sim"),
     "live": ("verify", "top", "ledger", "control"),
     "measure": ("bench", "ab", "validate", "profile"),
     "recordings": ("record", "replay", "convert"),
+    "simulations": ("simulate",),
     "results": ("analyze", "report"),
     "policies": ("policies", "check-policy", "check-router"),
 }
-"""Modules with several commands. Every other command is in the module of its name."""
+"""Modules with other names than their commands. `serve-sim` is `serve --engine sim`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +120,7 @@ def _find_command(arguments: Sequence[str]) -> Command:
 
 
 def load_command(name: str) -> Command:
-    """The command of that name; `serve-sim` is `serve --engine sim`."""
+    """The command of that name."""
     own = name.replace("-", "_")
     module = next((group for group, names in _GROUPS.items() if name in names), own)
     command: Command = getattr(importlib.import_module(f"tenuto.cli.{module}"), own.upper())

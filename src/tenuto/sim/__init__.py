@@ -16,9 +16,8 @@ Rooms, each built on those below it:
     steady       one machine, simulated until it is steady
     compare      a grid of setups and loads, and its table
     memory       where a machine's memory goes; no simulation
-    run          one run, and its record
+    run          one run: its record, and the records of its steps in a trace
     fidelity     how far predictions were off, by kind of machine
-    step_trace   the records of each step in a trace
     fleet        what stands before several engines: a router, faults, links
     simulation   the clients of one engine or of several
     event_loop   what happens next: the one loop of a simulation, a fleet and the server

@@ -35,13 +35,13 @@ from tenuto.core.stats import Histogram
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.machine import Machine
+from tenuto.sim.run import StepTracer
 from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
 from tenuto.sim.server.generate import Generator, TokenPages
 from tenuto.sim.server.request import Served, check_model
 from tenuto.sim.server.tokens import HfTokenizer, PieceTokenizer
-from tenuto.sim.step_trace import StepTracer
 from tenuto.wire import PATHS, anthropic_messages, write_error
 from tenuto.wire.request import RequestError
 
