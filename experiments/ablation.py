@@ -31,7 +31,7 @@ class NoPauses(Tenuto):
 
 class _WholeJobs(RemainingWork):
     def get_rank(self, turn: Turn, num_new_tokens: int) -> float:
-        return self._trust(self._look(turn.job, float(num_new_tokens)).work)
+        return self._look(turn.job, float(num_new_tokens)).work
 
 
 @dataclass

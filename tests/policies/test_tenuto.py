@@ -352,7 +352,7 @@ def test_while_strangers_crowd_the_engine_jobs_keep_what_they_have() -> None:
     back = make_turn("b", 2, arrival_s=60.0, num_prompt_tokens=9000)
     for turn in (front, back):
         policy.on_tool_returned(turn, ToolCall("ls"), 500.0)
-        policy.on_turn_finished(dataclasses.replace(turn, num_prompt_tokens=1000), 1.0)
+        policy.on_turn_finished(turn, 1.0)
     lease = make_lease(back, idle_s=1.0, value=-get_lease_place(policy, back.job))
     unproven = make_lease(make_turn("new", arrival_s=9.0), idle_s=1.0, value=-9.0)
     short = dataclasses.replace(IDLE, num_free_blocks=0, num_running=20, num_waiting=9)

@@ -1,13 +1,9 @@
-"""How much work a job still has, in prefill tokens, and how well that can be predicted.
-
-Each prediction is later compared with the actual work. The correlation of the two is the weight of a
-prediction; the rest of the weight is on the mean of new jobs. So if nothing can be predicted, all predictions
-are equal.
-"""
+"""How much work a job still has, in prefill tokens, learned from jobs of its kind and from all jobs."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,15 +14,14 @@ MAX_TURNS = 256
 """Largest turn number with statistics of its own; later turns count as this one."""
 TURN_DECAY = 0.998
 """Factor on a turn's weight for each later turn of the same number."""
-JOB_DECAY = 0.995
-"""Factor on a job's weight for each later job, in the spread between and within jobs."""
 PRIOR_TURNS = 4.0
-"""What all turns show counts as this many turns of one size. Until enough jobs ended to learn it, it also
-counts as this many turns of one job (the credibility)."""
-MIN_JOBS = 5
-"""Number of ended jobs from which the spread between and within jobs is estimated."""
-CREDIBILITIES = (0.25, 100.0)
-"""Bounds of the learned credibility, so that a job's own turns always have some weight."""
+"""What a wider group shows counts as this many turns, or jobs, of a narrower one."""
+MAX_KINDS = 256
+"""Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
+first."""
+LONG_S = 10.0
+"""A job that is idle for longer does not compete with the turns that wait now. Agents' tools rarely take
+longer, people usually do."""
 
 
 class Left(NamedTuple):
@@ -38,18 +33,6 @@ class Left(NamedTuple):
     """Work of the next turn alone."""
     stops: float
     """The probability that the job sends nothing soon after the next turn; above 0."""
-
-
-@dataclass(slots=True)
-class Past:
-    """What a table knows about one unfinished job."""
-
-    num_turns: int = 0
-    size: int = 0
-    """Size class of its latest turn: see `_get_size`."""
-    sum_logs: float = 0.0
-    """Sum of ln(work of a turn / mean work of turns of its number); `sum_squares`: sum of the squares."""
-    sum_squares: float = 0.0
 
 
 @dataclass(slots=True)
@@ -85,46 +68,35 @@ class _Turns:
 class TurnTable:
     """Turns by their number: their work, and whether another follows. From it, the work that a job has left.
 
-        left at turn k  =  this turn  +  P(another follows) · factor · rest after k
+        left at turn k  =  this turn  +  P(another follows) · rest after k
         rest after k    =  Σ over i > k of  P(there is an i-th turn) · mean work of i-th turns
 
     A turn's new prompt tokens are known when it arrives. Its output is predicted as the mean of turns with
     its number. Probabilities and means come from all jobs of the table, unfinished ones included: each i-th
     turn either ended its job or was followed by another. Whether another follows also depends on this turn's
-    own size. The factor compares the job's turns, this one included, with the mean turns of the same numbers.
-    How much they tell about later turns is learned too (Bühlmann's credibility, on logarithms, because
-    lengths of texts vary by factors).
+    own size.
 
     O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
 
     def __init__(self) -> None:
         self._turns: list[_Turns] = []
-        self._spread = _Spread()
         self._share = 0.5
         """Share of all turns that are the last of their job."""
         self._work_after: list[float] = []
-        """Item k: expected remaining work of a job with factor 1, after k turns, if one more turn follows."""
+        """Item k: expected remaining work of a job after k turns, if one more turn follows."""
         self._num_new = 0
         """Number of turns and jobs observed since `_work_after` was computed."""
+        self.num_jobs = 0.0
+        """Jobs that the table has seen; they decay."""
         self._sum_up()
 
-    @property
-    def num_jobs(self) -> float:
-        """Jobs that the table has seen recently."""
-        return self._turns[0].count if self._turns else 0.0
-
-    @property
-    def work(self) -> float:
-        """Expected work of a new job."""
-        return self._work_after[0]
-
-    def observe(self, past: Past, num_new_tokens: float, work: float, *, stops: bool) -> None:
-        """Count a finished turn of a job. `stops`: the job is expected to send nothing soon."""
+    def observe(self, past: Past, size: int, num_new_tokens: float, work: float, *, stops: bool) -> None:
+        """Count the next turn of a job, of this size class. `stops`: the job is expected to send nothing soon."""
         index = min(past.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
-        turns, size = self._turns[index], _get_size(num_new_tokens)
+        turns = self._turns[index]
         turns.num_stopped = TURN_DECAY * turns.num_stopped + stops
         counts = turns.by_size.setdefault(size, [0.0] * 4)
         counts[2:] = TURN_DECAY * counts[2] + stops, TURN_DECAY * counts[3] + 1
@@ -133,57 +105,46 @@ class TurnTable:
         turns.new = TURN_DECAY * turns.new + num_new_tokens
         if index:
             self._turns[index - 1].resolve(past.size, followed=True)
-        log = math.log(max(1.0, work) / max(1.0, turns.work / turns.count))
-        past.num_turns += 1
-        past.size = size
-        past.sum_logs += log
-        past.sum_squares += log * log
+        else:
+            self.num_jobs = turns.count
         self._sum_up()
 
     def go_on(self, past: Past) -> None:
         """A job sent its next turn soon, although its latest turn counted as a stop."""
-        if self.has(past):
+        if self._has(past):
             self._turns[min(past.num_turns, MAX_TURNS) - 1].go_on(past.size)
 
     def end(self, past: Past) -> None:
         """A job of at least one turn has no more turns."""
         self._turns[min(past.num_turns, MAX_TURNS) - 1].resolve(past.size, followed=False)
-        self._spread.observe(past.num_turns, past.sum_logs, past.sum_squares)
         self._sum_up()
 
-    def has(self, past: Past) -> bool:
+    def _has(self, past: Past) -> bool:
         """Whether the table has seen the job's latest turn."""
         return 0 < min(past.num_turns, MAX_TURNS) <= len(self._turns)
 
-    def look(self, past: Past | None, num_new_tokens: float | None) -> Left:
-        """What a job has left, at least one turn.
+    def look(self, num_turns: int, num_new_tokens: float | None) -> Left:
+        """What a job has left after this many turns, at least one turn.
 
         `num_new_tokens`: the new tokens of the next turn's prompt, if they are known.
         """
-        num_turns, sum_logs = (0, 0.0) if past is None else (past.num_turns, past.sum_logs)
         # Sums are computed only now and then, so they may lack the latest number.
         index = min(num_turns, len(self._work_after) - 1)
         turns = self._turns[index] if index < len(self._turns) else None
-        factor = self._spread.get_factor(num_turns, sum_logs)
         if turns is None:
-            if num_new_tokens is None:
-                left = factor * self._work_after[index]
-                return Left(left, left, self._share)
-            return Left(num_new_tokens + factor * self._work_after[index], num_new_tokens, self._share)
+            this = self._work_after[index] if num_new_tokens is None else num_new_tokens
+            return Left(this + (0.0 if num_new_tokens is None else self._work_after[index]), this, self._share)
         # The share that ended their job, shrunk towards the share of all turns.
         share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
-        mean = turns.work / turns.count
         if num_new_tokens is None:
-            return Left(factor * self._work_after[index], factor * mean, share)
-        this = num_new_tokens + factor * (turns.work - turns.new) / turns.count
-        log = math.log(max(1.0, this) / max(1.0, mean))
-        factor = self._spread.get_factor(num_turns + 1, sum_logs + log)
+            return Left(self._work_after[index], turns.work / turns.count, share)
+        this = num_new_tokens + (turns.work - turns.new) / turns.count
         ended, followed, stopped, seen = turns.by_size.get(_get_size(num_new_tokens), (0.0,) * 4)
         ends = (ended + PRIOR_TURNS * share) / (ended + followed + PRIOR_TURNS)
         stops = (turns.num_stopped + share) / (turns.count + 1)
         stops = (stopped + PRIOR_TURNS * stops) / (seen + PRIOR_TURNS)
         after = self._work_after[min(index + 1, len(self._work_after) - 1)]
-        return Left(this + (1 - ends) * factor * after, this, max(ends, stops))
+        return Left(this + (1 - ends) * after, this, max(ends, stops))
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
@@ -192,7 +153,7 @@ class TurnTable:
             for each in self._turns
         ]
         sizes = [[[size, *counts] for size, counts in sorted(each.by_size.items())] for each in self._turns]
-        return {"turns": turns, "sizes": sizes, "spread": self._spread.sums}
+        return {"turns": turns, "sizes": sizes}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TurnTable:
@@ -210,7 +171,6 @@ class TurnTable:
             turns = _Turns(by_size={int(size): counts for size, *counts in each})
             turns.count, turns.work, turns.new, turns.num_ended, turns.num_followed, turns.num_stopped = row
             table._turns.append(turns)
-        table._spread.set_sums(get_numbers(state["spread"], 6))
         table._num_new = MAX_TURNS
         table._sum_up()
         return table
@@ -238,45 +198,7 @@ class TurnTable:
         self._work_after, self._num_new, self._share = work_after, 0, share
 
     def __repr__(self) -> str:
-        return f"TurnTable({self._turns!r}, {self._spread!r})"
-
-
-class _Spread:
-    """Variance of turns within a job and of means between jobs, on logarithms. All values decay."""
-
-    def __init__(self) -> None:
-        self.set_sums([0.0] * 6)
-
-    def set_sums(self, sums: list[float]) -> None:
-        """Replace the sums."""
-        self.sums = sums
-        self._summary = self._summarize()
-
-    def observe(self, num_turns: int, sum_logs: float, sum_squares: float) -> None:
-        """Count a job that ended: sums of its turns' logarithms and of their squares."""
-        mean = sum_logs / num_turns
-        within = max(0.0, sum_squares - num_turns * mean * mean)
-        added = (1.0, mean, mean * mean, 1 / num_turns, within, num_turns - 1.0)
-        self.set_sums([JOB_DECAY * total + more for total, more in zip(self.sums, added, strict=True)])
-
-    def get_factor(self, num_turns: int, sum_logs: float) -> float:
-        """Expected work of a job's next turns / mean work, given its past turns."""
-        typical, credibility = self._summary
-        return math.exp((sum_logs - num_turns * typical) / (credibility + num_turns))
-
-    def _summarize(self) -> tuple[float, float]:
-        """The mean logarithm of jobs, and the credibility: see `PRIOR_TURNS`."""
-        num_jobs, sum_means, sum_squares, sum_inverses, sum_within, num_within = self.sums
-        if num_jobs < MIN_JOBS or num_within < MIN_JOBS:
-            return 0.0, PRIOR_TURNS
-        within, typical = sum_within / num_within, sum_means / num_jobs
-        # Means over few turns differ by chance. Subtract this part of their spread.
-        between = sum_squares / num_jobs - typical * typical - within * sum_inverses / num_jobs
-        least, most = CREDIBILITIES
-        return typical, most if between * most <= within else max(least, within / between)
-
-    def __repr__(self) -> str:
-        return f"_Spread({self.sums})"
+        return f"TurnTable({self._turns!r})"
 
 
 def get_numbers(values: Any, count: int) -> list[float]:
@@ -292,34 +214,33 @@ def _get_size(num_tokens: float) -> int:
     return min(31, max(1, int(num_tokens)).bit_length())
 
 
-DECAY = 0.999
-"""Factor on a prediction's weight for each later prediction."""
-LONG_S = 10.0
-"""A job that is idle for longer does not compete with the turns that wait now. Agents' tools rarely take
-longer, people usually do."""
-MAX_PREDICTIONS = 64
-"""Number of turns per job whose predictions are compared with what happened."""
-
-
 @dataclass(slots=True)
-class _Job:
-    work: float = 0.0
+class Past:
+    """What is known about one unfinished job."""
+
+    table: TurnTable
+    """That of its kind."""
+    num_turns: int = 0
     context: int = 0
     """Tokens of its latest turn."""
+    size: int = 0
+    """Size class of the latest turn's new tokens: see `_get_size`."""
     stops: bool = False
     """Whether its latest turn counted as a stop."""
-    past: Past = field(default_factory=Past)
-    predictions: list[tuple[float, float]] = field(default_factory=list)
-    """For each prediction: the work done by then, and the predicted remaining work."""
 
 
 class RemainingWork:
-    """Predicts jobs' remaining work from all earlier jobs and from each job's own turns."""
+    """Predicts jobs' remaining work from earlier jobs of their tenant and kind, and from all jobs.
+
+    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. Jobs whose kind nobody else has are of one kind.
+    """
 
     def __init__(self) -> None:
         self._all = TurnTable()
-        self._jobs: dict[str, _Job] = {}
-        self._agreement = _Agreement()
+        self._kinds: OrderedDict[tuple[str | None, str | None], TurnTable | None] = OrderedDict()
+        """By tenant and kind, the least recently seen first. A kind has a table from its second job on; the
+        table of None is that of a tenant's other jobs."""
+        self._jobs: dict[str, Past] = {}
 
     def count_new_tokens(self, turn: Turn) -> int:
         """Prompt tokens of a turn that neither its job's latest turn nor the cache has; at least 1."""
@@ -327,8 +248,8 @@ class RemainingWork:
 
     def _get_context(self, turn: Turn) -> int:
         """Tokens of the job's latest turn if this turn's prompt extends them, else 0."""
-        known = self._jobs.get(turn.job.job_id)
-        return 0 if known is None or turn.is_parted else known.context
+        past = self._jobs.get(turn.job.job_id)
+        return 0 if past is None or turn.is_parted else past.context
 
     def observe(self, turn: Turn) -> None:
         """Count a finished turn of a job. It counts as a stop if it called no tool."""
@@ -343,33 +264,33 @@ class RemainingWork:
 
         `stops`: whether the turn ended without a tool call, so that nothing is expected soon.
         """
-        known = self._jobs.setdefault(job.job_id, _Job())
-        if len(known.predictions) < MAX_PREDICTIONS:
-            known.predictions.append((known.work, self._all.look(known.past, num_new_tokens).work))
-        known.work += work
-        known.stops = stops
-        self._all.observe(known.past, num_new_tokens, work, stops=stops)
+        past = self._jobs.get(job.job_id)
+        if past is None:
+            self._see_kind(job)
+            past = self._jobs[job.job_id] = Past(self._get_table(job))
+        size = _get_size(num_new_tokens)
+        for table in (self._all, past.table):
+            table.observe(past, size, num_new_tokens, work, stops=stops)
+        past.num_turns, past.size, past.stops = past.num_turns + 1, size, stops
 
     def come_back(self, job_id: str, away_s: float) -> None:
         """A job sent its next turn, after this many seconds."""
-        job = self._jobs.get(job_id)
-        if job is None or not job.stops or away_s > LONG_S:
+        past = self._jobs.get(job_id)
+        if past is None or not past.stops or away_s > LONG_S:
             return
-        job.stops = False
-        self._all.go_on(job.past)
+        past.stops = False
+        for table in (self._all, past.table):
+            table.go_on(past)
 
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
-        job = self._jobs.pop(job_id, None)
-        if job is None:
-            return
-        for done, predicted in job.predictions:
-            self._agreement.observe(predicted, job.work - done)
-        self._all.end(job.past)
+        past = self._jobs.pop(job_id, None)
+        for table in () if past is None else (self._all, past.table):
+            table.end(past)
 
     def get_work_left(self, job: Job) -> float:
-        """Expected work of a job's remaining turns, at least one, weighted by the trust in predictions."""
-        return self._trust(self._look(job, None).work)
+        """Expected work of a job's remaining turns, at least one."""
+        return self._look(job, None).work
 
     def get_rank(self, turn: Turn, num_new_tokens: int) -> float:
         """Expected work per job that stops, if it runs for one turn or for all its turns: the smaller one.
@@ -379,48 +300,43 @@ class RemainingWork:
         the turn's own work.
         """
         left = self._look(turn.job, float(num_new_tokens))
-        if turn.is_last:
-            return left.this
-        return min(left.this / left.stops, self._trust(left.work))
+        return left.this if turn.is_last else min(left.this / left.stops, left.work)
 
     def get_state(self) -> dict[str, Any]:
-        """What was learned of all jobs, as JSON values."""
-        return {**self._all.get_state(), "agreement": self._agreement.sums}
+        """What was learned of all jobs, as JSON values. Kinds have names that do not outlive the engine."""
+        return self._all.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
-        table, agreement = TurnTable.from_state(state), get_numbers(state["agreement"], 6)
-        self._all, self._agreement.sums = table, agreement
+        self._all = TurnTable.from_state(state)
+        self._kinds.clear()
         self._jobs = {}
 
     def _look(self, job: Job, num_new_tokens: float | None) -> Left:
-        known = self._jobs.get(job.job_id)
-        return self._all.look(known.past if known is not None else None, num_new_tokens)
+        past = self._jobs.get(job.job_id)
+        num_turns, table = (0, self._get_table(job)) if past is None else (past.num_turns, past.table)
+        left, own = self._all.look(num_turns, num_new_tokens), table.look(num_turns, num_new_tokens)
+        weight = table.num_jobs / (table.num_jobs + PRIOR_TURNS)
+        return Left(
+            left.work + weight * (own.work - left.work),
+            left.this + weight * (own.this - left.this),
+            left.stops + weight * (own.stops - left.stops),
+        )
 
-    def _trust(self, work: float) -> float:
-        trust = self._agreement.get_correlation()
-        return (1 - trust) * self._all.work + trust * work
+    def _get_table(self, job: Job) -> TurnTable:
+        return self._kinds.get((job.tenant, job.kind)) or self._kinds.get((job.tenant, None)) or self._all
 
-    def __repr__(self) -> str:
-        return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._agreement!r})"
-
-
-class _Agreement:
-    """A decaying correlation."""
-
-    def __init__(self) -> None:
-        self.sums = [0.0] * 6
-
-    def observe(self, x: float, y: float) -> None:
-        added = (1.0, x, y, x * x, y * y, x * y)
-        self.sums = [DECAY * total + more for total, more in zip(self.sums, added, strict=True)]
-
-    def get_correlation(self) -> float:
-        weight, x, y, xx, yy, xy = self.sums
-        variances = (weight * xx - x * x) * (weight * yy - y * y)
-        if weight < 8 or variances <= 0:
-            return 0.0
-        return max(0.0, (weight * xy - x * y) / math.sqrt(variances))
+    def _see_kind(self, job: Job) -> None:
+        """Count a job that finished its first turn."""
+        others, kind = (job.tenant, None), (job.tenant, job.kind)
+        self._kinds[others] = self._kinds.get(others) or TurnTable()
+        self._kinds[kind] = (self._kinds[kind] or TurnTable()) if kind in self._kinds else None
+        for key in (others, kind):
+            self._kinds.move_to_end(key)
+        while len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
 
     def __repr__(self) -> str:
-        return f"_Agreement({self.sums})"
+        return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._kinds!r})"
+
+
