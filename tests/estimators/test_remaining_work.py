@@ -188,7 +188,9 @@ def test_state() -> None:
     observe(again, "before", 5.0)
     again.set_state(json.loads(json.dumps(work.get_state())))
     assert again.get_state() == work.get_state()
-    assert again.get_work_left(make_job("new")) == pytest.approx(work.get_work_left(make_job("new")), rel=0.01)
+    assert again.get_work_left(make_job("new")) == pytest.approx(
+        work.get_work_left(make_job("new")), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

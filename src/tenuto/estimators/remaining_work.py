@@ -133,7 +133,9 @@ class TurnTable:
         turns = self._turns[index] if index < len(self._turns) else None
         if turns is None:
             this = self._work_after[index] if num_new_tokens is None else num_new_tokens
-            return Left(this + (0.0 if num_new_tokens is None else self._work_after[index]), this, self._share)
+            return Left(
+                this + (0.0 if num_new_tokens is None else self._work_after[index]), this, self._share
+            )
         # The share that ended their job, shrunk towards the share of all turns.
         share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
         if num_new_tokens is None:
@@ -338,5 +340,3 @@ class RemainingWork:
 
     def __repr__(self) -> str:
         return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._kinds!r})"
-
-
