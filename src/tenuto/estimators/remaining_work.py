@@ -92,7 +92,7 @@ class TurnTable:
         self._sum_up()
 
     def observe(self, past: Past, size: int, num_new_tokens: float, work: float, *, stops: bool) -> None:
-        """Count the next turn of a job, of this size class. `stops`: the job is expected to send nothing soon."""
+        """Count the next turn of a job. `size`: see `_get_size`. `stops`: nothing is expected soon after it."""
         index = min(past.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
@@ -234,7 +234,8 @@ class Past:
 class RemainingWork:
     """Predicts jobs' remaining work from earlier jobs of their tenant and kind, and from all jobs.
 
-    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. Jobs whose kind nobody else has are of one kind.
+    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. All jobs whose kind nobody else has are of one
+    kind.
     """
 
     def __init__(self) -> None:
@@ -287,8 +288,9 @@ class RemainingWork:
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
         past = self._jobs.pop(job_id, None)
-        for table in () if past is None else (self._all, past.table):
-            table.end(past)
+        if past is not None:
+            for table in (self._all, past.table):
+                table.end(past)
 
     def get_work_left(self, job: Job) -> float:
         """Expected work of a job's remaining turns, at least one."""
