@@ -92,7 +92,7 @@ class TurnTable:
         self._sum_up()
 
     def observe(self, past: Past, size: int, num_new_tokens: float, work: float, *, stops: bool) -> None:
-        """Count the next turn of a job. `size`: see `_get_size`. `stops`: nothing is expected soon after it."""
+        """Count the next turn of a job. `size`: see `_get_size`. `stops`: nothing is expected soon."""
         index = min(past.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
@@ -234,8 +234,7 @@ class Past:
 class RemainingWork:
     """Predicts jobs' remaining work from earlier jobs of their tenant and kind, and from all jobs.
 
-    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. All jobs whose kind nobody else has are of one
-    kind.
+    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. Jobs whose kind nobody else has count as one.
     """
 
     def __init__(self) -> None:
