@@ -282,7 +282,7 @@ class IdleJobs:
     """Idle jobs by tenant. The first to forget is the longest idle job of the tenant with the most idle jobs.
 
     So a tenant that sends many ids makes the driver forget its own jobs, not those of others. Every change
-    takes O(log n) time in the number of tenants.
+    takes O(log n) amortised time in the number of tenants.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,8 @@ class IdleJobs:
         self._jobs: dict[str, OrderedDict[str, None]] = {}
         """Each tenant's idle jobs; the one that has been idle longest is first."""
         self._by_number = IndexedHeap()
-        """Tenants; the one with most idle jobs is first."""
+        """Tenants; the one with most idle jobs is first. Those in `_changed` may be in a wrong place."""
+        self._changed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -308,8 +309,11 @@ class IdleJobs:
             self.discard(job_id)
         name = tenant or ""
         self._tenants[job_id] = name
-        self._jobs.setdefault(name, OrderedDict())[job_id] = None
-        self._by_number.push(name, (-len(self._jobs[name]),))
+        own = self._jobs.get(name)
+        if own is None:
+            own = self._jobs[name] = OrderedDict()
+        own[job_id] = None
+        self._changed.add(name)
 
     def discard(self, job_id: str) -> None:
         """A job is not idle any more, if it was."""
@@ -318,16 +322,20 @@ class IdleJobs:
             return
         own = self._jobs[name]
         del own[job_id]
-        if own:
-            self._by_number.push(name, (-len(own),))
-        else:
+        if not own:
             del self._jobs[name]
-            self._by_number.discard(name)
+        self._changed.add(name)
 
     def get_first_to_forget(self) -> str | None:
         """The job to forget first; None if no job is idle."""
-        name = self._by_number.get_first()
-        return None if name is None else next(iter(self._jobs[name]))
+        for name in self._changed:
+            if name in self._jobs:
+                self._by_number.push(name, (-len(self._jobs[name]),))
+            else:
+                self._by_number.discard(name)
+        self._changed.clear()
+        first = self._by_number.get_first()
+        return None if first is None else next(iter(self._jobs[first]))
 
 
 # A job's next turn by its content alone, so that clients need not send a job id.
@@ -354,7 +362,7 @@ _Key = tuple[Hashable, _Span, tuple[int, ...], str | None]
 class _Finished:
     number: int
     """A counter; a turn that is remembered later has a larger number."""
-    keys: list[_Key]
+    keys: tuple[_Key, ...]
 
 
 class Lineage:
@@ -371,7 +379,8 @@ class Lineage:
         self._jobs_by_key: dict[_Key, str | OrderedDict[str, None]] = {}
         """The job of each key, or several. Nearly all keys have one, and a dict would take 0.4 kB."""
         # Many jobs may share a mark (a system prompt), but a mark has at most 2 × block_size spans.
-        self._spans_by_mark: dict[Hashable, dict[_Span, int]] = {}
+        self._spans_by_mark: dict[Hashable, _Span | dict[_Span, int]] = {}
+        """The span of each mark that has one key, else the number of the mark's keys by span."""
 
     def __len__(self) -> int:
         return len(self._finished)
@@ -400,15 +409,21 @@ class Lineage:
         if len(hashes) > num_prompt_blocks:
             keys.append((hashes[-1], _OUTPUT, (), tenant))
         self._num_remembered += 1
-        turn = self._finished[job_id] = _Finished(self._num_remembered, keys)
+        turn = self._finished[job_id] = _Finished(self._num_remembered, tuple(keys))
         for key in turn.keys:
             jobs = self._jobs_by_key.setdefault(key, job_id)
             if isinstance(jobs, OrderedDict):
                 jobs[job_id] = None
             elif jobs != job_id:
                 self._jobs_by_key[key] = OrderedDict.fromkeys((jobs, job_id))
-            spans = self._spans_by_mark.setdefault(key[0], {})
-            spans[key[1]] = spans.get(key[1], 0) + 1
+            mark, span = key[:2]
+            spans = self._spans_by_mark.get(mark)
+            if spans is None:
+                self._spans_by_mark[mark] = span
+                continue
+            if isinstance(spans, tuple):
+                spans = self._spans_by_mark[mark] = {spans: 1}
+            spans[span] = spans.get(span, 0) + 1
         if len(self._finished) > self._max_jobs:
             self.forget(next(iter(self._finished)))
 
@@ -423,10 +438,11 @@ class Lineage:
             if not jobs or jobs == job_id:
                 del self._jobs_by_key[key]
             spans = self._spans_by_mark[mark]
-            spans[span] -= 1
-            if not spans[span]:
-                del spans[span]
-            if not spans:
+            if isinstance(spans, dict):
+                spans[span] -= 1
+                if not spans[span]:
+                    del spans[span]
+            if not spans or isinstance(spans, tuple):
                 del self._spans_by_mark[mark]
 
     def find(
@@ -448,8 +464,10 @@ class Lineage:
         """
         spans_by_mark = self._spans_by_mark
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
-            spans = (each for each in spans_by_mark[mark] if each == _OUTPUT or len(prompt) > each[1])
-            keys = [_get_key(mark, span, prompt, tenant) for span in spans]
+            known = spans_by_mark[mark]
+            spans = (known,) if isinstance(known, tuple) else known
+            fitting = [each for each in spans if each == _OUTPUT or len(prompt) > each[1]]
+            keys = [_get_key(mark, span, prompt, tenant) for span in fitting]
             sets = [self._jobs_by_key[key] for key in keys if key in self._jobs_by_key]
             if sets:
                 found = [_choose(jobs, preferred) for jobs in sets]

@@ -10,6 +10,7 @@ turn 2 is preempted at 155 computed tokens and hits 144 when it resumes  →   1
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 
 
@@ -58,6 +59,8 @@ class PrefixMarks:
     extends the whole turn or only its prompt. Of the other hashes, O(log n) are kept. A prompt that differs
     in the middle of the turn counts as shared up to the last mark before the difference. Each hash also
     covers the blocks before its own.
+
+    Of each hash, Python's own `hash` is kept: 8 bytes instead of 65 for an idle job.
     """
 
     __slots__ = ("_block_size", "_hashes", "_num_computed_tokens", "_num_prompt_tokens", "_positions")
@@ -76,10 +79,10 @@ class PrefixMarks:
         self._num_computed_tokens = num_computed_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
-        self._positions = tuple([each for each in sorted(positions, reverse=True) if each > 0])
+        self._positions = array("I", [each for each in sorted(positions, reverse=True) if each > 0])
         """The number of blocks of each kept prefix, longest first."""
-        self._hashes = tuple([hashes[each - 1] for each in self._positions])
-        """The hash of each kept prefix's last block. Two tuples need less memory than a list of pairs."""
+        self._hashes = array("q", [hash(hashes[each - 1]) for each in self._positions])
+        """The `hash` of the hash of each kept prefix's last block."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
@@ -115,7 +118,7 @@ class PrefixMarks:
 
     def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
         """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
-        for position, block_hash in zip(self._positions, self._hashes, strict=True):
-            if position <= len(hashes) and hashes[position - 1] == block_hash:
+        for position, mark in zip(self._positions, self._hashes, strict=True):
+            if position <= len(hashes) and hash(hashes[position - 1]) == mark:
                 return position
         return 0
