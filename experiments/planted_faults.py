@@ -374,8 +374,8 @@ FAULTS = (
     Fault(
         "policies: their time is not counted",
         "vllm/scheduler.py",
-        "=remembers_later)\n        driver.stats.decision_s",
-        "=remembers_later)\n        started_s = time.perf_counter()\n        driver.stats.decision_s",
+        "(request.request_id)\n        driver.stats.decision_s",
+        "(request.request_id)\n        started_s = time.perf_counter()\n        driver.stats.decision_s",
         ("vllm/test_faults.py::test_a_slow_policy_is_waited_for_and_shows_in_the_time_of_decisions",),
     ),
     Fault(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tenuto.core.indexed_heap import IndexedHeap
@@ -405,6 +405,10 @@ class BlockRefCounts:
         """One more lease covers these blocks; each block must be named once."""
         if not self._covered.isdisjoint(block_ids):
             self._more.update(self._covered.intersection(block_ids))
+        self._covered.update(block_ids)
+
+    def add_new(self, block_ids: Iterable[Hashable]) -> None:
+        """As `add`, for blocks that no lease covers yet."""
         self._covered.update(block_ids)
 
     def remove(self, block_ids: Collection[Hashable]) -> None:

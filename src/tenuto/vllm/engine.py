@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +86,14 @@ class VllmEngine:
         """Number of blocks that an allocation could take now."""
         return self._leased.get_num_free_blocks()
 
-    @contextlib.contextmanager
-    def ending(self, ended: Ended) -> Iterator[None]:
-        """In this context, the driver is told that a request ended."""
+    def begin_end(self, ended: Ended) -> None:
+        """The driver is about to be told that a request ended; `leave` follows."""
         self._ending = ended
-        try:
-            yield
-        finally:
-            self._ending, self._found = None, []
-            self.forget(ended.request.request_id)
+
+    def leave(self, request_id: str) -> None:
+        """The driver was told that a request ended."""
+        self._ending, self._found = None, []
+        self.forget(request_id)
 
     def look(self, request_id: str) -> None:
         """A step computes a part of a prompt: check its cached blocks now, to save time at its end."""

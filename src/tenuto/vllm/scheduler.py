@@ -347,8 +347,11 @@ class _DrivenScheduler(PrivateHooks):
         finish = self._reader.get_finish(request, reads_output=reads)
         if self.tier is not None:
             self.tier.finish(request, driver.get_finished_turn(request.request_id, finish))
-        with hooks.engine.ending(ended):
+        hooks.engine.begin_end(ended)
+        try:
             driver.finish(request.request_id, ended.now_s, finish, remembers_later=remembers_later)
+        finally:
+            hooks.engine.leave(request.request_id)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     # Called by the engine adapter.

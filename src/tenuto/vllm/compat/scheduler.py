@@ -275,6 +275,12 @@ def count_cached_blocks(scheduler: Any) -> int:
 _get_hash, _get_block_id, _get_num_refs = map(attrgetter, ("_block_hash", "block_id", "ref_cnt"))
 
 
+def _get_blocks(manager: Any, request_id: str) -> list[Any]:
+    """The blocks of a request in the first layer group, in vLLM's own list."""
+    blocks: list[Any] = manager.coordinator.single_type_managers[0].req_to_blocks.get(request_id, [])
+    return blocks
+
+
 def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
     """How many of a running request's leading blocks a prompt that extends it would hit.
 
@@ -283,7 +289,7 @@ def count_first_copies(scheduler: Any, request_id: str, num_known: int) -> int:
     has it.
     """
     manager = scheduler.kv_cache_manager
-    own = manager.get_blocks(request_id).blocks[0]
+    own = _get_blocks(manager, request_id)
     num_full = len(own)
     while num_full > num_known and own[num_full - 1].block_hash is None:
         num_full -= 1
@@ -305,12 +311,12 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_known: int) -> list[
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
     if not manager.enable_caching or request.skip_reading_prefix_cache:
         return []
-    own, hashes = manager.get_blocks(request.request_id).blocks[0], request.block_hashes
+    own, hashes = _get_blocks(manager, request.request_id), request.block_hashes
     # The last token was sampled but never computed.
     num_full = min((request.num_tokens - 1) // size, len(hashes), len(own))
     while num_full and own[num_full - 1].block_hash is None:
         num_full -= 1
-    blocks = list(own[:num_full])
+    blocks = own[:num_full]
     # As in `count_first_copies`.
     new = blocks[num_known:]
     cached = manager.block_pool.cached_block_hash_to_block
@@ -377,12 +383,12 @@ class LeasedBlocks:
 
     def take_over(self, blocks: Sequence[Any]) -> None:
         """A finishing request passes its references to these blocks on to a lease."""
-        block_ids = list(map(_get_block_id, blocks))
-        self._leased.add(block_ids)
-        if self._in_use:
-            self._in_use.difference_update(block_ids)
         if max(map(_get_num_refs, blocks), default=0) > 1:
+            self._leased.add(list(map(_get_block_id, blocks)))
             self._changed += [block for block in blocks if block.ref_cnt > 1]
+        else:
+            # No other lease covers any of them, because it would have a reference too.
+            self._leased.add_new(map(_get_block_id, blocks))
 
     def release(self, blocks: Sequence[Any]) -> None:
         """Release a lease's reference to each block; the last blocks will be evicted first."""
