@@ -23,11 +23,15 @@ class Yields(Enum):
     ON_DEADLOCK = "on-deadlock"
     """Only when nothing could run otherwise, as the public Continuum prototype does."""
 
+    # A member is equal only to itself. `Enum` hashes its name, in Python.
+    __hash__ = object.__hash__
+
 
 class Reason(Enum):
     """A reason for an event of a lease: its name in records and metrics, and its meaning in words."""
 
     words: str
+    __hash__ = object.__hash__
 
     def __new__(cls, name: str, words: str) -> Self:
         """Make a reason that can be looked up by its name."""

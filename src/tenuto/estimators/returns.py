@@ -71,16 +71,21 @@ class Returns:
         It counts as evidence of no return until the job comes back. A job that came back before is exempt
         when it calls a tool: it is always expected back, so it is no evidence.
         """
-        away = self._jobs.setdefault(job.job_id, _Away())
+        away = self._jobs.get(job.job_id)
+        if away is None:
+            away = self._jobs[job.job_id] = _Away()
         if away.path or (away.came_back and tool is not None):
             return
         away.path, away.work = _get_path(job, tool, came_back=away.came_back), work
         decay = math.exp(-work / MEMORY_TOKENS)
         for name in away.path:
-            counts = self._classes.setdefault(name, _Counts())
+            counts = self._classes.get(name)
+            if counts is None:
+                counts = self._classes[name] = _Counts()
+            else:
+                self._classes.move_to_end(name)
             counts.left = decay * counts.left + work
             counts.back *= decay
-            self._classes.move_to_end(name)
         while len(self._classes) > MAX_CLASSES:
             self._forget_one()
         if _NEW_TOOL in away.path:
@@ -121,13 +126,19 @@ class Returns:
         }
 
     def _get_share(self, path: _Path) -> float:
+        """The share of the last class. Each share is shrunk towards that of its parent's other jobs."""
         share = 1.0
         own = self._classes.get(path[0], _NOTHING)
-        for name in path[1:]:
-            inner = self._classes.get(name, _NOTHING)
-            share = _draw(share, own.left - inner.left, own.back - inner.back)
+        # Written without calls of functions, because each end of a turn asks for several shares.
+        for name in (*path[1:], None):
+            inner = _NOTHING if name is None else self._classes.get(name, _NOTHING)
+            left, back = own.left - inner.left, own.back - inner.back
+            share = ((back if back > 0.0 else 0.0) + PRIOR_TOKENS * share) / (
+                (left if left > 0.0 else 0.0) + PRIOR_TOKENS
+            )
+            share = share if share < 1.0 else 1.0
             own = inner
-        return _draw(share, own.left, own.back)
+        return share
 
     def _forget_one(self) -> None:
         oldest = list(islice(self._iter_bounded(), NUM_LOOKED_AT))
@@ -148,11 +159,6 @@ _NEW_TOOL: _Class = ("new job, tool",)
 _NEW_NO_TOOL: _Class = ("new job, no tool",)
 _AGAIN_NO_TOOL: _Class = ("job that came back, no tool",)
 _TOP = {_NEW_TOOL, _NEW_NO_TOOL, _AGAIN_NO_TOOL}
-
-
-def _draw(share: float, left: float, back: float) -> float:
-    """The share of a class, shrunk towards `share`, that of its parent's other jobs."""
-    return min(1.0, (max(0.0, back) + PRIOR_TOKENS * share) / (max(0.0, left) + PRIOR_TOKENS))
 
 
 def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:

@@ -167,21 +167,21 @@ class StepTimes:
         return self._get_lines()[0]
 
     def get_decode_s(self, num_requests: int) -> float:
-        """Seconds of a step that decodes for this many requests; 0 before any was seen."""
+        """Seconds of a step that decodes for this many requests; 0 before any was seen.
+
+        For no requests, it is one pass over the weights, and host time.
+        """
         fixed, slope = self._get_lines()[1]
         return fixed + slope * num_requests
-
-    def get_pass_s(self) -> float:
-        """Seconds of a step that do not depend on its requests: one pass over the weights, and host time."""
-        return self._get_lines()[1][0]
 
     def get_gain(self, num_requests: int) -> float:
         """Throughput that one more decoding request adds to this many, as a share of theirs.
 
         The gain is that they share the pass over the weights. In steps full of prompts it is 0.
         """
-        step_s = self.get_decode_s(num_requests)
-        return (1 - self._full_share) * self.get_pass_s() / step_s if step_s > 0 else 0.0
+        pass_s, slope = self._get_lines()[1]
+        step_s = pass_s + slope * num_requests
+        return (1 - self._full_share) * pass_s / step_s if step_s > 0 else 0.0
 
     def get_worth_s(self, view: EngineView) -> float:
         """Seconds for which idle KV is worth its memory; infinite while no turn waits for memory.
@@ -189,8 +189,10 @@ class StepTimes:
         In that time, turns that decode in this memory instead gain as much as it costs to restore the KV.
         """
         num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
+        if not (view.num_waiting + view.num_parked and num_running_blocks > 0):
+            return math.inf
         gain = self.get_gain(view.num_running)
-        if not (view.num_waiting + view.num_parked and num_running_blocks > 0 and gain > 0):
+        if not gain > 0:
             return math.inf
         compute_s = self.get_token_s() * view.block_size
         restore_s = min([compute_s, *(tier.s_per_block for tier in view.tiers)])
