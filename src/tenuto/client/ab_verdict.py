@@ -20,7 +20,7 @@ from tenuto.records.files import RESULT, TURNS, read_first
 from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.schema import RunRecord, TurnRecord
-from tenuto.records.text import MIN_PAIRS
+from tenuto.records.text import MIN_PAIRS, format_time_s
 
 VERDICT = "verdict.json"
 """The verdict's file in the folder of a comparison."""
@@ -452,6 +452,4 @@ def _format_percent(ratio: float) -> str:
 
 
 def _format_value(value: float, unit: str) -> str:
-    if unit == "s":
-        return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
-    return f"{value:.2f}/s"
+    return format_time_s(value) if unit == "s" else f"{value:.2f}/s"

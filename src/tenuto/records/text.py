@@ -52,12 +52,12 @@ def format_run(record: Mapping[str, Any]) -> str:
         *([f"itl          {format_stats(record['itl_s'])}"] if record.get("itl_s") else []),
         "tokens       "
         + ", ".join(
-            f"{name} {_format_count(record[f'{name}_tokens'])}"
+            f"{name} {format_count(record[f'{name}_tokens'])}"
             for name in ("prompt", "output", "hit", "reusable", "recomputed", "loaded", "stored")
             if record[f"{name}_tokens"] is not None or name not in ("loaded", "stored")
         ),
         *_format_reuse(record),
-        f"preemptions  {_format_count(record['preemptions'])}",
+        f"preemptions  {format_count(record['preemptions'])}",
         *_format_goodput(record),
     ]
     if record["policy_faults"]:
@@ -193,11 +193,17 @@ def format_time_s(seconds: float | None) -> str:
     """A time in seconds or milliseconds."""
     if seconds is None:
         return "–"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.1f} ms"
 
 
-def _format_count(number: int | None) -> str:
-    return "–" if number is None else f"{number:,}"
+def format_count(number: float | None) -> str:
+    """A whole number with its thousands."""
+    return "–" if number is None else f"{round(number):,}"
+
+
+def format_share(share: float | None, digits: int = 1) -> str:
+    """A share in per cent."""
+    return "–" if share is None else f"{share:.{digits}%}"
 
 
 def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

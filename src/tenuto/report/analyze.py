@@ -25,7 +25,10 @@ from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
+from tenuto.records.text import format_count as _n
+from tenuto.records.text import format_share as _p
 from tenuto.records.text import format_table
+from tenuto.records.text import format_time_s as _s
 from tenuto.report.diagnosis import (
     Cause,
     Evidence,
@@ -680,17 +683,3 @@ def _format_times(times: Mapping[str, float | None]) -> str:
     if times["mean"] is None:
         return ""
     return ", ".join(f"{name} {_s(value)}" for name, value in times.items())
-
-
-def _s(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.0f} ms"
-
-
-def _n(number: float | None) -> str:
-    return "–" if number is None else f"{round(number):,}"
-
-
-def _p(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"

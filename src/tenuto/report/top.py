@@ -29,6 +29,8 @@ from tenuto.client.metrics import Buckets, Page, find_engines, join_pages, parse
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
+from tenuto.records.text import format_count as _n
+from tenuto.records.text import format_share
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 LATENCIES = {
@@ -796,12 +798,7 @@ def _s(seconds: float | None) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.0f} µs"
 
 
-def _n(number: float | None) -> str:
-    return "–" if number is None else f"{round(number):,}"
-
-
-def _p(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
+_p = partial(format_share, digits=0)
 
 
 def _r(rate: float | None) -> str:
