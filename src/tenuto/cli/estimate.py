@@ -73,11 +73,7 @@ class EstimateOptions(Options):
     url: str | None = option(None, "take the model and the KV cache size from this server", metavar="URL")
     api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
     jps: float | None = option(
-        None,
-        "jobs arriving per second, in all",
-        above=0,
-        alias="--request-rate",
-        shown_default="as recorded",
+        None, "jobs arriving per second, in all", above=0, alias="--request-rate", shown_default="as recorded"
     )
     machines: int = option(1, "servers that share the traffic, each with --tp GPUs", minimum=1)
     seeds: tuple[int, ...] = option(

@@ -224,15 +224,7 @@ CONTROL = Command(
     _run_control,
     notes=_CONTROL_NOTES,
     main=(
-        "action",
-        "url",
-        "policy",
-        "options",
-        "limits",
-        "canary_share",
-        "no_canary",
-        "job",
-        "admin_key",
-        "as_json",
+        *("action", "url", "policy", "options", "limits"),
+        *("canary_share", "no_canary", "job", "admin_key", "as_json"),
     ),
 )

@@ -281,15 +281,7 @@ PROFILE = Command(
     _run_profile,
     notes=_PROFILE_NOTES,
     main=(
-        "url",
-        "model",
-        "step_tokens",
-        "max_batch",
-        "repeats",
-        "limit_s",
-        "observations",
-        "out",
-        "force",
-        "as_json",
+        *("url", "model", "step_tokens", "max_batch", "repeats"),
+        *("limit_s", "observations", "out", "force", "as_json"),
     ),
 )

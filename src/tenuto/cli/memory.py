@@ -72,15 +72,7 @@ MEMORY = Command(
     run,
     notes=_NOTES,
     main=(
-        "gpu",
-        "model",
-        "context",
-        "tp",
-        "kv_cache_dtype",
-        "gpu_memory_utilization",
-        "kv_tokens",
-        "max_model_len",
-        "host_gb",
-        "as_json",
+        *("gpu", "model", "context", "tp", "kv_cache_dtype"),
+        *("gpu_memory_utilization", "kv_tokens", "max_model_len", "host_gb", "as_json"),
     ),
 )

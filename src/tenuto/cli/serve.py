@@ -186,15 +186,7 @@ SERVE_SIM = Command(
     _run_serve_sim,
     notes=_SERVE_SIM_NOTES,
     main=(
-        "engine",
-        "policy",
-        "gpu",
-        "model",
-        "host",
-        "port",
-        "speed",
-        "served_model_name",
-        "api_key",
-        "trace",
+        *("engine", "policy", "gpu", "model", "host"),
+        *("port", "speed", "served_model_name", "api_key", "trace"),
     ),
 )

@@ -33,13 +33,7 @@ from tenuto.client.metrics import (
 )
 from tenuto.client.options import BenchOptions
 from tenuto.client.probe import Server, check_lengths, probe_server
-from tenuto.client.result import (
-    Outcome,
-    Sending,
-    format_result,
-    make_result,
-    read_simulated_server,
-)
+from tenuto.client.result import Outcome, Sending, format_result, make_result, read_simulated_server
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
@@ -167,12 +161,7 @@ async def _prepare(
         say("the server does not send its answers' token ids: prompts quote the workload's own text")
         quotes_answers = False
     writer = RequestWriter(
-        server.model,
-        form,
-        run_id,
-        say_hints,
-        quotes_answers=quotes_answers,
-        forced_format=forced_format,
+        server.model, form, run_id, say_hints, quotes_answers=quotes_answers, forced_format=forced_format
     )
     servers = RoutedServers(clients, options.router, say_hints) if others else OneServer(first)
     return _Setup(options, workload, server, writer, engines, servers)
@@ -191,10 +180,7 @@ async def _read_engines(server: Server, engines: Engines) -> Server:
     say(f"several engines; metrics come from {', '.join(pages)}")
     text = "\n".join(pages.values())
     return replace(
-        server,
-        block_size=try_get_block_size(text),
-        totals=totals or None,
-        sim_speed=try_get_sim_speed(text),
+        server, block_size=try_get_block_size(text), totals=totals or None, sim_speed=try_get_sim_speed(text)
     )
 
 

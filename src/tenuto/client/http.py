@@ -141,12 +141,7 @@ class Client:
         return stream.finish()
 
     async def _read_stream(
-        self,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        stream: AnswerStream,
-        limit: asyncio.Timeout,
+        self, path: str, body: bytes, headers: Mapping[str, str], stream: AnswerStream, limit: asyncio.Timeout
     ) -> None:
         # Pass a file object: aiohttp sends it in pieces, so a large prompt does not block other requests.
         data = io.BytesIO(body)

@@ -108,9 +108,7 @@ class BenchOptions(RequestOptions):
         None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
     )
     run_id: str | None = option(
-        None,
-        "part of all content and job ids, so that no run hits another's cache",
-        shown_default="random",
+        None, "part of all content and job ids, so that no run hits another's cache", shown_default="random"
     )
     policy: str | None = option(None, "label in the result: the server's policy", metavar="NAME")
     gpu: str | None = option(None, "label in the result", metavar="NAME")
@@ -306,9 +304,7 @@ class AbOptions(ArmOptions):
     """The options of each run. The URL, label, run id and seed are set separately for each run."""
     out: Path = option(MISSING, "for runs, logs, results.jsonl, verdict.json", metavar="DIR")
     repeats: int = option(
-        6,
-        "runs of each arm. Fewer than 6 prove nothing; more can be added later",
-        minimum=1,
+        6, "runs of each arm. Fewer than 6 prove nothing; more can be added later", minimum=1
     )
     warmup_jobs: int = option(
         1, "jobs that a server runs unmeasured after its start, or before its first run", minimum=0

@@ -529,11 +529,7 @@ class _Validation:
         if found is None:
             return load
         return replace(
-            load,
-            jps=found.jps,
-            window_s=found.window_s,
-            scale_lengths=found.scale_lengths,
-            seed=found.seed,
+            load, jps=found.jps, window_s=found.window_s, scale_lengths=found.scale_lengths, seed=found.seed
         )
 
     @cached_property

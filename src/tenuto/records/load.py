@@ -194,12 +194,7 @@ def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: b
     return data
 
 
-_NAMES = {
-    TRACE: "trace",
-    RECORDING: "recording",
-    TURNS: "turns",
-    PROTOTYPE: KIND,
-}
+_NAMES = {TRACE: "trace", RECORDING: "recording", TURNS: "turns", PROTOTYPE: KIND}
 LOADABLE = tuple(_NAMES)
 """Kinds of files that hold one run."""
 

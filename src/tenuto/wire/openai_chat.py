@@ -170,12 +170,7 @@ class Writer(ChoiceWriter):
         change |= _write_more(self._head["id"], delta, is_delta=True)
         if not (change or delta.finish_reason) and delta.token_ids is None:
             return opening
-        choice = {
-            "index": 0,
-            "delta": change,
-            **_write_logprobs(delta),
-            "finish_reason": delta.finish_reason,
-        }
+        choice = {"index": 0, "delta": change, **_write_logprobs(delta), "finish_reason": delta.finish_reason}
         if delta.token_ids is not None:
             choice["token_ids"] = delta.token_ids
         return opening + self._write({"choices": [choice]}, delta.usage)

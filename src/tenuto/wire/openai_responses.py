@@ -227,10 +227,7 @@ class Writer(BlockWriter):
         events = [self._write(f"{_EVENTS[block.kind]}.done", **{name: block.text}, **more)]
         if block.kind != "call":
             events.append(self._write("content_part.done", part=item["content"][0]))
-        return [
-            *events,
-            {"type": "response.output_item.done", "output_index": self._index, "item": item},
-        ]
+        return [*events, {"type": "response.output_item.done", "output_index": self._index, "item": item}]
 
     def _end(self, whole: Delta) -> Events:
         # vLLM says so of cut answers too, and clients wait for it; the status within tells them apart.

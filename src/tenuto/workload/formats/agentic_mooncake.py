@@ -208,11 +208,7 @@ def _make_jobs(chains: dict[str, list[_Row]], prompts: dict[str, Prompt]) -> lis
 
 
 def _make_turn(
-    chain: list[_Row],
-    index: int,
-    job_id: str,
-    where: dict[str, tuple[str, int]],
-    prompts: dict[str, Prompt],
+    chain: list[_Row], index: int, job_id: str, where: dict[str, tuple[str, int]], prompts: dict[str, Prompt]
 ) -> TurnSpec:
     row = chain[index]
     following = _find_sequence(chain[index + 1]) if index + 1 < len(chain) else None

@@ -181,11 +181,7 @@ these rates would be a hundredth of that GPU's capacity, so contexts are probabl
 """
 
 SWE_BENCH_CONTEXTS = dataclasses.replace(
-    SWE_BENCH,
-    name="swe-bench-contexts",
-    tokens_are="context",
-    output_tokens=4_000,
-    tool_output_tokens=2_500,
+    SWE_BENCH, name="swe-bench-contexts", tokens_are="context", output_tokens=4_000, tool_output_tokens=2_500
 )
 
 
