@@ -420,6 +420,24 @@ def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None
     assert not ToyEngine(Policy(), 60).driver.bounds_steps
 
 
+def test_what_a_chooser_hears_later_comes_in_the_same_order() -> None:
+    heard = []
+    chooser = Chooser(7)
+    chooser.observe_step = heard.append
+    chooser.observe_turn = lambda turn: heard.append(turn.turn_id)
+    engine = ToyEngine(Policy(), 60, step_chooser=chooser)
+    driver = engine.driver
+    driver.finish = partial(driver.finish, remembers_later=True)  # type: ignore[method-assign]
+    engine.arrive("turn", 0, PROMPT)
+    engine.start_first(0)
+    driver.step("first", remembers_later=True)
+    engine.finish("turn", 1)
+    driver.step("second", remembers_later=True)
+    assert heard == []
+    driver.remember()
+    assert heard == ["first", "turn", "second"]
+
+
 def test_a_step_that_only_decodes_has_the_engine_s_size_unless_the_policy_bounds_steps() -> None:
     log = []
     driver = ToyEngine(Policy(), 60, step_chooser=Chooser(7), log=log.append).driver

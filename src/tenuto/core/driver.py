@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenuto.core.engine import Blocks, Engine, StepChooser, StepSize
@@ -122,8 +122,8 @@ class Driver:
             by_priority=by_priority,
         )
         self.leases, self.pins = self._retention.leases, self._retention.pins
-        self._ended: deque[tuple[TurnState, float, Finish, bool]] = deque()
-        """Turns that ended: when, how, and whether their job ended too; see `remember`."""
+        self._later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        """What `finish` and `step` left for later, in order; see `remember`."""
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
         self._reorder_s = math.inf if policy.needs.reorder_s is None else policy.needs.reorder_s
@@ -295,7 +295,7 @@ class Driver:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted)
         if is_complete and not job.live_turn_ids:
-            self._ended.append((turn, now_s, finish, True))
+            self._later.append((self._remember, (turn, now_s, finish, True)))
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
@@ -304,18 +304,20 @@ class Driver:
             self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._ended.append((turn, now_s, finish, False))
+        self._later.append((self._remember, (turn, now_s, finish, False)))
         if not remembers_later:
             self.remember()
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def remember(self) -> None:
-        """Do the bookkeeping of ended turns that `finish` left for later."""
-        while self._ended:
-            self._remember(*self._ended.popleft())
+        """Do the bookkeeping of turns and steps that `finish` and `step` left for later."""
+        while self._later:
+            do, facts = self._later.popleft()
+            do(*facts)
 
     def _remember(self, turn: TurnState, now_s: float, finish: Finish, is_complete: bool) -> None:
+        """A turn ended, and maybe its job."""
         job, arrival = turn.job, turn.arrival
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         num_computed_tokens = finish.num_computed_tokens
@@ -448,10 +450,13 @@ class Driver:
             self._caller.tell("on_tick", self.get_view(now_s))
         return True
 
-    def step(self, step: StepView) -> None:
-        """The engine computed a step. Call this only if `hears_steps`."""
+    def step(self, step: StepView, *, remembers_later: bool = False) -> None:
+        """The engine computed a step. Call this only if `hears_steps`. `remembers_later`: as in `finish`."""
         if self._step_chooser is not None:
-            self._step_chooser.observe_step(step)
+            if remembers_later:
+                self._later.append((self._step_chooser.observe_step, (step,)))
+            else:
+                self._step_chooser.observe_step(step)
         if "on_step" in self._caller.heard:
             self._caller.tell("on_step", step)
 

@@ -216,9 +216,9 @@ class _DrivenScheduler(PrivateHooks):
         if self._hooks.can_end_later:
             self._queue(self._handle_end, ended)
             return
+        # What the driver only remembers about the step and the turn can wait until `_handle_queued`.
         if self._queued:
-            self._handle_queued()
-        # What the driver only remembers about the turn can wait until `_handle_queued`.
+            self._handle_queued(remembers_later=True)
         self._handle_end(ended, remembers_later=True)
 
     def on_turn_preempting(self, request: Any) -> None:
@@ -291,16 +291,18 @@ class _DrivenScheduler(PrivateHooks):
     def _queue(self, handle: Callable[..., None], *facts: Any) -> None:
         self._queued.append((handle, facts))
 
-    def _handle_queued(self) -> None:
-        """Tell the driver about all queued events."""
+    def _handle_queued(self, *, remembers_later: bool = False) -> None:
+        """Tell the driver about all queued events. `remembers_later`: only the end of a turn follows."""
         if self._is_handling:
             return
         self._is_handling = True
         try:
-            self._hooks.driver.remember()
             while self._queued:
+                self._hooks.driver.remember()
                 handle, facts = self._queued.popleft()
                 handle(*facts)
+            if not remembers_later:
+                self._hooks.driver.remember()
         finally:
             self._is_handling = self._has_queued_step = False
 

@@ -30,7 +30,7 @@ class StepReporter:
             self._scheduled.append((output, now_s, is_full))
 
     def finish(self, output: Any, now_s: float) -> None:
-        """The results of a step have arrived."""
+        """The results of a step have arrived. `Driver.remember` must follow."""
         # Steps that were in flight when this object was made are not in `_scheduled`.
         if not self._scheduled or self._scheduled[0][0] is not output:
             return
@@ -38,7 +38,8 @@ class StepReporter:
         num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         num_tokens = output.total_num_scheduled_tokens - num_drafts
         num_requests = len(output.num_scheduled_tokens)
-        self._driver.step(self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full))
+        step = self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
+        self._driver.step(step, remembers_later=True)
 
 
 class StepTracer:
