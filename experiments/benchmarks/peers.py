@@ -80,9 +80,9 @@ def spend(command: Sequence[str]) -> Spent:
 
 
 def simulate(*options: str) -> tuple[Spent, dict[str, Any]]:
-    """`tenuto simulate` on an H200, and its record."""
-    command = [sys.executable, "-m", "tenuto.cli", "simulate", "--gpu", "H200", "--json", *options]
-    spent = spend(command)
+    """`tenuto simulate` on an H200, and its record. Of one policy: a second run beside it would count too."""
+    command = [sys.executable, "-m", "tenuto.cli", "simulate", "--gpu", "H200", "--json", "--no-beside-stock"]
+    spent = spend([*command, *options])
     return spent, json.loads(spent.output)
 
 
