@@ -13,11 +13,12 @@ from tenuto.core.types import Decision, DecodeSteps, EngineView, Keep, Lease, St
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.state import Step
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request
 from tenuto.sim.run import prepare
 from tenuto.sim.setup import Setup
-from tenuto.sim.simulation import Clients, Simulation
+from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.load import LoadOptions
@@ -238,7 +239,15 @@ class Watching(Policy):
         return (sign * turn.num_prompt_tokens, turn.arrival_s)
 
 
-def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, skips: bool = True) -> Any:
+def simulate(
+    policy: Policy,
+    jobs: Any,
+    *,
+    depth: int,
+    num_blocks: int = 2000,
+    skips: bool = True,
+    watch: Watch | None = None,
+) -> Any:
     config = EngineConfig(
         kv=KvConfig(num_blocks=num_blocks),
         max_num_batched_tokens=2048,
@@ -246,7 +255,7 @@ def simulate(policy: Policy, jobs: Any, *, depth: int, num_blocks: int = 2000, s
         max_steps_in_flight=depth,
     )
     simulation = Simulation.of_one(
-        Scheduler(config, policy), LinearSteps(), Clients(Workload("w", tuple(jobs)))
+        Scheduler(config, policy), LinearSteps(), Clients(Workload("w", tuple(jobs))), watch
     )
     simulation.engines[0].fast_forwards = skips
     return simulation.run(), simulation
@@ -300,6 +309,59 @@ def test_a_policy_that_learns_stretches_is_told_of_the_same_steps(depth: int) ->
     for policy in (told, quick):
         simulate(policy, jobs, depth=depth)
     assert quick.steps == told.steps
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ticks_and_leases_that_give_up_blocks_do_not_end_a_stretch(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Holding(Watching):
+        def retain(self, turn: Turn, view: EngineView) -> Decision:
+            return Keep(view.now_s + 0.5)
+
+        def reconsider(self, lease: Lease, view: EngineView) -> Decision:
+            return Keep(view.now_s + 0.5)
+
+    schedule, steps = Scheduler.schedule, list[Step]()
+
+    def count(scheduler: Scheduler, now_s: float) -> Step:
+        step = schedule(scheduler, now_s)
+        if step.num_tokens:
+            steps.append(step)
+        return step
+
+    monkeypatch.setattr(Scheduler, "schedule", count)
+    # 100 blocks. One job's lease keeps 50 of them for its second turn, while another job needs 80.
+    prompt, answer = Span("task", 797), Span("answer", 4)
+    turns = (TurnSpec((prompt,), answer, tool="ls", tool_s=60.0), TurnSpec((prompt, answer), Span("end", 2)))
+    jobs = (
+        Job("holds", 0.0, turns),
+        Job("decodes", 5.0, (TurnSpec((Span("text", 300),), Span("book", 980)),)),
+    )
+    num_scheduled, found = [], []
+    # A watch is called at the end of each step that is more than a decode step, so these are scheduled.
+    for watch, skips in ((None, True), (lambda now_s, scheduler: None, True), (None, False)):
+        steps.clear()
+        policy = Holding()
+        records, simulation = simulate(policy, jobs, depth=depth, num_blocks=100, skips=skips, watch=watch)
+        num_scheduled.append(len(steps))
+        found.append((records, policy, simulation.scheduler.driver.stats, simulation.engines[0].num_steps))
+    assert found[0] == found[1] == found[2]
+    assert 10 < found[0][2].num_revoked_blocks < 50
+    assert num_scheduled[0] < 20 < 50 < num_scheduled[1] < 200 < 900 < num_scheduled[2]
+
+
+def test_a_tick_before_each_step_comes_once() -> None:
+    @dataclass
+    class Restless(Watching):
+        needs: ClassVar[Needs] = Needs(reorder_s=0.0)
+
+    jobs = load_workload("ab8", jps=1, window_s=2).jobs
+    stepped, skipped = Restless(), Restless()
+    simulate(stepped, jobs, depth=2, skips=False)
+    simulate(skipped, jobs, depth=2)
+    assert skipped.ticks == stepped.ticks
 
 
 @pytest.mark.parametrize("is_steady", [False, True])

@@ -155,6 +155,9 @@ class SteppedEngine:
         """The wake that the event loop has queued."""
         self.fast_forwards = fast_forwards
         """Whether a stretch of steps without events is advanced in one piece. The result is the same."""
+        self.joins_stretches = False
+        """Whether a stretch follows another one at once, although a lease expired or gave up blocks, or the
+        policy was told of a tick. The result is the same, but the engine wakes less often."""
         self.on_step: Callable[[Step, float], None] | None = None
         """Called with each scheduled step and the time, except for steps of a stretch."""
         self._step_cost = step_cost
@@ -284,11 +287,19 @@ class SteppedEngine:
         """Run the quiet steps until the horizon, and plan those after it. False if there are none."""
         if not self.fast_forwards or self._last_step is None or not self._last_step.is_decode_only:
             return False
-        num_steps = self.scheduler.count_quiet_steps()
-        if num_steps < 2:  # not worth a stretch
+        scheduler, limit_s = self.scheduler, self._get_limit_s()
+        # What a step does before it decodes is done as in any step. If no turn can start then, the step and
+        # those after it are quiet, however it began.
+        joins = self.joins_stretches and not scheduler.needs_each_step
+        if self.now_s >= limit_s:
+            if not joins:
+                return False
+            scheduler.begin_step(self.now_s)
+            limit_s = self._get_limit_s()
+        num_steps = scheduler.count_quiet_steps(self.now_s if joins else None)
+        if num_steps < (1 if joins else 2):  # not worth a stretch
             return False
-        until_s = min(horizon_s, self._get_limit_s())
-        num_run = self._run_stretch(num_steps, until_s)
+        num_run = self._run_stretch(num_steps, min(horizon_s, limit_s))
         if plans and num_run < num_steps and self.now_s >= horizon_s:
             self._stretch = self._price(0, min(num_steps - num_run, MAX_PLANNED_STEPS))
             del self._stretch[self._walk_stretch()[0] :]

@@ -83,18 +83,11 @@ def run(
     log: DecisionLog | None = None,
 ) -> Outcome:
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
-    num_turns = 0
-
-    def watch_and_report(now_s: float, scheduler: Scheduler) -> None:
-        if watch is not None:
-            watch(now_s, scheduler)
-        if extras.tell is not None:
-            extras.tell(now_s, len(simulation.records), num_turns)
-
-    watcher = watch if extras.tell is None else watch_and_report
-    prepared = prepare(setup, load, extras=extras, watch=watcher, log=log)
-    num_turns = sum(len(job.turns) for job in prepared.workload.jobs)
+    prepared = prepare(setup, load, extras=extras, watch=watch, log=log)
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
+    if (tell := extras.tell) is not None:
+        num_turns = sum(len(job.turns) for job in workload.jobs)
+        simulation.tell = lambda now_s: tell(now_s, len(simulation.records), num_turns)
     started_s = time.perf_counter()
     keeping = simulation.schedulers if extras.keeps_ledger else []
     kept = [(each, _keep_accounts(each.driver.ledger)) for each in keeping]

@@ -156,6 +156,8 @@ class Simulation:
         self.gaps = Gaps()
         """Seconds between the output tokens of each answer."""
         self.say_hints = clients.say_hints
+        self.tell: Callable[[float], None] | None = None
+        """Called with the time now and then, to report progress."""
         self._watch = watch
         self._is_stopped = False
         self._turn_driver = TurnDriver(clients.workload, clients.users, keeps_arrivals=clients.keeps_arrivals)
@@ -171,7 +173,10 @@ class Simulation:
     ) -> Simulation:
         """One engine and its clients."""
         simulation = cls(clients, watch)
-        simulation.add_engine(SteppedEngine(None, scheduler, step_cost, simulation))
+        engine = SteppedEngine(None, scheduler, step_cost, simulation)
+        # A watch wants to be called at the end of each step that is more than a decode step.
+        engine.joins_stretches = watch is None
+        simulation.add_engine(engine)
         return simulation
 
     @property
@@ -207,8 +212,11 @@ class Simulation:
             engine = loop.step()
             if front is not None:
                 front.settle()
-            if watch is not None and engine is not None:
-                watch(engine.now_s, self.scheduler)
+            if engine is not None:
+                if watch is not None:
+                    watch(engine.now_s, self.scheduler)
+                if self.tell is not None:
+                    self.tell(engine.now_s)
             if self._is_stopped:
                 return self.records
         if front is not None:

@@ -105,6 +105,10 @@ class Scheduler:
         self._has_leases = policy.overrides("retain")
         self._may_preempt_for_waiting = policy.overrides("may_preempt")
         self._asks_admission = policy.overrides("admit")
+        self.needs_each_step = (
+            self._log is not None or policy.overrides("step_budget") or policy.needs.reorder_s == 0
+        )
+        """Whether a log has the size of each step, or the policy is asked or told something before each."""
         if self._asks_admission or policy.overrides("queue_key"):
             self.state.waiting = WaitingQueue(self._get_policy_key)
             self.state.waiting.share_fairly(driver.make_order)
@@ -139,18 +143,12 @@ class Scheduler:
     def schedule(self, now_s: float) -> Step:
         """Decide the next step. If it has no tokens, nothing can run now."""
         state, driver, offloader = self.state, self.driver, self.offloader
-        state.now_s = now_s
-        self.kv.begin_step()
-        driver.expire(now_s)
-        if offloader is not None:
-            self._collect_loaded(offloader)
-        if driver.tick(now_s):
-            state.waiting.reorder_all()
+        self.begin_step(now_s)
         if self._asks_admission:
             self._admit_parked()
         budget, per_prompt = self.config.max_step_tokens, self.config.long_prefill_token_threshold
         if driver.bounds_steps:
-            budget, chosen = driver.get_step_size(now_s, budget)
+            budget, chosen = driver.get_step_size(now_s, budget, only_decodes=self._will_only_decode())
             per_prompt = per_prompt or chosen
         # A single request cannot starve another one.
         is_alone = len(state.running) + len(state.waiting) <= 1
@@ -239,6 +237,16 @@ class Scheduler:
         for request in waiting:
             self._add_waiting(request)
 
+    def begin_step(self, now_s: float) -> None:
+        """Do what is due: leases expire, loads arrive, keys change. Once for each time is enough."""
+        self.state.now_s = now_s
+        self.kv.begin_step()
+        self.driver.expire(now_s)
+        if self.offloader is not None:
+            self._collect_loaded(self.offloader)
+        if self.driver.tick(now_s):
+            self.state.waiting.reorder_all()
+
     def _add_waiting(self, request: Request) -> None:
         is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
         self.state.waiting.add(request, is_parked=is_parked)
@@ -252,6 +260,16 @@ class Scheduler:
                 return
             for turn_id in admitted:
                 state.waiting.unpark(turn_id)
+
+    def _will_only_decode(self) -> bool:
+        """Whether the next step surely has one token of each request, however small; False if in doubt.
+
+        False with a log, which has the chosen size of every step.
+        """
+        state = self.state
+        if self._log is not None or self._has_drafts or state.num_waiting:
+            return False
+        return not any(request.is_prefill_chunk for request in state.running)
 
     def _defers_prefill(self) -> bool:
         """Whether the next step computes no prompts, because one of the last steps computed some.
@@ -820,10 +838,11 @@ class Scheduler:
     # together have the same result as each alone. Only their times are still added up one by one
     # (`tenuto.sim.event_loop`), so that they are the same to the last bit.
 
-    def count_quiet_steps(self) -> int:
+    def count_quiet_steps(self, now_s: float | None = None) -> int:
         """A lower bound of the number of next steps that are quiet if no event comes from outside.
 
-        0 if in doubt. Changes nothing.
+        0 if in doubt. Changes nothing, unless it gets the time: then it may take the blocks that the next
+        step needs, as that step would do first. If that step is not quiet, it finds them taken.
         """
         config, state, running = self.config, self.state, self.state.running
         if (
@@ -834,7 +853,16 @@ class Scheduler:
             or state.loaded
         ):
             return 0
-        num_steps = min(self._count_steps_to_end(running), self._count_steps_in_blocks(running))
+        num_steps = self._count_steps_to_end(running)
+        if num_steps == 0:
+            return 0
+        num_in_blocks = self._count_steps_in_blocks(running)
+        if num_in_blocks == 0 and now_s is not None:
+            state.now_s = now_s
+            if not all(self.kv.has_slots(each, 1) or self._try_allocate(each, 1, None) for each in running):
+                return 0
+            num_in_blocks = self._count_steps_in_blocks(running)
+        num_steps = min(num_steps, num_in_blocks)
         if num_steps == 0 or self._may_start_one() or _has_equal_outputs(running):
             return 0
         return num_steps
