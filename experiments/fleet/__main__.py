@@ -82,7 +82,10 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if not over_best:
         return "Nothing was measured yet."
-    records = [{**each, "policy": each["router"]} for each in kept.values()]
+    # A run's rules are those of its router and of its engines' policy.
+    records = [
+        {**each, "policy": f"{each['router']} over {ROWS[each['row']].policy}"} for each in kept.values()
+    ]
     check_one_code(records)
     mean = get_geometric_mean(over_best)
     lines.append(
