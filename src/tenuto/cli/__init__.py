@@ -48,11 +48,10 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "live": ("verify", "top", "ledger", "control"),
     "measure": ("bench", "ab", "validate", "profile"),
     "recordings": ("record", "replay", "convert"),
-    "simulations": ("simulate",),
     "results": ("analyze", "report"),
     "policies": ("policies", "check-policy", "check-router"),
 }
-"""Modules with other names than their commands. `serve-sim` is `serve --engine sim`."""
+"""Modules with several commands; any other command is in a module of its name. `serve-sim`: `--engine sim`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,16 +12,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-
-import httpx
 
 from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
 from tenuto.records.text import format_table
+
+if TYPE_CHECKING:
+    import httpx  # it takes longer to import than all else, and `--help` needs only the options
 
 ACTIONS = ("status", "on", "off", "shadow", "set", "release")
 COLUMNS = ("kind", "tenant", "job", *FIGURES)
@@ -64,6 +65,8 @@ class _ServerOptions(Options):
         self, client: httpx.Client | None, path: str, key: str | None, body: Any = None, **headers: str
     ) -> httpx.Response:
         """The answer to a POST; to a GET if there is no body. Raises TenutoError if there is none."""
+        import httpx
+
         url = f"{self.base_url}/tenuto/{path}"
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         with client or httpx.Client(timeout=self.timeout_s, trust_env=False) as http:
