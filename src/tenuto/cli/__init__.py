@@ -51,7 +51,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "results": ("analyze", "report"),
     "policies": ("policies", "check-policy", "check-router"),
 }
-"""Modules with several commands; any other command is in a module of its name. `serve-sim`: `--engine sim`."""
+"""Modules with several commands. Any other command is in a module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
