@@ -134,7 +134,7 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         # Both are printable, so neither contains a tab, and each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
-    found: dict[str, Any] = {hint: given.get(name) for name, (hint, _) in _FIELDS.items()}
+    found = {_FIELDS[name][0]: value for name, value in given.items()}
     wish = read_wish_text(given.get(WISH_FIELD))
     return Hints(**{**found, "job_id": job_id, "conversation": conversation, "wish": wish})
 
@@ -152,10 +152,11 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The usable hint fields among these fields, each bounded and converted to its type."""
-    usable = (
-        {name: read(fields[name]) for name, (_, read) in _FIELDS.items() if name in fields} if fields else {}
-    )
-    return {name: value for name, value in usable.items() if value is not None}
+    usable: dict[str, Any] = {}
+    for name, (_, read) in _FIELDS.items():
+        if name in fields and (value := read(fields[name])) is not None:
+            usable[name] = value
+    return usable
 
 
 def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
