@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -47,3 +49,17 @@ def test_a_histogram_counts_into_the_first_bucket_whose_bound_is_not_below() -> 
     # (…1]: 0 and 1; (1…2]: 1.5 and 2; beyond: 3.
     assert histogram.counts == [2, 2, 1]
     assert histogram.total == 7.5
+
+
+def test_views_are_like_those_of_any_dataclass() -> None:
+    job = Job("j", 0.0, 1)
+    assert (type(job), job.tenant, repr(job)) == (
+        Job,
+        None,
+        "Job(job_id='j', arrival_s=0.0, num_turns=1, tenant=None, kind=None)",
+    )
+    assert job == Job(num_turns=1, arrival_s=0.0, job_id="j") != dataclasses.replace(job, tenant="t")
+    assert pickle.loads(pickle.dumps(job)) == copy.deepcopy(job) == job
+    assert hash(job) == hash(Job("j", 0.0, 1))
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        Job("j")

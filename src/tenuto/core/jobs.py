@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tenuto.core.frozen import quick
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
@@ -22,6 +23,7 @@ KIND_CHARS = 32
 """Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What is known about a turn when it arrives."""
@@ -38,6 +40,7 @@ class Arrival:
     """Whether the engine can keep the turn's KV."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a turn ended."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.frozen import quick
 from tenuto.core.wish_dialects import (
     CONTEXT_FIELD,
     get_context,
@@ -81,6 +82,7 @@ CONVERSATION_FIELD = "tenuto_conversation"
 """The conversation's name, from its beginning. A server adds it to requests that name no job."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Hints:
     """What a request says about its job. A field is None if the request has no usable value for it."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Self
 
+from tenuto.core.frozen import quick
+
 
 class Yields(Enum):
     """When a lease yields to an allocation that would not fit otherwise."""
@@ -89,6 +91,7 @@ class TakenBy(Reason):
     QUOTA = "quota", "it made room for a newer lease (limits)"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Job:
     """One agent task, as known now."""
@@ -118,6 +121,7 @@ class ToolCall:
     """The whole command or the call's arguments; None if the output does not show them."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request of a job."""
@@ -157,6 +161,7 @@ class Turn:
         return bool(self.is_last) and self.job.came_back
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A revocable hold on the cached blocks of a job's last finished turn."""
@@ -193,6 +198,7 @@ class LoadOffer:
     """Seconds until all of these tokens are loaded, including the wait for the link."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class StepView:
     """One engine step that was computed."""
@@ -225,6 +231,7 @@ class DecodeSteps:
             yield StepView(now_s, duration_s, num, num, self.is_full)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """The engine's state in numbers; making it takes O(1) time."""
@@ -246,6 +253,7 @@ class EngineView:
     """Tiers below the GPU, nearest first. Empty if there are none, or if a policy cannot control them."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Lease the finished turn's cached blocks until a deadline."""
