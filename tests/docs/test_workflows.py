@@ -67,3 +67,11 @@ def test_the_issue_forms_ask_something() -> None:
         assert form["name"]
         assert form["description"]
         assert any(part.get("validations", {}).get("required") for part in form["body"])
+
+
+def test_every_test_with_a_real_server_is_run() -> None:
+    """`make test` takes the files with `MARKS`, which alone have the mark."""
+    mark = "pytest.mark." + "server"
+    marked = [path for path in ROOT.glob("tests/**/*.py") if mark in path.read_text(encoding="utf-8")]
+    assert marked == [ROOT / "tests" / "vllm" / "live.py"]
+    assert "grep -l MARKS tests/vllm/test_*.py" in (ROOT / "Makefile").read_text(encoding="utf-8")

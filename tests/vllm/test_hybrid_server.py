@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from tenuto import cli
 from tenuto.client.ab import run_server
 from tenuto.vllm.launch import Tiers
-from tests.vllm.test_server import ENV, MODEL, get_command, get_free_port
+from tests.vllm.live import ENV, MARKS, MODEL, get_command, get_free_port
 from tests.vllm.tiny_models import make_model
 
 NAMES = os.environ.get("TENUTO_TEST_HYBRIDS", "").split(",")
@@ -42,8 +42,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 
 pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
+    *MARKS,
     pytest.mark.skipif(NAMES == [""], reason="TENUTO_TEST_HYBRIDS names no model"),
 ]
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,67 +24,19 @@ from tenuto import cli
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
 from tenuto.client.metrics import parse_page, read_cache_state
-from tenuto.vllm.launch import Tiers
+from tests.vllm.live import (
+    ADMIN_KEY,
+    BLOCK_SIZE,
+    ENV,
+    MARKS,
+    TTL_S,
+    get_command,
+    get_free_port,
+    make_text,
+    wait_until_empty,
+)
 
-MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
-BLOCK_SIZE = 32
-TTL_S = 3.0
-
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
-]
-
-
-def get_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def get_command(port: int, *extra: str) -> list[str]:
-    return [
-        str(Path(sys.executable).parent / "vllm"), "serve", MODEL, "--served-model-name", "tiny",
-        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
-        "--num-gpu-blocks-override", "97", "--max-model-len", "2048", "--max-num-seqs", "8",
-        "--enable-prompt-tokens-details", *extra,
-    ]  # fmt: skip
-
-
-ADMIN_KEY = "operator-secret"
-ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TENUTO_ADMIN_KEY": ADMIN_KEY,
-    # Resets of the cache are among vLLM's calls for development.
-    "VLLM_SERVER_DEV_MODE": "1",
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[LocalServer]:
-    """Tenuto, with a cache of 96 blocks, and host memory below it."""
-    config = {
-        "tenuto": {
-            "policy": "continuum-fixed",
-            "options": {"ttl_s": TTL_S},
-            "trace": str(folder / "trace.jsonl"),
-        }
-    }
-    port = get_free_port()
-    command = get_command(
-        port,
-        *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
-        *("--additional-config", json.dumps(config)),
-        *("--kv-transfer-config", json.dumps(Tiers(0.25).get_transfer_config())),
-    )
-    with run_server(command, port, folder / "tenuto.log", env=ENV) as running:
-        yield running
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -99,22 +49,6 @@ def stock_server(folder: Path) -> Iterator[LocalServer]:
 
 def get_client(server: LocalServer, **options: Any) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120, **options)
-
-
-def make_text(seed: str, num_words: int) -> str:
-    return " ".join(f"{seed}-{n * 7919 % 1000}" for n in range(num_words))
-
-
-def wait_until_empty(server: LocalServer, limit_s: float = 20.0) -> None:
-    """No job retained and no block in use; fails if that does not come about."""
-    end_s = time.monotonic() + limit_s
-    with httpx.Client(base_url=server.url) as client:
-        while True:
-            state = read_cache_state(client)
-            if state.num_used_blocks == 0 and not state.num_retained_blocks:
-                return
-            assert time.monotonic() < end_s, f"still held: {state}"
-            time.sleep(0.2)
 
 
 def read_history(folder: Path, job: str) -> list[str]:
@@ -587,7 +521,7 @@ def test_metrics_are_on_the_servers_own_page(server: LocalServer) -> None:
 
 
 def test_the_trace_is_complete_after_sigterm(server: LocalServer, folder: Path) -> None:
-    """Last of those that use the server: it is ended here."""
+    """Last of all that use the server, in this file and in those before it: it is ended here."""
     client = get_client(server)
     hints = {"job_id": "bye", "tool": "x"}
     client.completions.create(model="tiny", prompt="bye " * 40, max_tokens=3, extra_body=hints)

@@ -14,12 +14,9 @@ pytest.importorskip("vllm")
 
 from tenuto import cli
 from tenuto.client.ab import LocalServer, run_server
-from tests.vllm.test_server import ENV, MODEL, get_command, get_free_port, make_text
+from tests.vllm.live import ENV, MARKS, get_command, get_free_port, make_text
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
-]
+pytestmark = MARKS
 ADMIN = {"Authorization": f"Bearer {ENV['TENUTO_ADMIN_KEY']}"}
 CHANGES: list[dict[str, Any]] = [
     {"mode": "off"}, {"mode": "on"}, {"policy": "tenuto"}, {"policy": "continuum-fixed"}, {"mode": "shadow"},

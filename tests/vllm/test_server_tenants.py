@@ -17,10 +17,9 @@ from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
 from tenuto.client.metrics import parse_page
 from tenuto.vllm import tenants
-from tests.vllm import test_server
-from tests.vllm.test_server import ADMIN_KEY, ENV, get_command, get_free_port
+from tests.vllm.live import ADMIN_KEY, ENV, MARKS, get_command, get_free_port
 
-pytestmark = test_server.pytestmark
+pytestmark = MARKS
 
 K1, K2 = "sk-first", "sk-second"
 TENUTO = ("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware")
@@ -221,13 +220,12 @@ def test_no_page_names_a_tenant_unless_it_is_set(
     assert not [line for line in log if tenants.get_key_name(K1) in line]
 
 
-@pytest.mark.parametrize("keys", ["arguments", "file"])
-def test_a_server_with_keys_and_without_the_plug_in_does_not_start(keys: str, folder: Path) -> None:
-    """Nor one without the middleware, whose keys are in a file: its engine looks there itself."""
-    file, log, port = folder / "keys.yaml", folder / f"alone-{keys}.log", get_free_port()
+def test_a_server_with_keys_and_without_the_plug_in_does_not_start(folder: Path) -> None:
+    """Nor without the middleware: the engine itself finds the keys, here in a file."""
+    file, log, port = folder / "keys.yaml", folder / "alone.log", get_free_port()
     file.write_text(f"api-key:\n  - {K1}\n  - {K2}\n")
-    how = (*TENUTO, *KEYS) if keys == "arguments" else (*TENUTO[:2], "--config", str(file))
     env = {**ENV, "VLLM_PLUGINS": "", tenants.SECRET_VARIABLE: ""}
-    with pytest.raises(ServerError), run_server(get_command(port, *how), port, log, env=env):
+    command = get_command(port, *TENUTO[:2], "--config", str(file))
+    with pytest.raises(ServerError), run_server(command, port, log, env=env):
         pytest.fail("it started")
     assert "add `tenuto` to VLLM_PLUGINS" in log.read_text()

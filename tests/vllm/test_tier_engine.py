@@ -21,19 +21,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.vllm.live import ENV, MARKS, MODEL
 from tests.vllm.tier_engine import BLOCK_SIZE, FIRST_TOKENS, NUM_JOBS, NUM_TURNS
 
-MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 BESIDE = os.environ.get("TENUTO_TEST_CONNECTORS", "example ours,example").split()
 LIMIT_S = 900.0
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.slow,
-    pytest.mark.timeout(2 * LIMIT_S),
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def start(folder: Path, name: str, connectors: str = "ours") -> subprocess.Popen[bytes]:
@@ -43,7 +37,7 @@ def start(folder: Path, name: str, connectors: str = "ours") -> subprocess.Popen
             [sys.executable, "-m", "tests.vllm.tier_engine", MODEL, str(folder), name, connectors],
             stdout=log,
             stderr=log,
-            env={**os.environ, **ENV},
+            env={**os.environ, **ENV, "VLLM_LOGGING_LEVEL": "WARNING"},
             start_new_session=True,
         )
 

@@ -24,13 +24,9 @@ from transformers import AutoConfig
 
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.vllm.launch import Tiers
-from tests.vllm.test_server import BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
+from tests.vllm.live import BLOCK_SIZE, ENV, MARKS, MODEL, get_command, get_free_port, make_text
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(2400)]
 NUM_WORDS = 120
 CHUNK_BYTES = 1_200_000
 """Less than a chunk of the model has, and more than the server's other files."""

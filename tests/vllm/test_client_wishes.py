@@ -1,11 +1,12 @@
-"""A real vLLM server and unchanged clients that say how long they would like their cache to be kept."""
+"""A real vLLM server and unchanged clients that say how long they would like their cache to be kept.
+
+Its policy keeps nothing of answers without a tool call.
+"""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -14,34 +15,14 @@ pytest.importorskip("vllm")
 
 from openai import OpenAI
 
-from tenuto.client.ab import LocalServer, run_server
+from tenuto.client.ab import LocalServer
 from tenuto.client.metrics import Page, parse_page, read_cache_state
-from tenuto.vllm.launch import Tiers
-from tests.vllm.test_server import ADMIN_KEY, BLOCK_SIZE, ENV, MODEL, get_command, get_free_port, make_text
+from tests.vllm.live import ADMIN_KEY, BLOCK_SIZE, MARKS, make_text, wait_until_empty
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
-]
+pytestmark = MARKS
 
 HEADER = "x-tenuto-wish"
 HOUR = {"type": "ephemeral", "ttl": "1h"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """Tenuto with host memory, and a policy that keeps nothing of answers without a tool call."""
-    folder = tmp_path_factory.mktemp("wishes")
-    port = get_free_port()
-    config = {"tenuto": {"policy": "continuum-fixed", "trace": str(folder / "trace.jsonl")}}
-    command = get_command(
-        port,
-        *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
-        *("--additional-config", json.dumps(config)),
-        *("--kv-transfer-config", json.dumps(Tiers(0.25).get_transfer_config())),
-    )
-    with run_server(command, port, folder / "server.log", env=ENV) as running:
-        yield running
 
 
 def get_page(server: LocalServer) -> Page:
@@ -54,6 +35,26 @@ def wait_for(server: LocalServer, is_true: Any, limit_s: float = 30.0) -> None:
     while not is_true(get_page(server)):
         assert time.monotonic() < end_s, "it never came true"
         time.sleep(0.2)
+
+
+class Sums(NamedTuple):
+    """What vLLM's page and the ledger have counted so far."""
+
+    page: Page
+    total: dict[str, float]
+
+
+def read_sums(server: LocalServer) -> Sums:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    (rank,) = httpx.get(f"{server.url}/tenuto/ledger", headers=headers).json()["ranks"]
+    return Sums(get_page(server), rank["total"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def before(server: LocalServer) -> Sums:
+    """What other files have left: no lease, and sums of which some turns may have been cut off."""
+    wait_until_empty(server)
+    return read_sums(server)
 
 
 def release(server: LocalServer, job: str) -> None:
@@ -149,29 +150,32 @@ def test_a_bare_mark_is_no_wish_and_a_broken_one_is_counted(server: LocalServer)
     assert not get_page(server).total("tenuto:retained_blocks")
 
 
-def test_the_ledger_s_sums_are_those_of_vllm_s_page(server: LocalServer) -> None:
-    """Of all turns so far, and of two more: one reads the GPU's cache, and one what was stored below it."""
+def test_the_ledger_s_sums_are_those_of_vllm_s_page(server: LocalServer, before: Sums) -> None:
+    """Of this file's turns, and of two more: one reads the GPU's cache, and one what was stored below it."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def ask(seed: str) -> None:
         client.completions.create(model="tiny", prompt=make_text(seed, 60), max_tokens=4)
 
+    def count(page: Page, metric: str, **labels: str) -> float:
+        return (page.total(metric, **labels) or 0.0) - (before.page.total(metric, **labels) or 0.0)
+
+    stored = {"metric": "tenuto:tenant_tokens_total", "kind": "stored"}
+    num_stored = count(get_page(server), **stored)
     ask("ledger")
     ask("ledger")
-    wait_for(server, lambda page: (page.total("tenuto:tenant_tokens_total", kind="stored") or 0) > 0)
+    wait_for(server, lambda page: count(page, **stored) > num_stored)
     assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
     ask("ledger")
-    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    (rank,) = httpx.get(f"{server.url}/tenuto/ledger", headers=headers).json()["ranks"]
-    total = rank["total"]
-    wait_for(server, lambda page: page.total("vllm:prompt_tokens_total") == total["prompt_tokens"])
+    total = {name: value - before.total[name] for name, value in read_sums(server).total.items()}
+    wait_for(server, lambda page: count(page, "vllm:prompt_tokens_total") == total["prompt_tokens"])
     page = get_page(server)
     sources = {"cached": "local_cache_hit", "loaded": "external_kv_transfer"}
     for kind, source in sources.items():
-        counted = page.total("vllm:prompt_tokens_by_source_total", source=source)
+        counted = count(page, "vllm:prompt_tokens_by_source_total", source=source)
         assert counted == total[f"{kind}_tokens"] > 0, kind
     rest = total["prompt_tokens"] - total["cached_tokens"] - total["loaded_tokens"]
-    assert page.total("vllm:prompt_tokens_by_source_total", source="local_compute") == rest
-    assert page.total("vllm:generation_tokens_total") == total["output_tokens"]
-    assert page.total("vllm:request_success_total") == total["turns"]
+    assert count(page, "vllm:prompt_tokens_by_source_total", source="local_compute") == rest
+    assert count(page, "vllm:generation_tokens_total") == total["output_tokens"]
+    assert count(page, "vllm:request_success_total") == total["turns"]
     assert total["stored_tokens"] > 0 and total["host_block_seconds"] > 0
