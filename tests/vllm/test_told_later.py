@@ -43,8 +43,8 @@ class BusyEngine(Engine):
             self.scheduler.get_grammar_bitmask = bitmask
 
 
-def start(cls: type[Engine], depth: int, *, policy: str = "tenuto", num_blocks: int = 120) -> Engine:
-    config = make_config(is_async=depth > 1, tenuto={"policy": policy, "step_tokens": 256})
+def start(cls: type[Engine], depth: int, step_tokens: int | str = 256, num_blocks: int = 120) -> Engine:
+    config = make_config(is_async=depth > 1, tenuto={"policy": "tenuto", "step_tokens": step_tokens})
     return cls(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=num_blocks), depth=depth)
 
 
@@ -74,17 +74,21 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
     engine.run()
     stats = scheduler.driver.stats
     counts = {name: value for name, value in vars(stats).items() if name.startswith("num_")}
-    return {**counts, "leases": leases, "outputs": engine.outputs}
+    learned = repr(scheduler.driver._step_chooser)
+    return {**counts, "leases": leases, "outputs": engine.outputs, "step sizes": learned}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("other", [PromptEngine, BusyEngine])
-def test_it_decides_the_same_whenever_it_hears(clock: Clock, depth: int, other: type[Engine]) -> None:
+@pytest.mark.parametrize("step_tokens", [256, "adaptive"])
+def test_it_decides_the_same_whenever_it_hears(
+    clock: Clock, depth: int, other: type[Engine], step_tokens: int | str
+) -> None:
     for seed in range(4):
-        expected = run(start(Engine, depth), clock, seed)
+        expected = run(start(Engine, depth, step_tokens), clock, seed)
         assert expected["num_leases_granted"] > 20
         assert sum(expected["num_takes"].values()) > 5
-        assert run(start(other, depth), clock, seed) == expected
+        assert run(start(other, depth, step_tokens), clock, seed) == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2])
