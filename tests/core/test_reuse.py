@@ -31,6 +31,28 @@ def chain(*parts: tuple[str, int]) -> list[Hashable]:
     return hashes
 
 
+class OnlyItself:
+    """A hash as the simulator's: equal to nothing else, though another may have its `hash` later."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_hashes_that_are_alike_are_told_apart() -> None:
+    own: list[Hashable] = [OnlyItself() for _ in range(8)]
+    others: list[Hashable] = [OnlyItself() for _ in range(8)]
+    marks = PrefixMarks(own, 100, 128, 16)
+    assert marks.count_reusable_tokens(own, 200, 16) == 128
+    assert marks.count_reusable_tokens(others, 200, 16) == 0
+
+
+def test_hashes_of_bytes_are_kept_short() -> None:
+    own: list[Hashable] = [bytes([number]) * 32 for number in range(8)]
+    marks = PrefixMarks(own, 100, 128, 16)
+    assert marks.count_reusable_tokens([*own], 200, 16) == 128
+    assert marks.count_reusable_tokens([b"other" * 7] * 8, 200, 16) == 0
+
+
 TURN = chain(("prompt", 40), ("output", 10))
 MARKS = PrefixMarks(TURN, 40 * 16 + 3, 50 * 16 + 5, 16)
 

@@ -45,7 +45,9 @@ def test_the_sums_are_the_engine_s_counters(fields: dict[str, Any], monkeypatch:
     # What the tiers hold at the end is what the accounts hold.
     if scheduler.offloader is not None and not scheduler.offloader.is_sync:
         for tier in scheduler.offloader.get_views(now_s):
-            assert ledger.total.count_held(tier.name) == tier.num_used_blocks > 0
+            assert ledger.total.count_held(tier.name) == tier.num_used_blocks
+            # `tenuto` gives up what the jobs stored once they end.
+            assert tier.num_used_blocks > 0 or setup.policy == "tenuto"
 
 
 def count_tokens(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:

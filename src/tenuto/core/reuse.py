@@ -60,7 +60,8 @@ class PrefixMarks:
     in the middle of the turn counts as shared up to the last mark before the difference. Each hash also
     covers the blocks before its own.
 
-    Of each hash, Python's own `hash` is kept: 8 bytes instead of 65 for an idle job.
+    Of vLLM's hashes, which are bytes, Python's own `hash` is kept: 8 bytes instead of 65 for each mark of an
+    idle job. Those of the simulator are equal to others only while they exist, so they are kept themselves.
     """
 
     __slots__ = ("_block_size", "_hashes", "_num_computed_tokens", "_num_prompt_tokens", "_positions")
@@ -81,8 +82,10 @@ class PrefixMarks:
         self._block_size = block_size
         self._positions = array("I", [each for each in sorted(positions, reverse=True) if each > 0])
         """The number of blocks of each kept prefix, longest first."""
-        self._hashes = array("q", [hash(hashes[each - 1]) for each in self._positions])
-        """The `hash` of the hash of each kept prefix's last block."""
+        ends = [hashes[each - 1] for each in self._positions]
+        are_bytes = bool(ends) and isinstance(ends[0], bytes)
+        self._hashes: Sequence[Hashable] = array("q", map(hash, ends)) if are_bytes else tuple(ends)
+        """The hash of each kept prefix's last block."""
 
     def count_reusable_tokens(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
@@ -118,7 +121,10 @@ class PrefixMarks:
 
     def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
         """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
-        for position, mark in zip(self._positions, self._hashes, strict=True):
-            if position <= len(hashes) and hash(hashes[position - 1]) == mark:
-                return position
+        is_short = isinstance(self._hashes, array)
+        for position, known in zip(self._positions, self._hashes, strict=True):
+            if position <= len(hashes):
+                found = hashes[position - 1]
+                if (hash(found) if is_short else found) == known:
+                    return position
         return 0
