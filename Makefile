@@ -22,8 +22,10 @@ DEV := $(if $(wildcard $(VENV)/.tenuto-$(VLLM)),$(VENV)/.tenuto-$(VLLM),$(VENV)/
 # Tests that load vLLM. Only leaving out their folders keeps vLLM (15 s) out of each worker.
 VLLM_TESTS := tests/vllm tests/differential tests/agreement
 WITHOUT_VLLM := tests $(addprefix --ignore=,$(VLLM_TESTS)) -n 2
-# Only these files start real servers; the others would load more of vLLM.
-LIVE_TESTS = $(shell grep -l MARKS tests/vllm/test_*.py)
+# Only these files start real servers; the others would load more of vLLM. Those that share one come last, so
+# that it runs beside no other.
+SHARING := $(addprefix tests/vllm/test_,bench.py client_wishes.py server.py)
+LIVE_TESTS = $(filter-out $(SHARING),$(shell grep -l MARKS tests/vllm/test_*.py)) $(SHARING)
 
 .PHONY: help demo test test-fast test-vllm check docs test-all-vllm bench constraints clean
 
@@ -130,11 +132,11 @@ promtool:
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not slow and not server" $(PYTEST_ARGS)
 
-# Three runs: without vLLM, with vLLM's scheduler, and with real servers, two at a time (tests/vllm/conftest.py).
+# Three runs: without vLLM, with vLLM's scheduler, and with real servers, one at a time.
 test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not server" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 -m "not server" $(PYTEST_ARGS)
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(LIVE_TESTS) -n 2 -m server $(PYTEST_ARGS)
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(LIVE_TESTS) -m server $(PYTEST_ARGS)
 
 # The simulator decides as these releases do.
 SIMULATED := $(if $(filter 0.32.0 0.33.0,$(VLLM)),tests/differential,)

@@ -1,4 +1,4 @@
-"""A clock that tests set, for the scheduler's module only; a real server that files share, on one worker."""
+"""A clock that tests set, for the scheduler's module only; a real server that files share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-SHARING = ("test_bench.py", "test_client_wishes.py", "test_server.py", "test_server_ranks.py")
-"""Where only real servers are tested, one worker runs these files, in this order, and the other the rest."""
 
 
 class Clock:
@@ -48,17 +45,3 @@ def server(folder: Path) -> Iterator[Any]:
 
     with run_shared(folder) as running:
         yield running
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`-m server`: files go to two workers as above. (`--dist loadgroup` of xdist 3.8 sees no groups.)"""
-    if config.getoption("markexpr") != "server":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Servers(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return str(Path(nodeid.partition("::")[0]).name in SHARING)
-
-    return Servers(config, log)
