@@ -219,7 +219,7 @@ class Metrics:
             num_copies,
             driver.get_next_deadline_s(),
         )
-        if state != self._last_state or self._has_failed:
+        if state != self._last_state or self._has_failed or any(each.has_values for each in self._observed):
             self._last_state = state
             self._refresh_now(driver, now_s)
 
@@ -299,6 +299,11 @@ class _Observed:
         self._series = series
         self._values: list[float] = []
         self.observe = self._values.append
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values wait to be exported."""
+        return bool(self._values)
 
     def show(self) -> None:
         """Export the values."""
