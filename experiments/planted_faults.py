@@ -487,8 +487,8 @@ FAULTS = (
     Fault(
         "files: metrics stand still after a full disk",
         "vllm/metrics.py",
-        "if state != self._last_state or self._has_failed:",
-        "if state != self._last_state:",
+        " or self._has_failed or any(",
+        " or any(",
         ("vllm/test_metrics.py::test_metrics_go_on_after_a_full_disk",),
     ),
     Fault(
