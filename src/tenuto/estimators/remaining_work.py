@@ -111,17 +111,12 @@ class TurnTable:
 
     def go_on(self, past: Past) -> None:
         """A job sent its next turn soon, although its latest turn counted as a stop."""
-        if self._has(past):
-            self._turns[min(past.num_turns, MAX_TURNS) - 1].go_on(past.size)
+        self._turns[min(past.num_turns, MAX_TURNS) - 1].go_on(past.size)
 
     def end(self, past: Past) -> None:
         """A job of at least one turn has no more turns."""
         self._turns[min(past.num_turns, MAX_TURNS) - 1].resolve(past.size, followed=False)
         self._sum_up()
-
-    def _has(self, past: Past) -> bool:
-        """Whether the table has seen the job's latest turn."""
-        return 0 < min(past.num_turns, MAX_TURNS) <= len(self._turns)
 
     def look(self, num_turns: int, num_new_tokens: float | None) -> Left:
         """What a job has left after this many turns, at least one turn.
