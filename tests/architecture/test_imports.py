@@ -132,5 +132,13 @@ def test_the_command_line_loads_nothing_heavy(arguments: list[str]) -> None:
     assert not loaded & (heavy | {"jinja2", "matplotlib", "rich", "pandas"})
 
 
+def test_the_help_of_serve_loads_no_simulator() -> None:
+    """It starts servers, and its help is what an operator asks for first."""
+    code = "import sys\nfrom tenuto.cli import load_command\nload_command('serve')\n"
+    result = run_python(f"{code}print([name for name in sys.modules if name.startswith('tenuto.sim')])")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 def test_verify_and_top_need_no_extra_for_what_they_read() -> None:
     assert "aiohttp" not in get_loaded("import tenuto.client.verify, tenuto.report.top")

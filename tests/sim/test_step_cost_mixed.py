@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import PIECEWISE_S_PER_LAYER, MixedStepCost, StepBatch, StepParts, split_variant
+from tenuto.sim.cost.batch import (
+    PIECEWISE_S_PER_LAYER,
+    MixedStepCost,
+    PartedCost,
+    StepBatch,
+    StepParts,
+    split_variant,
+)
 from tenuto.sim.cost.roofline import RooflineStepCost
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.hardware.models import load_model
@@ -15,16 +22,13 @@ from tenuto.sim.setup import Setup
 MIXED = StepBatch.of(prefills=[(512, 4000), (100, 0)], decodes=[8000] * 20)
 
 
-class ByHand:
+class ByHand(PartedCost):
     """Prefill attention 3 s, decode attention 2 s, or 1 s for each chunk's context; the rest 10 s."""
 
     def get_parts(self, batch: StepBatch) -> StepParts:
         if not batch.num_prefills:
             return StepParts(10.0, 0.0, 0.5 * batch.num_decodes)
         return StepParts(10.0, 3.0, 2.0 if batch.num_decodes else 0.0)
-
-    def seconds(self, batch: StepBatch) -> float:
-        return sum(self.get_parts(batch))
 
 
 def test_the_variants_by_hand() -> None:

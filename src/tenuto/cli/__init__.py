@@ -44,7 +44,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """For each command: its usual arguments, and what it does."""
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    "serve": ("serve", "serve-sim"),
+    "simulations": ("simulate", "serve-sim", "memory"),
     "live": ("verify", "top", "ledger", "control"),
     "measure": ("bench", "ab", "validate", "profile"),
     "recordings": ("record", "replay", "convert"),

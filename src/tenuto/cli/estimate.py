@@ -11,6 +11,7 @@ from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
 from tenuto.cli.simulations import say_notes
+from tenuto.client.address import api_key_option, check_api_key, check_url
 from tenuto.core.console import Progress
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
@@ -71,7 +72,7 @@ class EstimateOptions(Options):
         metavar="FILE|NAME",
     )
     url: str | None = option(None, "take the model and the KV cache size from this server", metavar="URL")
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    api_key: str | None = api_key_option()
     jps: float | None = option(
         None, "jobs arriving per second, in all", above=0, alias="--request-rate", shown_default="as recorded"
     )
@@ -124,7 +125,6 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
         return {}
     import httpx
 
-    from tenuto.client.address import check_api_key, check_url
     from tenuto.client.metrics import connect, read_cache_state
     from tenuto.client.verify import read_model
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 
 from tenuto.cli.command import Command, Given, Part, needing
-from tenuto.client.address import check_api_key, check_url
+from tenuto.client.address import api_key_option, check_api_key, check_url, engine_urls_option
 from tenuto.client.control import ControlOptions, LedgerOptions
 from tenuto.core.console import say
 from tenuto.core.errors import TenutoError
@@ -41,16 +41,9 @@ class VerifyOptions(Options):
     """All options."""
 
     url: str = option(MISSING, "the server or router, e.g. http://localhost:8000", metavar="URL")
-    engine_urls: tuple[str, ...] = option(
-        (),
-        "an engine behind a router, whose metrics are read. May be repeated",
-        flag="--engine-url",
-        metavar="URL",
-        is_repeatable=True,
-        shown_default="the engines that a router names at /list_workers",
-    )
+    engine_urls: tuple[str, ...] = engine_urls_option()
     gap_s: float = option(1.0, "length of each gap, seconds", minimum=0)
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    api_key: str | None = api_key_option()
     as_json: bool = option(False, "print JSON instead of a table", flag="--json")
 
 
@@ -121,7 +114,7 @@ class TopOptions(Options):
     window_s: float = option(60.0, "rates and percentiles are over the last S seconds", minimum=0.1)
     once: bool = option(False, "read twice, an interval apart, print one screen and exit")
     as_json: bool = option(False, "print JSON, one object per line for each refresh", flag="--json")
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    api_key: str | None = api_key_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,29 +1,24 @@
-"""`tenuto serve`: run vLLM with Tenuto's scheduler, or with `--engine sim` a simulated engine."""
+"""`tenuto serve`: run vLLM with Tenuto's scheduler. `serve --engine sim` is in `simulations`."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from tenuto.cli.command import Command, Given, Part, get_flags, needing
-from tenuto.cli.simulations import PolicyOptions
+from tenuto.cli.command import Command, Given, Part, get_flags
 from tenuto.core.console import say
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.sim.server import ServerOptions
-from tenuto.sim.setup import Setup
 
-# tenuto serve MODEL.
-
-_SERVE_SUMMARY = """\
+_SUMMARY = """\
 Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.
 MODEL comes first. Options that are not listed here go to vLLM as they are.
 """
 
-_SERVE_EXAMPLES = """\
+_EXAMPLES = """\
 examples:
   tenuto serve Qwen/Qwen3-8B --port 8000
   tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --trace trace.jsonl
@@ -99,7 +94,7 @@ class ServeOptions(Options):
         return {name: value for name, value in settings.items() if value}
 
 
-def _run_serve(given: Given) -> int:
+def run(given: Given) -> int:
     """Replace this process with `vllm serve`."""
     from tenuto.vllm.launch import Tiers, build_command, check_files, get_environment, get_hints
 
@@ -128,65 +123,4 @@ def _run_serve(given: Given) -> int:
 
 
 _FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]
-SERVE = Command(_SERVE_SUMMARY, _SERVE_EXAMPLES, (Part(ServeOptions),), _run_serve, passes_on=True)
-
-
-# tenuto serve --engine sim.
-
-_SERVE_SIM_SUMMARY = """\
-Serve a simulated engine behind an OpenAI-compatible server, as vLLM would serve a real one.
-It is for tests of clients, routers and benchmarks without a GPU. The model's answers are made up.
-"""
-
-_SERVE_SIM_EXAMPLES = """\
-examples:
-  tenuto serve --engine sim --gpu H200 --model llama-3.1-8b --policy continuum-fixed
-      in real time, on port 8000; then: tenuto verify --url http://localhost:8000
-  tenuto serve --engine sim --gpu A100-80 --model qwen3-32b --tp 2 --speed 10
-      ten simulated seconds a second; waits of the clients, such as tool calls, do not shrink by themselves
-"""
-
-_SERVE_SIM_NOTES = """\
-Scheduler, KV cache and policy are those of `tenuto simulate`. Jobs are known, and hints are read, as in
-`tenuto serve MODEL`.
-
-Prompts: text, token ids, or chat messages (text only). The tokenizer is made up too, unless --tokenizer names
-a real one.
-Answers: words without meaning, as many as `max_tokens` says (without it: 16 in a completion, --answer-tokens
-in a chat). A prompt gets the same answer each time at temperature 0 or with a `seed`. `stop` is never met. A
-request has one choice.
-Tools: one is called when `tool_choice` demands it, or when the request says
-"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}, or the headers X-Sim-Tool and X-Sim-Arguments.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(Options):
-    """Which engine."""
-
-    engine: Literal["sim"] = option(MISSING, "the simulated engine")
-
-
-def _run_serve_sim(given: Given) -> int:
-    """Serve until Ctrl-C."""
-    from tenuto.sim.machine import build
-
-    given.read(EngineOptions)
-    policy = given.read(PolicyOptions)
-    options = given.read(ServerOptions, policy=policy.policy)
-    with needing("sim"):
-        from tenuto.sim.server.app import run_server
-    return run_server(build(policy.read_setup(given)), options)
-
-
-SERVE_SIM = Command(
-    _SERVE_SIM_SUMMARY,
-    _SERVE_SIM_EXAMPLES,
-    (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),
-    _run_serve_sim,
-    notes=_SERVE_SIM_NOTES,
-    main=(
-        *("engine", "policy", "gpu", "model", "host"),
-        *("port", "speed", "served_model_name", "api_key", "trace"),
-    ),
-)
+SERVE = Command(_SUMMARY, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)

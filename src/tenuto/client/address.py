@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.settings import option
 
 
 class ServerError(TenutoError):
@@ -34,6 +36,23 @@ def check_api_key(key: str | None) -> None:
         raise ConfigError(
             "the API key (--api-key or $OPENAI_API_KEY) holds a line break or control character"
         )
+
+
+def api_key_option() -> Any:
+    """Declare `--api-key`, of commands that send requests to a server."""
+    return option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+
+
+def engine_urls_option() -> Any:
+    """Declare `--engine-url`, of commands that read the metrics of engines behind a router."""
+    return option(
+        (),
+        "an engine behind a router: metrics come from there, turns go to --url. May be repeated",
+        flag="--engine-url",
+        metavar="URL",
+        is_repeatable=True,
+        shown_default="the engines that a router names at /list_workers",
+    )
 
 
 def check_engine_urls(urls: Sequence[str]) -> None:

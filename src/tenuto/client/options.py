@@ -12,7 +12,14 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tenuto.client.address import check_api_key, check_engine_urls, check_url, get_base_url
+from tenuto.client.address import (
+    api_key_option,
+    check_api_key,
+    check_engine_urls,
+    check_url,
+    engine_urls_option,
+    get_base_url,
+)
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.workload.load import JPS_HELP, LoadOptions
@@ -31,7 +38,7 @@ class RequestOptions(Options):
 
     GROUP = "the requests"
 
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    api_key: str | None = api_key_option()
     prompts: Literal["ids", "words"] = option(
         "ids",
         "ids: token ids to /v1/completions, exact. words: chat messages of common words, one token each in "
@@ -95,14 +102,7 @@ class BenchOptions(RequestOptions):
         "file.py:Class",
         metavar="NAME",
     )
-    engine_urls: tuple[str, ...] = option(
-        (),
-        "an engine behind a router: metrics come from there, turns go to --url. May be repeated",
-        flag="--engine-url",
-        metavar="URL",
-        is_repeatable=True,
-        shown_default="the engines that a router names at /list_workers",
-    )
+    engine_urls: tuple[str, ...] = engine_urls_option()
     load: LoadOptions = field(default_factory=LoadOptions)
     model: str | None = option(
         None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
@@ -358,7 +358,7 @@ class ProfileOptions(Options):
     model: str | None = option(
         None, "the model to ask for", metavar="NAME", shown_default="the first that /v1/models names"
     )
-    api_key: str | None = option(None, "the key to send", environment="OPENAI_API_KEY", metavar="KEY")
+    api_key: str | None = api_key_option()
     step_tokens: int = option(
         2048,
         "longest prefill to time; no more than the server's --max-num-batched-tokens, or it takes several "

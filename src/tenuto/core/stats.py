@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tenuto.core.jobs import TurnState
 from tenuto.core.reuse import count_missed_tokens
@@ -37,10 +38,6 @@ class Histogram:
     __hash__ = object.__hash__
 
 
-def _histogram(bounds: Sequence[float]) -> Callable[[], Histogram]:
-    return lambda: Histogram(bounds)
-
-
 @dataclass
 class GroupStats:
     """Totals over the turns of some jobs, while a canary is on."""
@@ -50,8 +47,8 @@ class GroupStats:
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     num_recomputed_tokens: int = 0
-    queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
-    first_token_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+    queue_s: Histogram = field(default_factory=partial(Histogram, QUEUE_BUCKETS_S))
+    first_token_s: Histogram = field(default_factory=partial(Histogram, QUEUE_BUCKETS_S))
     """Seconds from a turn's arrival to its first token. The engine measures them."""
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
@@ -110,11 +107,11 @@ class DriverStats:
         default_factory=lambda: {"policy": GroupStats(), "stock": GroupStats()}
     )
     """Totals of jobs under the policy, and of jobs that run as in stock; counted only with a canary."""
-    parted_at: Histogram = field(default_factory=_histogram(PARTED_BUCKETS))
+    parted_at: Histogram = field(default_factory=partial(Histogram, PARTED_BUCKETS))
     """For turns whose prompt changes text of the job's last prompt: the first token that differs."""
-    tool_s: Histogram = field(default_factory=_histogram(TOOL_BUCKETS_S))
+    tool_s: Histogram = field(default_factory=partial(Histogram, TOOL_BUCKETS_S))
     """Seconds from a turn's finish to its job's next arrival."""
-    queue_s: Histogram = field(default_factory=_histogram(QUEUE_BUCKETS_S))
+    queue_s: Histogram = field(default_factory=partial(Histogram, QUEUE_BUCKETS_S))
     """Seconds from a turn's arrival to its first step."""
-    decision_s: Histogram = field(default_factory=_histogram(DECISION_BUCKETS_S))
+    decision_s: Histogram = field(default_factory=partial(Histogram, DECISION_BUCKETS_S))
     """Seconds in the driver per turn event. The engine measures them, because the driver has no clock."""

@@ -191,16 +191,17 @@ class StepParts(NamedTuple):
     decode_attention_s: float
 
 
-class PartedCost(Protocol):
+class PartedCost(ABC):
     """A step cost that can name its parts."""
 
     def seconds(self, batch: StepBatch) -> float:
-        """Seconds of one step on the GPU: the sum of its parts."""
-        ...
+        """Seconds of one step on the GPU: the sum of its parts. 0.0 for an empty batch."""
+        others_s, prefill_attention_s, decode_attention_s = self.get_parts(batch)
+        return others_s + prefill_attention_s + decode_attention_s
 
+    @abstractmethod
     def get_parts(self, batch: StepBatch) -> StepParts:
-        """The parts of one step."""
-        ...
+        """The parts of one step; all 0.0 for an empty batch."""
 
 
 class MixedStepCost(StretchCost):

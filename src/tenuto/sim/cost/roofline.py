@@ -7,7 +7,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 from __future__ import annotations
 
 from tenuto.core.windows import STATE
-from tenuto.sim.cost.batch import StepBatch, StepParts
+from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
@@ -25,7 +25,7 @@ _ELEMENTWISE_EFFICIENCY = 0.8
 _STATE_FLOPS_PER_VALUE = 7
 
 
-class RooflineStepCost:
+class RooflineStepCost(PartedCost):
     """Step times of one model on `tp` GPUs of a kind: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int = 1) -> None:
@@ -65,13 +65,8 @@ class RooflineStepCost:
         self._s_per_state = 2 * num_states * model.state_bytes_per_layer(tp) / kv_bytes_per_s
         self._s_per_step, self._s_per_token = _small_kernels(gpu, model, tp)
 
-    def seconds(self, batch: StepBatch) -> float:
-        """Seconds of one step on the GPUs; 0.0 for an empty batch."""
-        others_s, prefill_attention_s, decode_attention_s = self.get_parts(batch)
-        return others_s + prefill_attention_s + decode_attention_s
-
     def get_parts(self, batch: StepBatch) -> StepParts:
-        """The parts of one step; all 0.0 for an empty batch."""
+        """See `PartedCost`."""
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
             return StepParts(0.0, 0.0, 0.0)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import StepBatch, StepParts, StretchCost
+from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts, StretchCost
 from tenuto.sim.hardware.gpus import GPUS, Gpu
 from tenuto.sim.hardware.models import Model
 
@@ -51,7 +51,7 @@ class OperatorTables(Protocol):
         ...
 
 
-class TableStepCost(StretchCost):
+class TableStepCost(PartedCost, StretchCost):
     """Step times interpolated from operator tables: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, tables: OperatorTables) -> None:
@@ -62,13 +62,8 @@ class TableStepCost(StretchCost):
         self._decode_attention_s: dict[int, _Curve] = {}
         self._prefill_fixed_s = _prefill_fixed_s(tables)
 
-    def seconds(self, batch: StepBatch) -> float:
-        """Seconds of one step on the GPU; 0.0 for an empty batch."""
-        others_s, prefill_attention_s, decode_attention_s = self.get_parts(batch)
-        return others_s + prefill_attention_s + decode_attention_s
-
     def get_parts(self, batch: StepBatch) -> StepParts:
-        """The parts of one step; all 0.0 for an empty batch."""
+        """See `PartedCost`."""
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
             return StepParts(0.0, 0.0, 0.0)

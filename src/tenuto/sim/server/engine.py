@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from tenuto.core.errors import ConfigError
@@ -40,10 +41,6 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
-def _histogram(bounds: tuple[float, ...]) -> Callable[[], Histogram]:
-    return lambda: Histogram(bounds)
-
-
 @dataclass
 class EngineStats:
     """Counters for `/metrics`: totals since the start. Times are simulated seconds, except `lag_s`."""
@@ -59,19 +56,19 @@ class EngineStats:
     num_finished: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0)
     )
-    first_token_s: Histogram = field(default_factory=_histogram(_FIRST_TOKEN_S))
-    between_tokens_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
-    per_token_s: Histogram = field(default_factory=_histogram(_PER_TOKEN_S))
+    first_token_s: Histogram = field(default_factory=partial(Histogram, _FIRST_TOKEN_S))
+    between_tokens_s: Histogram = field(default_factory=partial(Histogram, _PER_TOKEN_S))
+    per_token_s: Histogram = field(default_factory=partial(Histogram, _PER_TOKEN_S))
     """The mean time between a request's tokens, one value per request."""
-    latency_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
-    queue_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
-    inference_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
-    prefill_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
-    decode_s: Histogram = field(default_factory=_histogram(_REQUEST_S))
-    prompt_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
-    output_tokens: Histogram = field(default_factory=_histogram(_TOKENS))
-    step_tokens: Histogram = field(default_factory=_histogram(_STEP_TOKENS))
-    lag_s: Histogram = field(default_factory=_histogram(_LAG_S))
+    latency_s: Histogram = field(default_factory=partial(Histogram, _REQUEST_S))
+    queue_s: Histogram = field(default_factory=partial(Histogram, _REQUEST_S))
+    inference_s: Histogram = field(default_factory=partial(Histogram, _REQUEST_S))
+    prefill_s: Histogram = field(default_factory=partial(Histogram, _REQUEST_S))
+    decode_s: Histogram = field(default_factory=partial(Histogram, _REQUEST_S))
+    prompt_tokens: Histogram = field(default_factory=partial(Histogram, _TOKENS))
+    output_tokens: Histogram = field(default_factory=partial(Histogram, _TOKENS))
+    step_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKENS))
+    lag_s: Histogram = field(default_factory=partial(Histogram, _LAG_S))
     """Real seconds by which a step ended later than it should have."""
 
 
