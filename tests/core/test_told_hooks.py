@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -167,6 +167,19 @@ class SeesHits(Policy):
 @dataclass
 class SeesFewHits(SeesHits):
     needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1)
+
+
+def test_a_view_with_hits_is_made_again_only_if_it_changes() -> None:
+    engine = make_engine(SeesHits())
+    engine.arrive("first", 0.0, PROMPT, OUTPUT)
+    turn = engine.driver._turns["first"]
+    view = turn.get_view(has_lease=False)
+    seen = turn.get_view_with_hits(view, 16)
+    assert seen == replace(view, num_cached_tokens=16)
+    assert turn.get_view_with_hits(view, 16) is seen
+    assert turn.get_view_with_hits(view, 0).num_cached_tokens == 0
+    turn.num_preemptions = 1
+    assert turn.get_view_with_hits(turn.get_view(has_lease=False), 0).num_preemptions == 1
 
 
 @pytest.mark.parametrize(

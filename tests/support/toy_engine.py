@@ -185,6 +185,9 @@ class ToyEngine:
             num_leased_blocks=len(self.coverage),
         )
 
+    def get_num_waiting(self) -> int:
+        return len(self.waiting)
+
     def get_num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state now; `num_leases` is copied into the view."""
 
+    def get_num_waiting(self) -> int:
+        """`EngineView.num_waiting`, without a view."""
+
     def get_num_free_blocks(self) -> int:
         """Number of blocks that an allocation could take now."""
 

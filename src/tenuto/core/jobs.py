@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tenuto.core.frozen import quick
 from tenuto.core.indexed_heap import IndexedHeap
@@ -125,6 +125,8 @@ class TurnState:
     """The job arrival that a policy sees for this turn; None means the job's real arrival."""
     _facts: tuple[object, ...] = ()
     _view: Turn | None = None
+    _view_with_hits: tuple[Turn, Turn] | None = None
+    """A view, and the same with `Turn.num_cached_tokens`."""
     _finished: tuple[Finish, Turn] | None = None
     """How it ended, and the policy's view of it then. Cached, because host memory needs it before the
     driver."""
@@ -136,6 +138,13 @@ class TurnState:
             self._facts = facts
             self._view = self._make_view(has_lease, 0, self.arrival.hints.is_last, None)
         return self._view
+
+    def get_view_with_hits(self, view: Turn, num_cached_tokens: int) -> Turn:
+        """This view with `Turn.num_cached_tokens`; cached until one of both changes."""
+        known = self._view_with_hits
+        if known is None or known[0] is not view or known[1].num_cached_tokens != num_cached_tokens:
+            known = self._view_with_hits = view, replace(view, num_cached_tokens=num_cached_tokens)
+        return known[1]
 
     def get_finished_view(self, finish: Finish) -> Turn:
         """The policy's view of a finished turn. The client's hints override what the output shows."""

@@ -6,7 +6,6 @@ held back on an idle engine, or longer than the limits allow.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
@@ -129,9 +128,8 @@ class Order:
             first: Key = (-math.inf, self._fairness.get_number(turn.turn_id))
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
-        if self._looks_up and self._caller.ask("wants_hits", view) and self._affords_look_up(now_s):
-            num_cached_tokens = self._engine.get_num_cached_tokens(turn.turn_id)
-            view = dataclasses.replace(view, num_cached_tokens=num_cached_tokens)
+        if self._looks_up and self._caller.ask("wants_hits", view) and self._affords_look_up():
+            view = turn.get_view_with_hits(view, self._engine.get_num_cached_tokens(turn.turn_id))
         key: Key = self._caller.ask("queue_key", view, now_s)
         return (view.priority, *key) if self._by_priority else key
 
@@ -176,5 +174,5 @@ class Order:
         is_overdue = self._fairness.is_overdue(turn.turn_id)
         return is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s
 
-    def _affords_look_up(self, now_s: float) -> bool:
-        return self._engine.get_view(now_s).num_waiting <= self._policy.needs.max_waiting_with_hits
+    def _affords_look_up(self) -> bool:
+        return self._engine.get_num_waiting() <= self._policy.needs.max_waiting_with_hits

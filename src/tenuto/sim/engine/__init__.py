@@ -10,6 +10,7 @@ The settings of the engine are here; vLLM's names where it has one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tenuto.core.engine import StepTokens, check_step_tokens, get_max_step_tokens
@@ -47,7 +48,7 @@ class EngineConfig:
     offload_chunk_tokens: int = 256
     """Tokens per chunk of the tiers, whole blocks; LMCache's default."""
 
-    @property
+    @cached_property
     def max_step_tokens(self) -> int:
         """The most tokens that any step may have."""
         return get_max_step_tokens(self.step_tokens, self.max_num_batched_tokens)

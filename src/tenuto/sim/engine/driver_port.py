@@ -51,20 +51,23 @@ class SimEngine:
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""
         state, pool = self._state, self._kv.pool
-        num_parked = state.waiting.num_parked
         return EngineView(
             now_s=now_s,
             block_size=self._config.kv.block_size,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_running=len(state.running),
-            num_waiting=state.num_waiting - num_parked,
+            num_waiting=self.get_num_waiting(),
             max_num_batched_tokens=self._config.max_step_tokens,
-            num_parked=num_parked,
+            num_parked=state.waiting.num_parked,
             num_leases=num_leases,
             num_leased_blocks=pool.num_leased_blocks,
             tiers=() if self._offloader is None else self._offloader.get_views(now_s),
         )
+
+    def get_num_waiting(self) -> int:
+        """Turns that wait, parked ones not counted."""
+        return self._state.num_waiting - self._state.waiting.num_parked
 
     def get_num_free_blocks(self) -> int:
         """Blocks an allocation could take now."""
