@@ -95,6 +95,16 @@ def test_a_load_moves_what_the_gpu_lacks() -> None:
     assert tiers.hit_length(chain("zz")) == 0  # what the GPU has is not taken for stored
 
 
+def test_what_is_being_copied_is_not_evicted() -> None:
+    tiers = OffloadTiers([tier(4)])
+    tiers.store(chain("abcd"), now_s=0.0)  # until 0.4
+    assert tiers.store(chain("x"), now_s=0.3).num_chunks == 0
+    tiers.load(chain("abcd"), now_s=1.0, skip=2)  # until 1.2
+    assert tiers.store(chain("x"), now_s=1.1).num_chunks == 0
+    assert tiers.store(chain("xyz"), now_s=1.2).num_chunks == 3
+    assert tiers.hit_length(chain("abcd")) == 1
+
+
 def test_loads_and_stores_share_a_link() -> None:
     tiers = OffloadTiers([tier(10)])
     tiers.store(chain("abcd"), now_s=0.0)

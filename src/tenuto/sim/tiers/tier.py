@@ -195,7 +195,9 @@ class OffloadTiers:
             nearer_hit = max(nearer_hit, tier.hit_length(chunks))
         for tier in self.tiers:
             tier.put(chunks[:num_hit], use, first)
-            tier.hold(chunks[skip : tier.hit_length(chunks[:num_hit])], done_s)
+            # A chunk is not evicted before those that continue it.
+            num_held = tier.hit_length(chunks[:num_hit])
+            tier.hold(chunks[max(skip, num_held - 1) : num_held], done_s)
         return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
 
     def store(self, chunks: Sequence[Hashable], now_s: float, use: Use = NOBODY, first: int = 0) -> Copy:
@@ -207,7 +209,7 @@ class OffloadTiers:
             new = tier.put(chunks, use, first)
             num_stored = max(num_stored, len(new))
             stored_s = tier.link.transfer(len(new) * chunk_bytes, now_s)
-            tier.hold(new, stored_s)
+            tier.hold(new[-1:], stored_s)
             done_s = max(done_s, stored_s)
         return Copy(num_stored, num_stored * chunk_bytes, done_s)
 
