@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -247,6 +247,27 @@ def test_a_load_that_does_not_fit_waits() -> None:
     run_step(scheduler, 13.0)
     assert scheduler.state.num_loading == 1
     assert list(run_step(scheduler, 15.0).new) == ["a2"]
+
+
+def test_a_turn_that_gets_no_blocks_is_not_asked_what_it_would_load() -> None:
+    @dataclass
+    class Asked(Policy):
+        num_asked: int = field(init=False, default=0)
+
+        def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
+            self.num_asked += 1
+            return True
+
+    scheduler = make_engine(policy=(policy := Asked()))
+    warm(scheduler)
+    scheduler.add_request(make_turn("c", [("c", 12)], 3), 10.0)
+    run_step(scheduler, 10.0)
+    scheduler.add_request(make_turn("a2", [("a", 32), ("more", 8)]), 10.0)  # 10 blocks; c leaves 9
+    run_step(scheduler, 11.0)
+    assert policy.num_asked == 0
+    run_step(scheduler, 12.0)  # c's last token
+    run_step(scheduler, 13.0)
+    assert (policy.num_asked, scheduler.state.num_loading) == (1, 1)
 
 
 def test_what_the_gpu_has_is_not_loaded() -> None:

@@ -80,6 +80,10 @@ class Scheduler:
             keeps_ends=policy.overrides("retain"),
         )
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
+        self._needs_whole_prompts = config.kv.reserve_full_sequence and (
+            self.offloader is None or self.offloader.takes_whole_prompts
+        )
+        """Whether a turn that starts needs blocks for its whole prompt, as many with a load as without."""
         self.state = EngineState(WaitingQueue(None))
         self._port = SimEngine(config, self.state, kv, self.offloader)
         self._load_numbers = itertools.count()
@@ -109,6 +113,13 @@ class Scheduler:
             self._log is not None or policy.overrides("step_budget") or policy.needs.reorder_s == 0
         )
         """Whether a log has the size of each step, or the policy is asked or told something before each."""
+        self._skips_refused = (
+            self._needs_whole_prompts
+            and self.kv.can_truncate
+            and self._log is None
+            and not self._may_preempt_for_waiting
+        )
+        """Whether a turn that surely gets no blocks is not asked what it would load."""
         if self._asks_admission or policy.overrides("queue_key"):
             self.state.waiting = WaitingQueue(self._get_policy_key)
             self.state.waiting.share_fairly(driver.make_order)
@@ -389,7 +400,7 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         """Spend the rest of the step's budget on requests that start."""
-        waiting = self.state.waiting
+        state, waiting = self.state, self.state.waiting
         has_running = bool(step.num_tokens)
         goes_on = self._start_loaded(step)
         while goes_on and step.budget > 0:
@@ -401,6 +412,8 @@ class Scheduler:
                 waiting.skip_first()
                 continue
             hit = self.kv.get_hit(request)
+            if self._skips_refused and state.running and self._is_refused(request, hit):
+                break
             if self.offloader is not None:
                 offered = self._add_offer(request, hit, self.offloader)
                 if offered is None:
@@ -413,7 +426,7 @@ class Scheduler:
             goes_on = self._try_start(request, hit, step, has_running=has_running)
         waiting.restore_skipped()
         if not step.defers_prefill:
-            self.state.is_capacity_bound = waiting.num_eligible > 0
+            state.is_capacity_bound = waiting.num_eligible > 0
 
     def _has_seat(self, request: Request, step: Step) -> bool:
         """Whether one more request may run, if necessary after a preemption."""
@@ -930,9 +943,14 @@ class Scheduler:
             # It continues a running request's output, so its hit may grow. Any other request's hit can only
             # shrink, and the number of free blocks only falls.
             return True
-        num_tokens = request.num_tokens - hit.num_tokens
-        if self.offloader is None:
-            num_tokens = min(budget, num_tokens)
+        most = min(budget, config.long_prefill_token_threshold or budget)
+        return not self._is_refused(request, hit, min(most, request.num_tokens - hit.num_tokens))
+
+    def _is_refused(self, request: Request, hit: Hit, num_tokens: int = 0) -> bool:
+        """Whether a waiting request surely gets no blocks, now and in each step that only decodes.
+
+        Others run. `num_tokens`: its first tokens, if it may start without blocks for all of them.
+        """
         num_missing = self.kv.count_missing(request, num_tokens, hit, is_busy=True)
         driver, num_reclaimable = self.driver, 0
         if driver.limits.always_yield or any(
@@ -941,11 +959,8 @@ class Scheduler:
             # A lease could be shortened while something runs.
             num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
         if not 0 < num_missing <= num_reclaimable:
-            return num_missing <= 0
-        # With whole prompts, a turn needs equally many blocks with and without a load.
-        takes_whole = self.offloader is None or self.offloader.takes_whole_prompts
-        is_whole = takes_whole and self.config.kv.reserve_full_sequence
-        return not (is_whole and driver.refuses_steadily(request.turn_id, self.state.now_s))
+            return num_missing > 0
+        return self._needs_whole_prompts and driver.refuses_steadily(request.turn_id, self.state.now_s)
 
 
 def _get_priority_key(request: Request) -> Key:
