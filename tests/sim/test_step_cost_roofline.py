@@ -136,3 +136,15 @@ def test_an_empty_step_takes_no_time() -> None:
 def test_a_tensor_parallel_size_must_divide_the_heads() -> None:
     with pytest.raises(ConfigError, match="does not divide 32 heads"):
         RooflineStepCost(H200, LLAMA, tp=5)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize(("num_decodes", "num_context_tokens"), [(1, 1), (7, 800), (64, 100_000)])
+def test_a_stretch_of_decodes_is_priced_as_its_steps(
+    name: str, num_decodes: int, num_context_tokens: int
+) -> None:
+    """On full attention, with windows that contexts grow beyond, and with states."""
+    cost = RooflineStepCost(GPUS["H100"], load_model(name))
+    contexts = [num_context_tokens + number * num_decodes for number in range(300)]
+    steps = [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
+    assert cost.price_stretch(num_decodes, num_context_tokens, 300) == steps

@@ -7,7 +7,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 from __future__ import annotations
 
 from tenuto.core.windows import STATE
-from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts
+from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts, StretchCost
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
@@ -25,7 +25,7 @@ _ELEMENTWISE_EFFICIENCY = 0.8
 _STATE_FLOPS_PER_VALUE = 7
 
 
-class RooflineStepCost(PartedCost):
+class RooflineStepCost(PartedCost, StretchCost):
     """Step times of one model on `tp` GPUs of a kind: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int = 1) -> None:
@@ -70,13 +70,24 @@ class RooflineStepCost(PartedCost):
         num_tokens = batch.num_prefill_tokens + batch.num_decodes
         if num_tokens == 0:
             return StepParts(0.0, 0.0, 0.0)
-        others_s = (
+        others_s = self._others_s(num_tokens, batch.num_prefills + batch.num_decodes)
+        decode_attention_s = self._decode_attention_s(batch.num_decodes, batch.num_decode_context_tokens)
+        return StepParts(others_s, self._prefill_attention_s(batch), decode_attention_s)
+
+    def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
+        """See `StretchCost`."""
+        others_s = self._others_s(num_decodes, num_decodes)
+        contexts = range(num_context_tokens, num_context_tokens + num_steps * num_decodes, num_decodes)
+        return [others_s + self._decode_attention_s(num_decodes, each) for each in contexts]
+
+    def _others_s(self, num_tokens: int, num_requests: int) -> float:
+        """Everything but attention."""
+        return (
             self._s_per_step
             + self._s_per_token * num_tokens
             + self._gemm_s(num_tokens)
-            + self._head_s(batch.num_prefills + batch.num_decodes)
+            + self._head_s(num_requests)
         )
-        return StepParts(others_s, self._prefill_attention_s(batch), self._decode_attention_s(batch))
 
     def _gemm_s(self, num_tokens: int) -> float:
         num_experts, num_active = self._model.num_experts, self._model.num_active_experts
@@ -105,14 +116,14 @@ class RooflineStepCost(PartedCost):
             num_pairs += num_layers * visited
         return num_pairs * self._s_per_pair + batch.num_prefill_tokens * self._s_per_state_token
 
-    def _decode_attention_s(self, batch: StepBatch) -> float:
-        num_context_tokens = 0
+    def _decode_attention_s(self, num_decodes: int, num_context_tokens: int) -> float:
+        num_visited = 0
         for window, num_layers in self._num_layers_by_window.items():
-            visited = batch.num_decode_context_tokens
+            visited = num_context_tokens
             if window is not None:  # all contexts are taken to have the mean length
-                visited = min(visited, window * batch.num_decodes)
-            num_context_tokens += num_layers * visited
-        return num_context_tokens * self._s_per_context_token + batch.num_decodes * self._s_per_state
+                visited = min(visited, window * num_decodes)
+            num_visited += num_layers * visited
+        return num_visited * self._s_per_context_token + num_decodes * self._s_per_state
 
 
 def _windowed_pairs(batch: StepBatch, window: int) -> float:
