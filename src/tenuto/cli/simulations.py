@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tenuto.cli.command import Command, Given, Part, needing
 from tenuto.core.console import Progress
@@ -23,6 +23,16 @@ from tenuto.workload.load import LoadOptions
 # What commands on simulated GPUs share.
 
 
+def _policy_options() -> Any:
+    return option(
+        (),
+        "a policy's option; may be repeated, and be for one policy alone",
+        flag="--option",
+        metavar="[POLICY:]KEY=VALUE",
+        is_repeatable=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(Options):
     """The options of one policy."""
@@ -30,13 +40,7 @@ class PolicyOptions(Options):
     GROUP = "the policy"
 
     policy: str = option("tenuto", "see `tenuto policies`, or file.py:Class", metavar="NAME")
-    options: tuple[str, ...] = option(
-        (),
-        "a policy's option; may be repeated, and be for one policy alone",
-        flag="--option",
-        metavar="[POLICY:]KEY=VALUE",
-        is_repeatable=True,
-    )
+    options: tuple[str, ...] = _policy_options()
 
     def read_setup(self, given: Given) -> Setup:
         """The setup of the machine with this policy."""
@@ -58,13 +62,7 @@ class GridOptions(Options):
     policies: tuple[str, ...] = option(
         MISSING, "see `tenuto policies`, or file.py:Class", metavar="A,B,…", alias="--policy"
     )
-    options: tuple[str, ...] = option(
-        (),
-        "a policy's option; may be repeated, and be for one policy alone",
-        flag="--option",
-        metavar="[POLICY:]KEY=VALUE",
-        is_repeatable=True,
-    )
+    options: tuple[str, ...] = _policy_options()
 
     def read_setups(self, given: Given) -> list[Setup]:
         """A machine for each GPU and policy, or a fleet for each of them with each router."""
