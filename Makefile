@@ -21,11 +21,10 @@ MODEL := .demo/smollm2
 DEV := $(if $(wildcard $(VENV)/.tenuto-$(VLLM)),$(VENV)/.tenuto-$(VLLM),$(VENV)/.dev)
 # Tests that load vLLM. Only leaving out their folders keeps vLLM (15 s) out of each worker.
 VLLM_TESTS := tests/vllm tests/differential tests/agreement
-WITHOUT_VLLM := tests $(addprefix --ignore=,$(VLLM_TESTS)) -n 2
-# Only these files start real servers; the others would load more of vLLM. Those that share one come last, so
-# that it runs beside no other.
-SHARING := $(addprefix tests/vllm/test_,bench.py client_wishes.py server.py)
-LIVE_TESTS = $(filter-out $(SHARING),$(shell grep -l MARKS tests/vllm/test_*.py)) $(SHARING)
+WITHOUT_VLLM := tests $(addprefix --ignore=,$(VLLM_TESTS)) --dist worksteal
+# Only these files start real servers; the others would load more of vLLM. The first of them share one.
+SHARING := $(addprefix tests/vllm/test_,bench.py client_wishes.py server.py server_ranks.py)
+OWN_SERVERS = $(filter-out $(SHARING),$(shell grep -l MARKS tests/vllm/test_*.py))
 
 .PHONY: help demo test test-fast test-vllm check docs test-all-vllm bench constraints clean
 
@@ -130,13 +129,21 @@ promtool:
 	  echo "No promtool here: the tests of the alert rules will be skipped."
 
 test-fast: $(DEV)
-	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not slow and not server" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 2 -m "not slow and not server" $(PYTEST_ARGS)
 
-# Three runs: without vLLM, with vLLM's scheduler, and with real servers, one at a time.
+# Three runs: without vLLM, with vLLM's scheduler, and with real servers. The first has one worker more than
+# cores, because many slow tests wait for servers with a clock.
 test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
-	$(BIN)/python -m pytest $(WITHOUT_VLLM) -m "not server" $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 -m "not server" $(PYTEST_ARGS)
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(LIVE_TESTS) -m server $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 3 -m "not server" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 --dist worksteal -m "not server" $(PYTEST_ARGS)
+	$(MAKE) --jobs 2 --output-sync test-shared-server test-own-servers
+
+# A server takes half a minute to start, on one core: two run side by side.
+.PHONY: test-shared-server test-own-servers
+test-shared-server:
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(SHARING) -m server $(PYTEST_ARGS)
+test-own-servers:
+	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(OWN_SERVERS) -m server $(PYTEST_ARGS)
 
 # The simulator decides as these releases do.
 SIMULATED := $(if $(filter 0.32.0 0.33.0,$(VLLM)),tests/differential,)
