@@ -1,7 +1,7 @@
 """Real vLLM servers with a real small model: how they are started, and what their tests have in common.
 
-A server takes half a minute to start, on one core. So two workers run the tests side by side, and several
-files share the server of `run_shared` (`conftest.py`). The last of them, by name, ends it.
+A server takes half a minute to start, on one core. So several files share the server of `run_shared`
+(`conftest.py`). The last of them, by name, ends it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+WORKER_INSIDE = ("--distributed-executor-backend", "uni")
+"""The engine's process does the worker's work, as on one GPU. vLLM's CPU build has another process for it
+otherwise, as on several GPUs, and a start takes half as long again. The shared server starts so."""
+ENV_INSIDE = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Without it, vLLM's CPU build does not follow `WORKER_INSIDE`."""
 
 
 MARKS = [

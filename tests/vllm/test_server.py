@@ -27,9 +27,10 @@ from tenuto.client.metrics import parse_page, read_cache_state
 from tests.vllm.live import (
     ADMIN_KEY,
     BLOCK_SIZE,
-    ENV,
+    ENV_INSIDE,
     MARKS,
     TTL_S,
+    WORKER_INSIDE,
     get_command,
     get_free_port,
     make_text,
@@ -43,7 +44,8 @@ pytestmark = MARKS
 def stock_server(folder: Path) -> Iterator[LocalServer]:
     """The same server without Tenuto."""
     port = get_free_port()
-    with run_server(get_command(port), port, folder / "stock.log", env=ENV) as running:
+    command = get_command(port, *WORKER_INSIDE)
+    with run_server(command, port, folder / "stock.log", env=ENV_INSIDE) as running:
         yield running
 
 
@@ -536,7 +538,8 @@ def test_a_bad_setting_stops_the_start(folder: Path) -> None:
     """The server says which key, and does not wait for the first request to say it."""
     port = get_free_port()
     config = json.dumps({"tenuto": {"options": {"ttl": 3}}})
-    command = get_command(port, "--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config)
-    with pytest.raises(ServerError), run_server(command, port, folder / "bad.log", env=ENV):
+    scheduler = ("--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config)
+    command = get_command(port, *WORKER_INSIDE, *scheduler)
+    with pytest.raises(ServerError), run_server(command, port, folder / "bad.log", env=ENV_INSIDE):
         pass
     assert "unknown key 'ttl'; known keys: " in (folder / "bad.log").read_text()

@@ -17,7 +17,7 @@ from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
 from tenuto.client.metrics import parse_page
 from tenuto.vllm import tenants
-from tests.vllm.live import ADMIN_KEY, ENV, MARKS, get_command, get_free_port
+from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command, get_free_port
 
 pytestmark = MARKS
 
@@ -79,9 +79,9 @@ def server(folder: Path) -> Iterator[LocalServer]:
     config = {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 300.0}}}
     port = get_free_port()
     command = get_command(
-        port, *TENUTO, *KEYS, "--enable-scale-out", "--additional-config", json.dumps(config)
+        port, *WORKER_INSIDE, *TENUTO, *KEYS, "--enable-scale-out", "--additional-config", json.dumps(config)
     )
-    env = {**ENV, tenants.SECRET_VARIABLE: SECRET}
+    env = {**ENV_INSIDE, tenants.SECRET_VARIABLE: SECRET}
     with run_server(command, port, folder / "tenants.log", env=env) as running:
         yield running
 
@@ -224,8 +224,8 @@ def test_a_server_with_keys_and_without_the_plug_in_does_not_start(folder: Path)
     """Nor without the middleware: the engine itself finds the keys, here in a file."""
     file, log, port = folder / "keys.yaml", folder / "alone.log", get_free_port()
     file.write_text(f"api-key:\n  - {K1}\n  - {K2}\n")
-    env = {**ENV, "VLLM_PLUGINS": "", tenants.SECRET_VARIABLE: ""}
-    command = get_command(port, *TENUTO[:2], "--config", str(file))
+    env = {**ENV_INSIDE, "VLLM_PLUGINS": "", tenants.SECRET_VARIABLE: ""}
+    command = get_command(port, *WORKER_INSIDE, *TENUTO[:2], "--config", str(file))
     with pytest.raises(ServerError), run_server(command, port, log, env=env):
         pytest.fail("it started")
     assert "add `tenuto` to VLLM_PLUGINS" in log.read_text()

@@ -9,7 +9,8 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ from transformers import AutoConfig
 
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.vllm.launch import Tiers
-from tests.vllm.live import BLOCK_SIZE, ENV, MARKS, MODEL, get_command, get_free_port, make_text
+from tests.vllm.live import (
+    BLOCK_SIZE,
+    ENV_INSIDE,
+    MARKS,
+    MODEL,
+    WORKER_INSIDE,
+    get_command,
+    get_free_port,
+    make_text,
+)
 
 pytestmark = [*MARKS, pytest.mark.timeout(2400)]
 NUM_WORDS = 120
@@ -39,12 +49,13 @@ def serve(folder: Path, name: str) -> Iterator[LocalServer]:
     tiers = Tiers(0.25, str(folder / "kv"))
     command = get_command(
         port,
+        *WORKER_INSIDE,
         *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
         *("--kv-transfer-config", json.dumps(tiers.get_transfer_config())),
         *("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={folder / 'adapter'}"),
     )
     command[command.index(MODEL)] = str(folder / "model")
-    env = ENV | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env = ENV_INSIDE | {"VLLM_LOGGING_LEVEL": "INFO"}
     with run_server(command, port, folder / f"{name}.log", env=env, limit_s=600) as running:
         yield running
 
@@ -77,12 +88,24 @@ def read_disk_lines(server: LocalServer) -> list[str]:
     return [line for line in server.log.read_text(errors="replace").splitlines() if "disk tier" in line]
 
 
+def get_files(folder: Path) -> set[Path]:
+    return set((folder / "kv").rglob("*.kv"))
+
+
 def wait_for_files(folder: Path, num_more: int, before: int = 0) -> None:
     """Until so many chunks more are on the disk; they are written beside the answers."""
     end_s = time.monotonic() + 60
-    while len(list((folder / "kv").rglob("*.kv"))) < before + num_more:
+    while len(get_files(folder)) < before + num_more:
         assert time.monotonic() < end_s
         time.sleep(0.05)
+
+
+def damage(paths: Iterable[Path]) -> None:
+    """One bit in each file is wrong."""
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
 
 
 def reset(server: LocalServer) -> None:
@@ -134,7 +157,7 @@ def limit_files(server: LocalServer, num_bytes: int) -> None:
 
 
 def test_only_kv_of_the_same_weights_comes_back(tmp_path: Path) -> None:
-    """Three servers on one folder: the second has the first one's weights, the third has others."""
+    """Three servers on one folder: one that is killed, one of the same weights, and one of others."""
     shutil.copytree(MODEL, tmp_path / "model")
     make_adapter(tmp_path / "adapter")
     with serve(tmp_path, "first") as server:
@@ -144,12 +167,27 @@ def test_only_kv_of_the_same_weights_comes_back(tmp_path: Path) -> None:
         num_tokens = ask(server, "a")[1]
         assert num_tokens > 10 * BLOCK_SIZE
         wait_for_files(tmp_path, 4 * num_tokens // BLOCK_SIZE)
-        server.signal(signal.SIGKILL)
-        server.process.wait()
+        whole = get_files(tmp_path)
+        damaged, most_hits = ask(server, "damaged")[0], ask(server, "damaged")[1]
+        wait_for_files(tmp_path, most_hits // BLOCK_SIZE, len(whole))
+        later = get_files(tmp_path) - whole
+        # Killed with answers under way, and while the last one's chunks are written.
+        with ThreadPoolExecutor() as pool:
+            cut = [pool.submit(ask, server, seed, max_tokens=400, ignore_eos=True) for seed in "xy"]
+            half = ask(server, "half")[0]
+            server.signal(signal.SIGKILL)
+            server.process.wait()
+        assert all(isinstance(each.exception(), httpx.HTTPError) for each in cut)
+    damage(sorted(later)[::4])
 
     with serve(tmp_path, "second") as server:
         assert ask(server, "a") == (answers[0], num_tokens)
         assert ask(server, "a", "adapter") == (adapted[0], num_tokens)
+        # What is damaged is computed again, and so is what was not written to its end.
+        answer, num_hits = ask(server, "damaged")
+        assert answer == damaged and num_hits < most_hits
+        assert ask(server, "half")[0] == half
+        assert ".kv is not used" in server.log.read_text(errors="replace")
         # An adapter of this name and place with other weights is another one.
         change_weights(tmp_path / "adapter" / "adapter_model.safetensors")
         assert ask(server, "b", "adapter")[1] == 0

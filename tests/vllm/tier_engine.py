@@ -1,12 +1,13 @@
-"""Runs jobs on a real engine with host memory and a disk, in a process that a test may kill.
+"""Runs jobs on real engines with host memory and a disk, one after the other in a process of their own.
 
-    python -m tests.vllm.tier_engine MODEL FOLDER NAME [CONNECTORS]
+    python -m tests.vllm.tier_engine MODEL FOLDER CONNECTORS...
 
 CONNECTORS, with commas: ours, example (vLLM's ExampleConnector), lmcache (its server must run, at
 LMCACHE_PORT). More than one go under vLLM's MultiConnector, in this order.
 
-Writes a line to FOLDER/NAME.jsonl for each round of turns: greedy answers, and how many tokens of each prompt
-were hits. Then answers all prompts once more without what was stored, which a salt hides.
+An engine's folder is FOLDER/CONNECTORS. Writes a line to its rounds.jsonl for each round of turns: greedy
+answers, and how many tokens of each prompt were hits. Then answers all prompts once more without what was
+stored, which a salt hides.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_SIZE = 32
-NUM_BLOCKS = 49
+NUM_BLOCKS = 33
 NUM_JOBS, NUM_TURNS = 6, 3
-FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 320, 70, 8
+FIRST_TOKENS, NEW_TOKENS, OUTPUT_TOKENS = 180, 70, 8
+"""Answers end in the block of their prompt's end, so none is preempted; vLLM's example would lose it."""
 STEP_TOKENS = 2048
 """More than the cache holds."""
 
@@ -55,7 +57,7 @@ def get_transfer_config(connectors: str, folder: Path) -> dict[str, Any]:
 
 
 def make_engine(model: str, transfer: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """A cache of 48 blocks with these tiers below. `settings`: Tenuto's."""
+    """A cache of 32 blocks with these tiers below. `settings`: Tenuto's."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -65,13 +67,14 @@ def make_engine(model: str, transfer: dict[str, Any], settings: dict[str, Any]) 
         enforce_eager=True,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=NUM_BLOCKS,
-        max_model_len=1024,
+        max_model_len=512,
         max_num_seqs=8,
         enable_prefix_caching=True,
         scheduler_cls="tenuto.vllm.Scheduler",
         max_num_batched_tokens=STEP_TOKENS,
         additional_config={"tenuto": {"strict": True, **settings}},
         kv_transfer_config=KVTransferConfig(**transfer),
+        distributed_executor_backend="uni",
     )
 
 
@@ -90,10 +93,8 @@ def ask(engine: Any, prompts: list[list[int]], hints: list[dict[str, Any]], salt
     return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in found]
 
 
-def main() -> None:
-    """Run the jobs."""
-    model, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    connectors = sys.argv[4] if len(sys.argv) > 4 else "ours"
+def run(model: str, folder: Path, connectors: str) -> None:
+    """Run the jobs on an engine with these connectors."""
     # Alone, nothing but host memory brings a turn's KV back; beside others, leases are tried too.
     settings: dict[str, Any] = {"policy": "stock" if connectors == "ours" else "tenuto"}
     if "example" in connectors:
@@ -104,13 +105,12 @@ def main() -> None:
     prompts = [[rng.randrange(1000, 40_000) for _ in range(FIRST_TOKENS)] for rng in rngs]
     asked: list[list[int]] = []
     answered: list[list[int]] = []
-    with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+    with open(folder / "rounds.jsonl", "w", encoding="utf-8") as file:
         for turn in range(NUM_TURNS):
-            hints = [{"job_id": f"{name}-{job}", "tool": "ls"} for job in range(NUM_JOBS)]
+            hints = [{"job_id": f"job-{job}", "tool": "ls"} for job in range(NUM_JOBS)]
             found = ask(engine, prompts, hints, "")
             answers, cached = [each for each, _ in found], [each for _, each in found]
             file.write(json.dumps({"turn": turn, "answers": answers, "cached": cached}) + "\n")
-            file.flush()
             asked += prompts
             answered += answers
             prompts = [
@@ -120,6 +120,19 @@ def main() -> None:
         computed = ask(engine, asked, [{}] * len(asked), "nothing is hit")
         same = [answer for answer, _ in computed] == answered
         file.write(json.dumps({"same": same, "cached": [each for _, each in computed]}) + "\n")
+    engine.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    """Run an engine for each argument."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    model, folder, *several = sys.argv[1:]
+    for connectors in several:
+        own = Path(folder) / connectors
+        own.mkdir()
+        run(model, own, connectors)
+        cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":
