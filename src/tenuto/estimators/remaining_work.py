@@ -19,9 +19,6 @@ PRIOR_TURNS = 4.0
 MAX_KINDS = 256
 """Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
 first."""
-LONG_S = 10.0
-"""A job that is idle for longer does not compete with the turns that wait now. Agents' tools rarely take
-longer, people usually do."""
 
 
 class Left(NamedTuple):
@@ -31,8 +28,8 @@ class Left(NamedTuple):
     """Work of all its remaining turns."""
     this: float
     """Work of the next turn alone."""
-    stops: float
-    """The probability that the job sends nothing soon after the next turn; above 0."""
+    ends: float
+    """The probability that the job ends with the next turn; above 0."""
 
 
 @dataclass(slots=True)
@@ -45,24 +42,22 @@ class _Turns:
     """The part of `work` that is new prompt tokens."""
     num_ended: float = 0.0
     num_followed: float = 0.0
-    num_stopped: float = 0.0
-    """Turns after which the job did not come back soon."""
     by_size: dict[int, list[float]] = field(default_factory=dict)
-    """Counts of turns by size class, at most 32: ended their job, were followed by another turn, were not
-    followed soon, all."""
+    """The same two counts by size class, at most 32."""
 
-    def resolve(self, size: int, *, followed: bool) -> None:
-        """A turn of this number ended its job, or was followed by another."""
-        counts = self.by_size.setdefault(size, [0.0] * 4)
-        counts[:2] = TURN_DECAY * counts[0] + (not followed), TURN_DECAY * counts[1] + followed
-        self.num_ended = TURN_DECAY * self.num_ended + (not followed)
-        self.num_followed = TURN_DECAY * self.num_followed + followed
+    def end(self, size: int) -> None:
+        """Count a turn of this number as its job's last."""
+        counts = self.by_size.setdefault(size, [0.0, 0.0])
+        counts[:] = TURN_DECAY * counts[0] + 1, TURN_DECAY * counts[1]
+        self.num_ended = TURN_DECAY * self.num_ended + 1
+        self.num_followed *= TURN_DECAY
 
-    def go_on(self, size: int) -> None:
-        """A turn of this number was followed soon, although it called no tool."""
-        counts = self.by_size.setdefault(size, [0.0] * 4)
-        counts[2] = max(0.0, counts[2] - 1)
-        self.num_stopped = max(0.0, self.num_stopped - 1)
+    def follow(self, size: int, *, was_last: bool) -> None:
+        """Count a turn of this number as followed by another. `was_last`: it counted as its job's last."""
+        counts = self.by_size.setdefault(size, [0.0, 0.0])
+        counts[:] = TURN_DECAY * max(0.0, counts[0] - was_last), TURN_DECAY * counts[1] + 1
+        self.num_ended = TURN_DECAY * max(0.0, self.num_ended - was_last)
+        self.num_followed = TURN_DECAY * self.num_followed + 1
 
 
 class TurnTable:
@@ -74,7 +69,8 @@ class TurnTable:
     A turn's new prompt tokens are known when it arrives. Its output is predicted as the mean of turns with
     its number. Probabilities and means come from all jobs of the table, unfinished ones included: each i-th
     turn either ended its job or was followed by another. Whether another follows also depends on this turn's
-    own size.
+    own size. A turn without a tool call counts as its job's last until the job comes back, because most
+    clients never say that a job has ended.
 
     O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
@@ -91,32 +87,32 @@ class TurnTable:
         """Jobs that the table has seen; they decay."""
         self._sum_up()
 
-    def observe(self, past: Past, size: int, num_new_tokens: float, work: float, *, stops: bool) -> None:
-        """Count the next turn of a job. `size`: see `_get_size`. `stops`: nothing is expected soon."""
+    def observe(self, past: Past, num_new_tokens: float, work: float, *, is_last: bool) -> None:
+        """Count the next turn of a job. `is_last`: it is the job's last, as far as is known."""
         index = min(past.num_turns, MAX_TURNS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
         turns = self._turns[index]
-        turns.num_stopped = TURN_DECAY * turns.num_stopped + stops
-        counts = turns.by_size.setdefault(size, [0.0] * 4)
-        counts[2:] = TURN_DECAY * counts[2] + stops, TURN_DECAY * counts[3] + 1
         turns.count = TURN_DECAY * turns.count + 1
         turns.work = TURN_DECAY * turns.work + work
         turns.new = TURN_DECAY * turns.new + num_new_tokens
-        if index:
-            self._turns[index - 1].resolve(past.size, followed=True)
+        if past.num_turns:
+            self._get_latest(past).follow(past.size, was_last=past.is_last)
         else:
             self.num_jobs = turns.count
+        if is_last:
+            turns.end(_get_size(num_new_tokens))
         self._sum_up()
-
-    def go_on(self, past: Past) -> None:
-        """A job sent its next turn soon, although its latest turn counted as a stop."""
-        self._turns[min(past.num_turns, MAX_TURNS) - 1].go_on(past.size)
 
     def end(self, past: Past) -> None:
         """A job of at least one turn has no more turns."""
-        self._turns[min(past.num_turns, MAX_TURNS) - 1].resolve(past.size, followed=False)
-        self._sum_up()
+        if not past.is_last:
+            self._get_latest(past).end(past.size)
+            self._sum_up()
+
+    def _get_latest(self, past: Past) -> _Turns:
+        """The statistics that count the job's latest turn."""
+        return self._turns[min(past.num_turns, MAX_TURNS) - 1]
 
     def look(self, num_turns: int, num_new_tokens: float | None) -> Left:
         """What a job has left after this many turns, at least one turn.
@@ -127,28 +123,23 @@ class TurnTable:
         index = min(num_turns, len(self._work_after) - 1)
         turns = self._turns[index] if index < len(self._turns) else None
         if turns is None:
-            this = self._work_after[index] if num_new_tokens is None else num_new_tokens
-            return Left(
-                this + (0.0 if num_new_tokens is None else self._work_after[index]), this, self._share
-            )
-        # The share that ended their job, shrunk towards the share of all turns.
+            after = self._work_after[index]
+            if num_new_tokens is None:
+                return Left(after, after, self._share)
+            return Left(num_new_tokens + after, num_new_tokens, self._share)
         share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
         if num_new_tokens is None:
             return Left(self._work_after[index], turns.work / turns.count, share)
         this = num_new_tokens + (turns.work - turns.new) / turns.count
-        ended, followed, stopped, seen = turns.by_size.get(_get_size(num_new_tokens), (0.0,) * 4)
+        # The share that ended their job, shrunk towards the share of all turns.
+        ended, followed = turns.by_size.get(_get_size(num_new_tokens), (0.0, 0.0))
         ends = (ended + PRIOR_TURNS * share) / (ended + followed + PRIOR_TURNS)
-        stops = (turns.num_stopped + share) / (turns.count + 1)
-        stops = (stopped + PRIOR_TURNS * stops) / (seen + PRIOR_TURNS)
         after = self._work_after[min(index + 1, len(self._work_after) - 1)]
-        return Left(this + (1 - ends) * after, this, max(ends, stops))
+        return Left(this + (1 - ends) * after, this, ends)
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        turns = [
-            [each.count, each.work, each.new, each.num_ended, each.num_followed, each.num_stopped]
-            for each in self._turns
-        ]
+        turns = [[each.count, each.work, each.new, each.num_ended, each.num_followed] for each in self._turns]
         sizes = [[[size, *counts] for size, counts in sorted(each.by_size.items())] for each in self._turns]
         return {"turns": turns, "sizes": sizes}
 
@@ -159,15 +150,15 @@ class TurnTable:
         Raises ValueError, TypeError or KeyError if it is malformed.
         """
         table = cls()
-        rows = [get_numbers(row, 6) for row in state["turns"]]
-        sizes = [[get_numbers(row, 5) for row in each] for each in state["sizes"]]
+        rows = [get_numbers(row, 5) for row in state["turns"]]
+        sizes = [[get_numbers(row, 3) for row in each] for each in state["sizes"]]
         counts = [count for row in (*rows, *(row for each in sizes for row in each)) for count in row]
         if len(rows) > MAX_TURNS or any(row[0] <= 0 for row in rows) or min(counts, default=0) < 0:
             raise ValueError(f"no more than {MAX_TURNS} kinds of turns expected, each seen, none negative")
         for row, each in zip(rows, sizes, strict=True):
-            turns = _Turns(by_size={int(size): counts for size, *counts in each})
-            turns.count, turns.work, turns.new, turns.num_ended, turns.num_followed, turns.num_stopped = row
-            table._turns.append(turns)
+            count, work, new, num_ended, num_followed = row
+            by_size = {int(size): counts for size, *counts in each}
+            table._turns.append(_Turns(count, work, new, num_ended, num_followed, by_size))
         table._num_new = MAX_TURNS
         table._sum_up()
         return table
@@ -222,8 +213,8 @@ class Past:
     """Tokens of its latest turn."""
     size: int = 0
     """Size class of the latest turn's new tokens: see `_get_size`."""
-    stops: bool = False
-    """Whether its latest turn counted as a stop."""
+    is_last: bool = False
+    """Whether its latest turn counts as its last."""
 
 
 class RemainingWork:
@@ -249,35 +240,25 @@ class RemainingWork:
         return 0 if past is None or turn.is_parted else past.context
 
     def observe(self, turn: Turn) -> None:
-        """Count a finished turn of a job. It counts as a stop if it called no tool."""
+        """Count a finished turn of a job. Without a tool call, it counts as the job's last."""
         # A first turn's hits were computed by other jobs, so they are not its work.
         num_new = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
         work = get_work(num_new, 0, turn.num_output_tokens)
-        self.observe_turn(turn.job, float(num_new), work, stops=turn.tool is None)
+        self.observe_turn(turn.job, float(num_new), work, is_last=turn.tool is None)
         self._jobs[turn.job.job_id].context = turn.num_prompt_tokens + turn.num_output_tokens
 
-    def observe_turn(self, job: Job, num_new_tokens: float, work: float, *, stops: bool) -> None:
+    def observe_turn(self, job: Job, num_new_tokens: float, work: float, *, is_last: bool) -> None:
         """Count a finished turn of a job; `work` is in prefill tokens, the prompt's new ones included.
 
-        `stops`: whether the turn ended without a tool call, so that nothing is expected soon.
+        `is_last`: it counts as the job's last until the job sends another.
         """
         past = self._jobs.get(job.job_id)
         if past is None:
             self._see_kind(job)
             past = self._jobs[job.job_id] = Past(self._get_table(job))
-        size = _get_size(num_new_tokens)
         for table in (self._all, past.table):
-            table.observe(past, size, num_new_tokens, work, stops=stops)
-        past.num_turns, past.size, past.stops = past.num_turns + 1, size, stops
-
-    def come_back(self, job_id: str, away_s: float) -> None:
-        """A job sent its next turn, after this many seconds."""
-        past = self._jobs.get(job_id)
-        if past is None or not past.stops or away_s > LONG_S:
-            return
-        past.stops = False
-        for table in (self._all, past.table):
-            table.go_on(past)
+            table.observe(past, num_new_tokens, work, is_last=is_last)
+        past.num_turns, past.size, past.is_last = past.num_turns + 1, _get_size(num_new_tokens), is_last
 
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
@@ -291,14 +272,14 @@ class RemainingWork:
         return self._look(job, None).work
 
     def get_rank(self, turn: Turn, num_new_tokens: int) -> float:
-        """Expected work per job that stops, if it runs for one turn or for all its turns: the smaller one.
+        """Expected work per job that ends, if it runs for one turn or for all its turns: the smaller one.
 
         This is the Gittins index with two places to stop. So a small turn that is probably its job's last
         goes early, whatever else is known about the job. For a job's last turn, if the client says so, it is
         the turn's own work.
         """
         left = self._look(turn.job, float(num_new_tokens))
-        return left.this if turn.is_last else min(left.this / left.stops, left.work)
+        return left.this if turn.is_last else min(left.this / left.ends, left.work)
 
     def get_state(self) -> dict[str, Any]:
         """What was learned of all jobs, as JSON values. Kinds have names that do not outlive the engine."""
@@ -318,7 +299,7 @@ class RemainingWork:
         return Left(
             left.work + weight * (own.work - left.work),
             left.this + weight * (own.this - left.this),
-            left.stops + weight * (own.stops - left.stops),
+            left.ends + weight * (own.ends - left.ends),
         )
 
     def _get_table(self, job: Job) -> TurnTable:

@@ -169,7 +169,6 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take, and which jobs come back."""
         self._standing.come_back(turn)
-        self._work.come_back(turn.job.job_id, tool_s)
         if tool is not None:
             self._tools.observe(tool.name, tool_s)
 

@@ -340,7 +340,7 @@ class Tenuto(Router):
         self._start(turn, answered.engine)  # first tokens are not always reported
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
-        self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, stops=False)
+        self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, is_last=False)
         if (placed := self._placed.get(turn.job_id)) is not None:
             self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
         self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
