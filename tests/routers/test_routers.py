@@ -172,6 +172,26 @@ def test_ours_gives_an_engine_work_by_its_speed() -> None:
     assert sent == {"fast": 30, "slow": 10}
 
 
+def test_ours_expects_as_much_work_as_jobs_had_whose_prompts_begin_alike() -> None:
+    dispatcher = Dispatcher(load_router("tenuto"), strict=True)
+    for name in "ab":
+        dispatcher.join(EngineInfo(name, 1.0, None), 0.0)
+    parts = {"short": (Part("short", 400),), "long": (Part("long", 400),)}
+    for number in range(20):
+        for kind, num_turns in (("short", 1), ("long", 10)):
+            for turn in range(num_turns):
+                job = f"past {kind} {number}"
+                [sending] = dispatcher.arrive(
+                    Arrival(f"{job}/{turn}", job, 1000 * (turn + 1), parts=parts[kind]), 0.0
+                )
+                dispatcher.finish(sending.turn_id, 0.0, 10, is_last=turn == num_turns - 1)
+    sent = [
+        dispatcher.arrive(Arrival(f"{number}", f"new {number}", 1000, parts=parts[kind]), 1.0)[0].engine
+        for number, kind in enumerate(["long", *["short"] * 4])
+    ]
+    assert len(set(sent[1:])) == 1 and sent[1] != sent[0], "four short jobs are less work than a long one"
+
+
 def test_ours_stays_while_its_engine_is_as_busy_as_others_and_moves_when_that_pays() -> None:
     dispatcher = make_ours({"a": 1.0, "b": 1.0})
     assert send(dispatcher, "0/0", "job0", 1000) == "a"

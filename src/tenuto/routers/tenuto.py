@@ -238,7 +238,7 @@ class Tenuto(Router):
         with_room = [engine for engine in engines if self._has_room(engine, turn)]
         if not with_room and not turn.must_go:
             return Hold()
-        work = self._work.get_work_left(_get_job(turn.job_id))
+        work = self._work.get_work_left(_get_job(turn))
         found = self._prefixes.find(turn.parts)
 
         def get_end(engine: EngineSeen) -> tuple[float, int]:
@@ -340,7 +340,7 @@ class Tenuto(Router):
         self._start(turn, answered.engine)  # first tokens are not always reported
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
-        self._work.observe_turn(_get_job(turn.job_id), new_tokens, work, is_last=False)
+        self._work.observe_turn(_get_job(turn), new_tokens, work, is_last=False)
         if (placed := self._placed.get(turn.job_id)) is not None:
             self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
         self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
@@ -381,11 +381,11 @@ class Tenuto(Router):
         return known
 
     def _put(self, turn: RoutedTurn, engine: str, num_held_tokens: int) -> None:
-        work = self._work.get_work_left(_get_job(turn.job_id))
+        work = self._work.get_work_left(_get_job(turn))
         peak = max(self._get_peak(turn), num_held_tokens)
         self._placed.put(turn.job_id, Placed(engine, work, num_held_tokens, peak))
 
 
-def _get_job(job_id: str) -> Job:
-    """The job as `RemainingWork` knows it; the router cannot tell its kind."""
-    return Job(job_id, 0.0, 1)
+def _get_job(turn: RoutedTurn) -> Job:
+    """The job as `RemainingWork` knows it. Prompts that begin with the same message are of one kind."""
+    return Job(turn.job_id, 0.0, 1, turn.tenant, turn.parts[0].name if turn.parts else None)
