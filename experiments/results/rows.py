@@ -124,7 +124,7 @@ TABLES = {
     "ablation": Table(
         "What each part of `tenuto` is worth",
         "`experiments/ablation.py` has the parts: `FirstJobFirst` orders by arrival, `NoPauses` ignores that "
-        "a turn is short and its job pauses, `NoPlainFirst` orders plain requests as jobs, `NoStanding` sees "
+        "a short turn may be its job's last, `NoPlainFirst` orders plain requests as jobs, `NoStanding` sees "
         "no floods and no crowds and holds everybody's KV, `NoLookUps` ignores what first turns hit, "
         "`FullSteps` leaves the step budget alone, `NoRetention` frees a finished turn, `NoPrice` never "
         "gives up a lease for its tool's time, `AnyoneTakes` lets any turn take any lease, "

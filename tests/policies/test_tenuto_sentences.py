@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from tenuto.core.limits import Limits
 from tenuto.core.requests import Hints
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, StepView, ToolCall, Turn
+from tenuto.policies import tenuto
 from tenuto.policies.tenuto import Tenuto
 from tests.support.toy_engine import ToyEngine, make_tokens
 
+PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 TOOL = ToolCall("bash")
 BLOCK = 4
 
@@ -45,6 +50,15 @@ class Server:
         assert self.engine.start_first(now_s) == turn_id
         self.engine.finish(turn_id, now_s, tool=tool, is_last=tool is None)
         return turn_id
+
+
+def test_the_page_and_the_file_say_the_same_five_sentences() -> None:
+    assert tenuto.__doc__ is not None
+    rules = re.findall(r"^\d\. .*(?:\n   .*)*", tenuto.__doc__, re.MULTILINE)
+    assert len(rules) == 5
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(re.sub(r"\n +", " ", rule) + "\n" in page for rule in rules)
+    assert all(rule.count(".") == 2 for rule in rules), "one sentence each"
 
 
 def test_1_the_job_with_the_least_work_left_goes_first_and_jobs_move_up_as_they_grow_old() -> None:
