@@ -114,7 +114,8 @@ class Scheduler:
         )
         """Whether a log has the size of each step, or the policy is asked or told something before each."""
         self._skips_refused = (
-            self._needs_whole_prompts
+            self.offloader is not None
+            and self._needs_whole_prompts
             and self.kv.can_truncate
             and self._log is None
             and not self._may_preempt_for_waiting
