@@ -13,6 +13,9 @@ in flight, as on a GPU. Request: plain traffic (no job ids, nothing retained) fr
 the end of an agent's turn of 6,000 tokens, whose KV is retained, in microseconds beyond stock's; the agents
 come back, or the policy would stop holding their KV.
 
+`--calls` counts calls of Python functions instead, which are the same in each run. So other work on the
+machine does not matter, but a call may take long.
+
 `--against FOLDER` adds arms with the Tenuto of another checkout, such as `git worktree add` makes, and shows
 what each arm costs of the same arm there: a change of the code is measured in one run.
 
@@ -61,6 +64,8 @@ class ProcessorTime:
     it before each call of the scheduler; during the call, the time of day goes on.
     """
 
+    unit = "us"
+
     def __init__(self) -> None:
         self._ahead_s = 0.0
 
@@ -75,6 +80,34 @@ class ProcessorTime:
         return self._ahead_s + time.perf_counter()
 
     perf_counter = time = monotonic
+
+    def get_spent(self, before: float) -> float:
+        """Seconds of processor time since `read` returned `before`."""
+        return time.thread_time() - before
+
+
+class Calls(ProcessorTime):
+    """Counts calls of Python functions, except this file's, instead of time: each as a microsecond."""
+
+    unit = "calls"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+
+    def read(self) -> float:
+        """The number of calls so far, in millionths. From now on calls are counted."""
+        super().read()
+        sys.setprofile(self._count)
+        return self._number / 1e6
+
+    def get_spent(self, before: float) -> float:
+        """The number of calls since `read` returned `before`, in millionths."""
+        sys.setprofile(None)
+        return self._number / 1e6 - before
+
+    def _count(self, frame: Any, what: str, argument: Any) -> None:
+        self._number += what == "call" and frame.f_code.co_filename != __file__
 
 
 CLOCK = ProcessorTime()
@@ -96,18 +129,18 @@ class TimedEngine(Engine):
     def step(self) -> Any:
         before_s = CLOCK.read()
         output = self.scheduler.schedule()
-        self.scheduler_s += time.thread_time() - before_s
+        self.scheduler_s += CLOCK.get_spent(before_s)
         self._in_flight.append((output, self._run(output)))
         if output.total_num_scheduled_tokens:
             before_s = CLOCK.read()
             self.scheduler.get_grammar_bitmask(output)
-            self.beside_s += time.thread_time() - before_s
+            self.beside_s += CLOCK.get_spent(before_s)
         keep = self._depth - 1 if output.total_num_scheduled_tokens else 0
         while len(self._in_flight) > keep:
             output, result = self._in_flight.popleft()
             before_s = CLOCK.read()
             self.scheduler.update_from_output(output, result)
-            update_s = time.thread_time() - before_s
+            update_s = CLOCK.get_spent(before_s)
             self.scheduler_s += update_s
             self.update_s += update_s
         return output
@@ -115,13 +148,13 @@ class TimedEngine(Engine):
     def rest(self) -> None:
         before_s = CLOCK.read()
         super().rest()
-        self.beside_s += time.thread_time() - before_s
+        self.beside_s += CLOCK.get_spent(before_s)
 
     def add(self, request: Any) -> None:
         """A request arrives."""
         before_s = CLOCK.read()
         self.scheduler.add_request(request)
-        self.scheduler_s += time.thread_time() - before_s
+        self.scheduler_s += CLOCK.get_spent(before_s)
 
 
 def start(settings: dict[str, Any] | None) -> TimedEngine:
@@ -220,7 +253,8 @@ class Arm:
         """`checkout`: where its Tenuto is; None for this process's."""
         context: Any = multiprocessing.get_context("fork" if checkout is None else "spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=self._run, args=(theirs, make, work, checkout), daemon=True)
+        arguments = (theirs, make, work, checkout, CLOCK)
+        self._process = context.Process(target=self._run, args=arguments, daemon=True)
         # A spawned process imports everything anew, and searches where this one does.
         searched = list(sys.path)
         if checkout is not None:
@@ -246,7 +280,10 @@ class Arm:
         make: Callable[[], TimedEngine],
         work: Callable[[TimedEngine, int], Spent | None],
         checkout: Path | None,
+        clock: ProcessorTime,
     ) -> None:
+        global CLOCK
+        CLOCK = clock
         logging.disable(logging.INFO)
         assert checkout is None or Path(tenuto.__file__).is_relative_to(checkout), "another Tenuto came first"
         engine = make()
@@ -307,7 +344,7 @@ def report(what: str, rounds: list[Round], per: int, arm: str, to: str = "stock"
     to_us = statistics.median(each[to].waited_s for each in rounds) / per * 1e6
     print(
         f"{what}: {arm} / {to} = {describe(waited, '.3f')}, "
-        f"with what is done beside the GPU {describe(both, '.3f')}; {to} {to_us:.0f} us each"
+        f"with what is done beside the GPU {describe(both, '.3f')}; {to} {to_us:.0f} {CLOCK.unit} each"
     )
     figures = [{"what": what, "arm": arm, "to": to, "ratios": waited, "with_beside": both, "to_us": to_us}]
     if to == "stock" and arm + BEFORE in rounds[0]:
@@ -324,8 +361,8 @@ def report_difference(
     all_us = sorted((sum(each[arm]) - sum(each[to])) / per * 1e6 for each in rounds)
     to_us = statistics.median(each[to].waited_s for each in rounds) / per * 1e6
     print(
-        f"{what}: {arm} {describe(more_us, '.0f')} us beyond {to}'s {to_us:.0f} us, "
-        f"with what is done beside the GPU {describe(all_us, '.0f')} us"
+        f"{what}: {arm} {describe(more_us, '.0f')} {CLOCK.unit} beyond {to}'s {to_us:.0f}, "
+        f"with what is done beside the GPU {describe(all_us, '.0f')}"
     )
     figures = [{"what": what, "arm": arm, "to": to, "more_us": more_us, "all_us": all_us, "to_us": to_us}]
     if to == "stock" and arm + BEFORE in rounds[0]:
@@ -355,8 +392,12 @@ def main() -> None:
         "--parts", nargs="+", choices=("step", "plain", "finish"), default=["step", "plain", "finish"]
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="measure this checkout's Tenuto too")
+    parser.add_argument("--calls", action="store_true", help="count calls of Python functions, not time")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
+    if args.calls:
+        global CLOCK
+        CLOCK = Calls()
     logging.disable(logging.INFO)
     stock = {"stock": None, "stock again": None}
     keep = {"policy": args.policy, "options": OPTIONS.get(args.policy, {})}
