@@ -54,7 +54,7 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
     scheduler = engine.scheduler
     prompts = {f"j{n}": [n] * rng.randint(20, 400) for n in range(12)}
     turns = [(name, turn) for turn in range(4) for name in prompts]
-    leases = []
+    leases, free = [], []
     clock.now_s = 1000.0
     while turns or scheduler.has_unfinished_requests():
         for name, turn in turns[: rng.randint(0, 3)]:
@@ -70,12 +70,15 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
         if rng.random() < 0.1 and scheduler.running:
             engine.abort(rng.choice([each.request_id for each in scheduler.running]))
         leases.append(len(scheduler.driver.leases))
-        check_integrity(scheduler.kv_cache_manager.block_pool, scheduler.driver.leases)
+        pool = scheduler.kv_cache_manager.block_pool
+        # Which blocks are free, and which of them is evicted first.
+        free.append([block.block_id for block in pool.free_block_queue.get_all_free_blocks()])
+        check_integrity(pool, scheduler.driver.leases)
     engine.run()
     stats = scheduler.driver.stats
     counts = {name: value for name, value in vars(stats).items() if name.startswith("num_")}
     learned = repr(scheduler.driver._step_chooser)
-    return {**counts, "leases": leases, "outputs": engine.outputs, "step sizes": learned}
+    return {**counts, "leases": leases, "free": free, "outputs": engine.outputs, "step sizes": learned}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -119,3 +122,44 @@ def test_a_quiet_step_asks_and_tells_nothing(
             assert calls == []
     engine.run()
     assert {name: len(tokens) for name, tokens in engine.outputs.items()} == {"short": 6, "long": 30}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_end_waits_until_the_next_step_is_computed(clock: Clock, depth: int) -> None:
+    engine = start(Engine, depth)
+    scheduler = engine.scheduler
+    pool, driver = scheduler.kv_cache_manager.block_pool, scheduler._hooks.driver
+    scheduler.add_request(make_request("ends", [3] * 40, max_tokens=3, xargs={"job_id": "a", "tool": "ls"}))
+    scheduler.add_request(make_request("runs", [5] * 40, max_tokens=30))
+    while "ends" in scheduler.requests:
+        engine.step()
+    assert not driver.leases
+    # It has two full blocks, and the other turn has three. For vLLM's reports, those two are free.
+    assert pool.get_num_free_blocks() == 119 - 5
+    assert pool.get_usage() * 119 == pytest.approx(3)
+    engine.step()
+    assert len(driver.leases) == 1
+    assert pool.get_num_free_blocks() == 119 - 5
+    engine.run()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("xargs", [{"job_id": "a", "tool": "ls"}, {"is_last_step": True}])
+def test_a_running_turn_gets_the_blocks_of_one_that_just_ended(
+    clock: Clock, depth: int, xargs: dict[str, Any]
+) -> None:
+    # When one ends, both have whole blocks only, and fill the cache: 5 + 9. Then the other needs one more.
+    engine = start(Engine, depth, num_blocks=15)
+    scheduler = engine.scheduler
+    manager, num_late = scheduler.kv_cache_manager, depth - 1
+    scheduler.add_request(make_request("ends", [3] * (5 * 16 - 20), max_tokens=21, xargs=xargs))
+    scheduler.add_request(make_request("runs", [5] * (9 * 16 - 20 - num_late), max_tokens=50))
+    while "ends" in scheduler.requests:
+        engine.step()
+    assert manager.block_pool.get_num_free_blocks() == 0
+    assert len(manager.get_blocks("runs").blocks[0]) == 9
+    engine.step()
+    assert len(manager.get_blocks("runs").blocks[0]) == 10
+    engine.run()
+    assert len(engine.outputs["runs"]) == 50
+    assert scheduler.driver.stats.num_events == 6  # arrivals, starts and ends, and no preemption

@@ -89,6 +89,11 @@ class Hooks:
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
         self._keeps_blocks = asked.overrides("retain")
+        is_simple = engine.can_truncate and scheduler.connector is None
+        self.frees_later = self._keeps_blocks and not self._is_shadow and is_simple
+        """Whether a turn that ended keeps its blocks until the driver has been told, which may keep them."""
+        self.ends_later = self.frees_later or not (self._keeps_blocks or scheduler.tier)
+        """Whether the driver may be told later that a turn ended."""
         self._spares: EndSpares | None = None
         self._checkpoints: FirstCheckpoints | None = None
         self._pressure: Pressure | None = None
@@ -192,11 +197,6 @@ class Hooks:
             self.shadow.leave(request)
         if self._checkpoints is not None:
             self._checkpoints.discard(request.request_id)
-
-    @property
-    def can_end_later(self) -> bool:
-        """Whether the driver may be told later that a turn ended. This is so if no blocks can be kept."""
-        return self._scheduler.tier is None and not self._keeps_blocks
 
     def prepare_memory(self, now_s: float) -> None:
         """A step is about to be scheduled: it may run out of memory."""

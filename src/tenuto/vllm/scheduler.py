@@ -209,17 +209,30 @@ class _DrivenScheduler(PrivateHooks):
             self._hooks.first_tokens.look(time.monotonic())
         return outputs
 
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Requests end from outside. The driver first hears of earlier ends, with the queue of that time."""
+        self._handle_queued()
+        return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended. It still has its blocks, so the driver can grant a lease on them."""
         ended = Ended(request, time.monotonic(), len(self.running))
         self._hooks.leave(request, ended.now_s)
-        if self._hooks.can_end_later:
+        if self._hooks.ends_later:
             self._queue(self._handle_end, ended)
             return
         # What the driver only remembers about the step and the turn can wait until `_handle_queued`.
         if self._queued:
             self._handle_queued(remembers_later=True)
         self._handle_end(ended, remembers_later=True)
+
+    def keeps_for_now(self, request: Any) -> bool:
+        """Whether a request that ended keeps its blocks until the driver has been told of its end."""
+        if self._hooks.frees_later:
+            self.leased_blocks.free_later(request)
+            self._queue(self.leased_blocks.free_next)
+            return True
+        return False
 
     def on_turn_preempting(self, request: Any) -> None:
         """A running request is about to be preempted."""

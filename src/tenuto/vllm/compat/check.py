@@ -42,11 +42,14 @@ NAMES = {
     f"{_SCHEDULER}.has_requests": "",
     f"{_SCHEDULER}.reset_prefix_cache": "reset_running_requests reset_connector",
     f"{_SCHEDULER}.shutdown": "",
+    f"{_SCHEDULER}.finish_requests": "",
     f"{_SCHEDULER}._free_request": "request",
+    f"{_SCHEDULER}._free_blocks": "request",
     f"{_SCHEDULER}._preempt_request": "request timestamp",
     f"{_SCHEDULER}._update_waiting_for_remote_kv": "request",
     f"{_MANAGER}.get_computed_blocks": "request",
     f"{_MANAGER}.get_blocks": "request_id",
+    f"{_MANAGER}.free": "request",
     f"{_MANAGER}.allocate_slots": (
         "request num_new_tokens new_computed_blocks num_lookahead_tokens full_sequence_must_fit"
         " reserved_blocks has_scheduled_reqs"

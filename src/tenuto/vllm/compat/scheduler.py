@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -104,11 +105,23 @@ class PrivateHooks:
     Put it before a vLLM scheduler class in the list of base classes.
     """
 
+    requests: dict[str, Any]
+
     def on_turn_finishing(self, request: Any) -> None:
         """A request has its final status and still has its blocks."""
 
     def on_turn_preempting(self, request: Any) -> None:
         """A running request is about to lose its blocks."""
+
+    def keeps_for_now(self, request: Any) -> bool:
+        """Whether a request that ended keeps its blocks for now; then `LeasedBlocks` must free them later."""
+        return False
+
+    def _free_blocks(self, request: Any) -> None:
+        if self.keeps_for_now(request):
+            del self.requests[request.request_id]
+        else:
+            super()._free_blocks(request)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.on_turn_finishing(request)
@@ -353,6 +366,9 @@ class LeasedBlocks:
         self.get_num_free_blocks: Callable[[], int] = pool.get_num_free_blocks
         """Returns the number of blocks that an allocation could take now."""
         self._do_yield = do_yield
+        self._manager = scheduler.kv_cache_manager
+        self._ended: deque[Any] = deque()
+        """Requests that ended and still have their blocks, in the order in which they ended."""
         self._leased = BlockRefCounts()
         self._in_use: set[Hashable] = set()
         """Leased blocks that a request or a connector's transfer also uses; without those in `_changed`."""
@@ -397,12 +413,35 @@ class LeasedBlocks:
         if self._in_use:
             self._changed += blocks
 
+    def free_later(self, request: Any) -> None:
+        """A request ended. It keeps its blocks with content until `free_next`.
+
+        vLLM puts the others first in its free queue, where the next step may take them.
+        """
+        own = _get_blocks(self._manager, request.request_id)
+        num_cached = len(own)
+        while num_cached and own[num_cached - 1].block_hash is None:
+            num_cached -= 1
+        self._free(own[num_cached:][::-1])
+        del own[num_cached:]
+        self._ended.append(request)
+
+    def free_next(self) -> None:
+        """Free the blocks of the request that ended first, without those that a lease took over."""
+        self._manager.free(self._ended.popleft())
+
     def get_usage(self) -> float:
-        """Share of the KV cache in use, 0 to 1. Blocks that only yielding leases hold count as free."""
+        """Share of the KV cache in use, 0 to 1.
+
+        Blocks that only yielding leases or an ended request hold count as free.
+        """
         if not self.num_blocks or not self._do_yield():
             return float(self._get_vllm_usage())
         # The difference of two shares would be 5e-17 instead of 0 on an idle engine.
         num_used = self.num_blocks - self.get_num_free_blocks() - self.count_idle()
+        for request in self._ended:
+            own = _get_blocks(self._manager, request.request_id)
+            num_used -= list(map(_get_num_refs, own)).count(1)
         return float(max(0, num_used) / self.num_blocks)
 
     # Called by vLLM in place of its own methods.
