@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -149,8 +150,9 @@ def _run_simulate(given: Given) -> int:
     from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.fidelity import get_error
-    from tenuto.sim.run import Extras, Occupancy, run, write_run
+    from tenuto.sim.run import GC_THRESHOLD, Extras, Occupancy, run, write_run
 
+    gc.set_threshold(*GC_THRESHOLD)
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
     load = given.read(LoadOptions)

@@ -40,13 +40,9 @@ from tenuto.records.text import is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build, get_max_num_batched_tokens
-from tenuto.sim.run import NO_EXTRAS, Extras, run
+from tenuto.sim.run import GC_THRESHOLD, NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import LoadOptions, make_workload
-
-GC_THRESHOLD = (50_000,)
-"""New objects between two garbage collections. Simulations make many long-lived objects, and with Python's
-default, collections take 6 % of the time."""
 
 Record = dict[str, Any]
 Place = TypeVar("Place")

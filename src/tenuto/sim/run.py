@@ -35,6 +35,10 @@ from tenuto.workload.hints import HINTS
 from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Job, Span, count_shared_tokens
 
+GC_THRESHOLD = (50_000,)
+"""New objects between two garbage collections, for processes that only simulate. Simulations make many
+long-lived objects, and with Python's default, collections take 6 % of the time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
