@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
@@ -221,34 +220,23 @@ def test_the_longest_silent_job_is_forgotten_first_and_its_lease_ends() -> None:
 
 
 @pytest.mark.parametrize("max_idle", [0, 1, 2])
-def test_what_is_remembered_after_several_ends_is_the_same(max_idle: int) -> None:
-    """Of the jobs that end together, one ends with its turn, and others are forgotten at once."""
-    found = []
-    for remembers_later in (False, True):
-        engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=max_idle))
-        driver, finish = engine.driver, engine.driver.finish
-        driver.finish = partial(finish, remembers_later=remembers_later)  # type: ignore[method-assign]
-        for number, job_id in enumerate("abcd"):
-            prompt = make_tokens(number * 1000, 8 + number)
-            engine.arrive(f"{job_id}1", 0, prompt, OUTPUT, Hints(job_id=job_id))
-            engine.start_first(1)
-        for job_id in "abcd":
-            engine.finish(f"{job_id}1", 2, tool=LS, is_last=job_id == "b")
-        driver.remember()
-        waits = driver._fairness._waits
-        assert waits is not None
-        found.append(
-            (
-                driver._jobs.jobs.keys(),
-                [driver._jobs.jobs[job_id].last_marks is not None for job_id in driver._jobs.jobs],
-                driver._jobs.lineage._finished.keys(),
-                waits._jobs.keys(),
-                driver.ledger.total.get_figures(3),
-                [lease.job_id for lease in driver.leases],
-            )
-        )
-    assert found[0] == found[1]
-    assert len(found[0][0]) == max_idle
+def test_of_jobs_that_end_together_those_idle_longest_are_forgotten(max_idle: int) -> None:
+    """One of them ends with its turn."""
+    engine = ToyEngine(KeepFor(ttl_s=100), 60, limits=Limits(max_remembered_jobs=max_idle))
+    driver = engine.driver
+    for number, job_id in enumerate("abcd"):
+        prompt = make_tokens(number * 1000, 8 + number)
+        engine.arrive(f"{job_id}1", 0, prompt, OUTPUT, Hints(job_id=job_id))
+        engine.start_first(1)
+    for job_id in "abcd":
+        engine.finish(f"{job_id}1", 2, tool=LS, is_last=job_id == "b")
+    waits = driver._fairness._waits
+    assert waits is not None
+    kept = list("acd"[3 - max_idle :])
+    assert list(driver._jobs.jobs) == kept == [lease.job_id for lease in driver.leases]
+    assert all(driver._jobs.jobs[job_id].last_marks is not None for job_id in kept)
+    assert set(driver._jobs.lineage._finished) == set(waits._jobs) == set(kept)
+    assert driver.ledger.total.get_figures(3)["turns"] == 4
 
 
 def test_a_forgotten_job_leaves_no_lease() -> None:
@@ -418,24 +406,6 @@ def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None
     assert engine.driver.get_step_size(4, 2048) == (7, 3)
     assert log[-1] == {"kind": "chosen", "what": "step_tokens", "answer": 7}
     assert not ToyEngine(Policy(), 60).driver.bounds_steps
-
-
-def test_what_a_chooser_hears_later_comes_in_the_same_order() -> None:
-    heard = []
-    chooser = Chooser(7)
-    chooser.observe_step = heard.append
-    chooser.observe_turn = lambda turn: heard.append(turn.turn_id)
-    engine = ToyEngine(Policy(), 60, step_chooser=chooser)
-    driver = engine.driver
-    driver.finish = partial(driver.finish, remembers_later=True)  # type: ignore[method-assign]
-    engine.arrive("turn", 0, PROMPT)
-    engine.start_first(0)
-    driver.step("first", remembers_later=True)
-    engine.finish("turn", 1)
-    driver.step("second", remembers_later=True)
-    assert heard == []
-    driver.remember()
-    assert heard == ["first", "turn", "second"]
 
 
 def test_a_step_that_only_decodes_has_the_engine_s_size_unless_the_policy_bounds_steps() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.engine import Blocks, Engine, StepChooser, StepSize
@@ -122,8 +122,6 @@ class Driver:
             by_priority=by_priority,
         )
         self.leases, self.pins = self._retention.leases, self._retention.pins
-        self._later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """What `finish` and `step` left for later, in order; see `remember`."""
         self._to_reorder: deque[str] = deque()
         """Waiting turns that lost their lease; see `settle`."""
         self._reorder_s = math.inf if policy.needs.reorder_s is None else policy.needs.reorder_s
@@ -262,11 +260,8 @@ class Driver:
         job = self._jobs.get(job_id)
         self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
-    def finish(self, turn_id: str, now_s: float, finish: Finish, *, remembers_later: bool = False) -> None:
-        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them.
-
-        `remembers_later`: the engine will call `remember` before it calls any method other than `finish`.
-        """
+    def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
+        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
         turn = self._turns.pop(turn_id, None)
         if turn is None:
             return
@@ -295,7 +290,7 @@ class Driver:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted)
         if is_complete and not job.live_turn_ids:
-            self._later.append((self._remember, (turn, now_s, finish, True)))
+            self._remember(turn, now_s, finish, is_complete=True)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
@@ -304,20 +299,12 @@ class Driver:
             self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._later.append((self._remember, (turn, now_s, finish, False)))
-        if not remembers_later:
-            self.remember()
+        self._remember(turn, now_s, finish, is_complete=False)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
-    def remember(self) -> None:
-        """Do the bookkeeping of turns and steps that `finish` and `step` left for later."""
-        while self._later:
-            do, facts = self._later.popleft()
-            do(*facts)
-
-    def _remember(self, turn: TurnState, now_s: float, finish: Finish, is_complete: bool) -> None:
-        """A turn ended, and maybe its job."""
+    def _remember(self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool) -> None:
+        """Keep what is left of a turn that ended. `is_complete`: its job ends too."""
         job, arrival = turn.job, turn.arrival
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         num_computed_tokens = finish.num_computed_tokens
@@ -450,13 +437,10 @@ class Driver:
             self._caller.tell("on_tick", self.get_view(now_s))
         return True
 
-    def step(self, step: StepView, *, remembers_later: bool = False) -> None:
-        """The engine computed a step. Call this only if `hears_steps`. `remembers_later`: as in `finish`."""
+    def step(self, step: StepView) -> None:
+        """The engine computed a step. Call this only if `hears_steps`."""
         if self._step_chooser is not None:
-            if remembers_later:
-                self._later.append((self._step_chooser.observe_step, (step,)))
-            else:
-                self._step_chooser.observe_step(step)
+            self._step_chooser.observe_step(step)
         if "on_step" in self._caller.heard:
             self._caller.tell("on_step", step)
 
@@ -818,7 +802,6 @@ class Driver:
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
         """End a job. `keeps_copies`: tiers below the GPU keep the KV that only this job used."""
-        self.remember()
         self._apply(self._retention.end(job.job_id, reason, now_s))
         view = job.get_view()
         if "on_job_ended" in self._caller.heard and not job.runs_as_stock:

@@ -221,10 +221,8 @@ class _DrivenScheduler(PrivateHooks):
         if self._hooks.ends_later:
             self._queue(self._handle_end, ended)
             return
-        # What the driver only remembers about the step and the turn can wait until `_handle_queued`.
-        if self._queued:
-            self._handle_queued(remembers_later=True)
-        self._handle_end(ended, remembers_later=True)
+        self._handle_queued()
+        self._handle_end(ended)
 
     def keeps_for_now(self, request: Any) -> bool:
         """Whether a request that ended keeps its blocks until the driver has been told of its end."""
@@ -304,18 +302,15 @@ class _DrivenScheduler(PrivateHooks):
     def _queue(self, handle: Callable[..., None], *facts: Any) -> None:
         self._queued.append((handle, facts))
 
-    def _handle_queued(self, *, remembers_later: bool = False) -> None:
-        """Tell the driver about all queued events. `remembers_later`: only the end of a turn follows."""
+    def _handle_queued(self) -> None:
+        """Tell the driver about all queued events."""
         if self._is_handling:
             return
         self._is_handling = True
         try:
             while self._queued:
-                self._hooks.driver.remember()
                 handle, facts = self._queued.popleft()
                 handle(*facts)
-            if not remembers_later:
-                self._hooks.driver.remember()
         finally:
             self._is_handling = self._has_queued_step = False
 
@@ -354,7 +349,7 @@ class _DrivenScheduler(PrivateHooks):
         if self._steps is not None:
             self._steps.finish(output)
 
-    def _handle_end(self, ended: Ended, *, remembers_later: bool = False) -> None:
+    def _handle_end(self, ended: Ended) -> None:
         started_s = time.perf_counter()
         request, hooks = ended.request, self._hooks
         driver = hooks.driver
@@ -364,7 +359,7 @@ class _DrivenScheduler(PrivateHooks):
             self.tier.finish(request, driver.get_finished_turn(request.request_id, finish))
         hooks.engine.begin_end(ended)
         try:
-            driver.finish(request.request_id, ended.now_s, finish, remembers_later=remembers_later)
+            driver.finish(request.request_id, ended.now_s, finish)
         finally:
             hooks.engine.leave(request.request_id)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)

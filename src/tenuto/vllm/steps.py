@@ -39,7 +39,7 @@ class StepReporter:
         num_tokens = output.total_num_scheduled_tokens - num_drafts
         num_requests = len(output.num_scheduled_tokens)
         step = self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
-        self._driver.step(step, remembers_later=True)
+        self._driver.step(step)
 
 
 class StepTracer:
