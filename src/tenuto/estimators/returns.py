@@ -27,8 +27,7 @@ from tenuto.core.turn_work import Counts, KindCounts, get_work
 from tenuto.core.types import Job, Turn
 
 PRIOR_TOKENS = 100_000.0
-"""Weight of the parent's share in the share of a class; at the top, the parent's share is 1. Plain requests'
-share of the work also falls to 1/e after so many tokens: some seconds of a GPU."""
+"""Weight of the parent's share in the share of a class. At the top, the parent's share is 1."""
 MEMORY_TOKENS = 2_000_000.0
 """Evidence falls to 1/e after this many computed tokens of its class."""
 MAX_CLASSES = 4096
@@ -175,6 +174,8 @@ agents of two turns have a share of half."""
 FAIR_PLAIN_SHARE = 0.5
 """Plain requests and jobs that call tools are two classes. A class that got more than half of the
 work does not go first."""
+PLAIN_MEMORY_TOKENS = 50_000.0
+"""Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 
 
 class PlainKinds:
@@ -217,14 +218,14 @@ class PlainShare:
 
     def observe(self, work: float, *, is_plain: bool) -> None:
         """A turn with this work finished."""
-        fade = math.exp(-work / PRIOR_TOKENS)
+        fade = math.exp(-work / PLAIN_MEMORY_TOKENS)
         self._all = fade * self._all + work
         self._plain = fade * self._plain + (work if is_plain else 0.0)
 
     @property
     def is_flood(self) -> bool:
         """Whether plain requests had more than their share. A few requests are never a flood."""
-        return self._plain > FAIR_PLAIN_SHARE * max(self._all, PRIOR_TOKENS)
+        return self._plain > FAIR_PLAIN_SHARE * max(self._all, PLAIN_MEMORY_TOKENS)
 
     def __repr__(self) -> str:
         return f"PlainShare({self._plain}, {self._all})"
@@ -232,9 +233,11 @@ class PlainShare:
 
 # What follows for a job.
 
-MIN_SHARE_BACK = 0.4
-"""If a smaller share of similar jobs comes back, their KV is not held (it may still be in vLLM's prefix
-cache). If a smaller share of new jobs comes back, jobs that did come back go before them."""
+MIN_SHARE_BACK = 0.3
+"""If a smaller share of similar jobs comes back, their KV is not held. It may still be in vLLM's prefix
+cache."""
+CROWD = 0.5
+"""If a smaller share of new jobs comes back, jobs that did come back go before them."""
 
 
 class Standing:
@@ -262,7 +265,7 @@ class Standing:
 
     def is_protected(self, job: Job) -> bool:
         """Whether new jobs must not reclaim this job's KV: it came back, while most new jobs do not."""
-        return self.returns.share_of_new < MIN_SHARE_BACK and self.returns.came_back(job.job_id)
+        return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
 
     def is_expected_back(self, job: Job, tool: str | None) -> bool:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding."""
