@@ -30,7 +30,7 @@ class StepReporter:
             self._scheduled.append((output, now_s, is_full))
 
     def finish(self, output: Any, now_s: float) -> None:
-        """The results of a step have arrived. `Driver.remember` must follow."""
+        """The results of a step have arrived."""
         # Steps that were in flight when this object was made are not in `_scheduled`.
         if not self._scheduled or self._scheduled[0][0] is not output:
             return
