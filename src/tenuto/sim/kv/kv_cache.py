@@ -84,6 +84,7 @@ class KvCache:
         request.path = Path(self.pool.root, request.key, spans, self._block_size)
         request.paths = self.get_paths(request.path, request.key, spans)
         request.tables = tuple(group.make_table() for group in self._groups)
+        request.known_hit = None
 
     def get_paths(self, path: Path, key: Hashable, spans: Sequence[Span]) -> tuple[Path, ...]:
         """The path of a sequence in blocks of each layer group. `path` is in blocks of the hashes."""
@@ -96,7 +97,7 @@ class KvCache:
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix that leaves at least the last token to compute. Changes nothing."""
         # A turn that waits is looked up in every step.
-        known, state = request.known_hit, (self.pool.version, request.num_tokens)
+        known, state = request.known_hit, (request.path.subtree.version, request.num_tokens)
         if known is None or known[0] != state:
             known = request.known_hit = state, self.find_hit(request.paths, request.num_tokens - 1)
         return known[1]

@@ -43,15 +43,31 @@ Span = tuple[Hashable, int]
 BlockHash = tuple["Segment", int]
 
 
+class Subtree:
+    """All sequences that begin with the same text."""
+
+    __slots__ = ("version",)
+
+    def __init__(self) -> None:
+        self.version = 0
+        """While it is the same, look-ups of these sequences find the same blocks, and the rows that they
+        returned hold."""
+
+
 class Segment:
     """One span at its place after everything before it."""
 
-    __slots__ = ("__weakref__", "_before", "_following", "_key", "copies")
+    __slots__ = ("__weakref__", "_before", "_following", "_key", "copies", "subtree")
 
     def __init__(
-        self, num_groups: int, before: Segment | None = None, key: tuple[Hashable, int] | None = None
+        self,
+        num_groups: int,
+        before: Segment | None = None,
+        key: tuple[Hashable, int] | None = None,
+        subtree: Subtree | None = None,
     ) -> None:
-        """`key`: its text, and the token at which it begins; None at the root."""
+        """`key`: its text, and the token at which it begins; None at the root. By default, `subtree` is new."""
+        self.subtree = subtree or Subtree()
         # Cached content after a segment is found through it.
         self._before = before
         self._key = key
@@ -65,7 +81,9 @@ class Segment:
         known = self._following.get(key)
         segment = None if known is None else known()
         if segment is None:
-            segment = Segment(len(self.copies), self, key)
+            # The root has no text, nor have the segments after it, one for each cache salt and adapter.
+            has_text = self._before is not None and self._before._before is not None
+            segment = Segment(len(self.copies), self, key, self.subtree if has_text else None)
             self._following[key] = ref(segment)
         return segment
 
@@ -141,7 +159,7 @@ class Path:
         segment      S   S   S   T    T   T   O     O            block 3 ends in the task
     """
 
-    __slots__ = ("first_blocks", "segments", "starts")
+    __slots__ = ("first_blocks", "segments", "starts", "subtree")
 
     def __init__(self, root: Segment, key: Hashable, spans: Iterable[Span], block_size: int) -> None:
         """The path of these spans. `key`: what their KV also depends on, the cache salt and the adapter."""
@@ -154,6 +172,7 @@ class Path:
             self.segments.append(segment)
             start += num_tokens
         self.first_blocks = [start // block_size for start in self.starts]
+        self.subtree = self.segments[0].subtree
 
     def get_ranges(self, first: int, end: int) -> Iterator[tuple[Segment, int, int]]:
         """The blocks from `first` to before `end`, as (segment, first block, end) of each segment."""
@@ -276,8 +295,6 @@ class ExtentPool:
         """Distinct blocks that leases hold references to."""
         self.num_idle_leased_blocks = 0
         """The leased blocks without other references. They are freed before an allocation fails."""
-        self.version = 0
-        """While it is the same, look-ups find the same blocks, and the rows that they returned hold."""
         self._num_blanks = num_blocks
         self._num_cached = 0
         self._free = _Queue()
@@ -327,7 +344,7 @@ class ExtentPool:
 
         The caller has taken the blocks, and no other holder has them.
         """
-        self.version += 1
+        path.subtree.version += 1
         self._num_cached += 1
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
@@ -344,7 +361,7 @@ class ExtentPool:
 
     def fill(self, row: Row, path: Path, first: int, end: int) -> None:
         """Append the full blocks `first` to before `end` to a sequence's row. No look-up finds them."""
-        self.version += 1
+        path.subtree.version += 1
         for segment, start, stop in path.get_ranges(first, end):
             last = row.ranges[-1].extent if row.ranges else None
             if last is not None and not last.is_cached and last.segment is segment and last.end == start:
@@ -358,9 +375,9 @@ class ExtentPool:
 
     def uncover(self, row: Row, group: int) -> None:
         """Let look-ups find blocks that `fill` added. Blocks that are cached already do not change."""
-        self.version += 1
         self._num_cached += 1
         for extent in self._get_extents(row):
+            extent.segment.subtree.version += 1
             if not extent.is_cached:
                 extent.is_cached, extent.order = True, self._num_cached
                 extent.home = extent.segment.copies[group]
@@ -370,8 +387,8 @@ class ExtentPool:
         """Forget all content. While any block is referenced, return False and change nothing."""
         if self.num_free_blocks != self.num_blocks:
             return False
-        self.version += 1
         for extent in self._free:
+            extent.segment.subtree.version += 1
             extent.home.clear()
         self._free = _Queue()
         self._num_blanks = self.num_blocks
@@ -393,9 +410,9 @@ class ExtentPool:
         num_blanks = min(num_blocks, self._num_blanks)
         self._num_blanks -= num_blanks
         num_blocks -= num_blanks
-        self.version += num_blocks > 0
         while num_blocks > 0:
             extent = self._free.sentinel.next
+            extent.segment.subtree.version += 1
             num_evicted = min(num_blocks, extent.end - extent.first)
             extent.end -= num_evicted
             num_blocks -= num_evicted
@@ -444,10 +461,10 @@ class ExtentPool:
         row    │ first num_blocks blocks │ the rest … │
                 ←─────── freed ─────────   stays in the row
         """
-        self.version += 1
         head = Row()
         while num_blocks > 0:
             extent, first, end = row.ranges[0]
+            extent.segment.subtree.version += 1
             stop = min(end, first + num_blocks)
             head.append(extent, first, stop)
             num_blocks -= stop - first

@@ -73,8 +73,7 @@ class Request:
     """Up to this many tokens, one more token neither needs nor fills a block, nor comes near the model's
     longest context. `KvCache` sets it, to save time on every token."""
     known_hit: tuple[tuple[int, int], Hit] | None = field(init=False, default=None)
-    """The result of the last look-up, with the state of the cache and the number of tokens. `KvCache` sets
-    it."""
+    """The result of the last look-up, with `Subtree.version` and the number of tokens. `KvCache` sets it."""
     num_computed_tokens: int = field(init=False, default=0)
     """Tokens with KV, including those of steps in flight."""
     num_drafts: int = field(init=False, default=0)
