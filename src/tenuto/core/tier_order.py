@@ -180,18 +180,23 @@ Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
 sequence, and with several layer groups the group's index."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
-    before: Hashable | None
+    chunk: Hashable
+    before: Hashable | None = None
     """The chunk before this one in its sequence."""
-    needs_before: bool
-    """Whether this chunk is useless without the one before it."""
-    use: tuple[Key, int]
+    needed: _Chunk | None = None
+    """The record of `before`, if this chunk is useless without it. It may be absent (`TierOrder._absent`)."""
+    use: tuple[Key, int] = ((), 0)
     """The first two parts of its rank, which it shares with the other chunks of its last use."""
-    place: tuple[int, ...]
+    place: tuple[int, ...] = ()
     """The other parts."""
-    owner: Hashable | None
+    owner: Hashable | None = None
     num_pins: int = 0
+    num_behind: int = 0
+    """The chunks that need this one."""
+    is_kept: bool = False
+    is_present: bool = True
 
     @property
     def rank(self) -> Rank:
@@ -200,8 +205,8 @@ class _Chunk:
         return (key, use, place[0]) if len(place) == 1 else (key, use, place[0], place[1])
 
 
-_Entry = tuple[bool, tuple[Key, int], tuple[int, ...], int, Hashable]
-"""A chunk that may be evicted: whether it is kept, its rank in two parts, a serial number, and the chunk."""
+_Entry = tuple[bool, tuple[Key, int], tuple[int, ...], int, _Chunk]
+"""A chunk that may be evicted: whether it is kept, its rank in two parts, a serial number, and its record."""
 
 
 class TierOrder:
@@ -226,7 +231,8 @@ class TierOrder:
         self.changes = HeldChanges()
         """Changes in owners' numbers of chunks."""
         self._chunks: dict[Hashable, _Chunk] = {}
-        self._num_behind: dict[Hashable, int] = {}
+        self._absent: dict[Hashable, _Chunk] = {}
+        """Chunks that present ones need, although they were removed or not put yet."""
         self._tails: dict[Hashable, Hashable] = {}
         self._heap: list[_Entry] = []
         """Evictable chunks: those that are not kept first, then by rank."""
@@ -263,10 +269,8 @@ class TierOrder:
         `owner`: the job that used it last. All keys of one tier must be comparable.
         """
         if chunk not in self._chunks:
-            self._chunks[chunk] = _Chunk(before, needs_before, rank[:2], rank[2:], owner, num_pins)
+            self._add(chunk, before, owner, num_pins, needs_before=needs_before)
             self.changes.count(owner, 1)
-            if before is not None and needs_before:
-                self._num_behind[before] = self._num_behind.get(before, 0) + 1
         self.rank(chunk, rank, owner)
 
     def rank(self, chunk: Hashable, rank: Rank, owner: Hashable | None) -> None:
@@ -274,11 +278,10 @@ class TierOrder:
         known = self._chunks[chunk]
         known.use, known.place = rank[:2], rank[2:]
         if known.owner != owner:
-            self._change_owner(chunk, known, owner)
+            self._change_owner(known, owner)
         if owner is not None:
             self._tails[owner] = chunk
-        if chunk not in self._num_behind:
-            self._offer(chunk)
+        self._offer(known)
 
     def get_rank(self, chunk: Hashable) -> Rank:
         """The rank of a present chunk."""
@@ -294,44 +297,48 @@ class TierOrder:
     ) -> None:
         """A turn used these chunks from number `first` to `end`; new ones are added.
 
-        `chunks` follow each other from the turn's start. This is a faster way to `put` each of them: only the
-        last one may be evicted now.
+        `chunks` follow each other from the turn's start, and those that are present have no gap before them.
+        This is a faster way to `put` each of them: only the last one may be evicted now.
         """
         use, last = (key, self.begin_use()), len(chunks) if end is None else end
-        known_chunks, num_behind = self._chunks, self._num_behind
-        before = chunks[first - 1] if first else None
-        num_more = 0
-        for number in range(first, last):
-            chunk = chunks[number]
-            known = known_chunks.get(chunk)
-            if known is None:
-                known_chunks[chunk] = _Chunk(before, True, use, (-number,), owner)
-                num_more += 1
-                if before is not None:
-                    num_behind[before] = num_behind.get(before, 0) + 1
-            else:
-                known.use = use
-                if known.owner != owner:
-                    self._change_owner(chunk, known, owner)
-            before = chunk
-        if num_more:
-            self.changes.count(owner, num_more)
-        if last > first:
-            if owner is not None:
-                self._tails[owner] = before
-            if before not in num_behind:
-                self._offer(before)
+        if last <= first:
+            return
+        num_known = last
+        while num_known > first and chunks[num_known - 1] not in self._chunks:
+            num_known -= 1
+        known = self._chunks.get(chunks[num_known - 1]) if num_known > first else None
+        for _ in range(first, num_known):
+            assert known is not None
+            known.use = use
+            if known.owner != owner:
+                self._change_owner(known, owner)
+            known = known.needed
+        for number in range(num_known, last):
+            before = chunks[number - 1] if number else None
+            added = self._add(chunks[number], before, owner)
+            added.use, added.place = use, (-number,)
+        if last > num_known:
+            self.changes.count(owner, last - num_known)
+        if owner is not None:
+            self._tails[owner] = chunks[last - 1]
+        self._offer(self._chunks[chunks[last - 1]])
 
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
         """Keep a present chunk: evict it last until `until_s`. `end`: its end in the sequence, in tokens."""
-        owner = self._chunks[chunk].owner
-        for changed in (chunk, *self.kept.keep(chunk, until_s, tenant, end, owner)):
-            self._offer_again(changed)
+        kept = self._chunks[chunk]
+        lost = self.kept.keep(chunk, until_s, tenant, end, kept.owner)
+        kept.is_kept = True
+        for each in lost:
+            self._chunks[each].is_kept = False
+        for changed in (kept, *map(self._chunks.__getitem__, lost)):
+            self._offer(changed)
 
     def expire(self, now_s: float) -> None:
         """Chunks whose deadline has passed are evicted like any others."""
         for chunk in self.kept.expire(now_s):
-            self._offer_again(chunk)
+            found = self._chunks[chunk]
+            found.is_kept = False
+            self._offer(found)
 
     def pin(self, chunk: Hashable) -> None:
         """Do not evict this chunk, because it is being copied."""
@@ -342,17 +349,21 @@ class TierOrder:
         found = self._chunks[chunk]
         found.num_pins -= 1
         assert found.num_pins >= 0, f"{chunk!r} has no pin"
-        self._offer(chunk)
+        self._offer(found)
 
     def remove(self, chunk: Hashable) -> None:
         """Remove a chunk, pinned or not. Chunks that continue it stay."""
-        found = self._chunks.pop(chunk)
-        self.changes.count(found.owner, -1)
-        self.kept.discard(chunk)
+        found = self._chunks[chunk]
+        self._leave(found)
         if found.owner is not None and self._tails.get(found.owner) == chunk:
-            self._move_tail(found.owner, found.before)
-        if self._leave(found) and found.before in self._chunks:
-            self._offer(found.before)
+            # The one before it becomes its owner's last, if it has the same owner.
+            before = self._get_before(found)
+            if before is not None and before.owner == found.owner:
+                self._tails[found.owner] = before.chunk
+            else:
+                del self._tails[found.owner]
+        if found.needed is not None and found.needed.is_present:
+            self._offer(found.needed)
 
     def make_room(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
@@ -373,7 +384,7 @@ class TierOrder:
                 new.append(chunk)
                 spared.add(before)
             present.add(chunk)
-        gone = self._pop_firsts(len(new) - num_free, key, spared)
+        gone = [each.chunk for each in self._pop_firsts(len(new) - num_free, key, spared)]
         num_new = min(len(new), num_free + len(gone))
         return Room(new[:num_new], gone, len(new) - num_new)
 
@@ -382,19 +393,19 @@ class TierOrder:
 
         `up_to`: the greatest key of a chunk to evict. `spared`: chunks that stay.
         """
-        return next(iter(self._pop_firsts(1, up_to, spared)), None)
+        return next((each.chunk for each in self._pop_firsts(1, up_to, spared)), None)
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
         """Remove and return the first `number` chunks. If fewer may be evicted, return None and remove none.
 
         Kept chunks (`keep`) lose their deadlines, so call this only where wishes do not count.
         """
-        removed: list[_Chunk] = []
-        gone = self._pop_firsts(number, None, spared, removed)
+        gone = self._pop_firsts(number, None, spared)
         if len(gone) >= number:
-            return gone
-        for chunk, found in zip(reversed(gone), reversed(removed), strict=True):
-            self.put(chunk, found.before, found.rank, owner=found.owner, needs_before=found.needs_before)
+            return [each.chunk for each in gone]
+        for each in reversed(gone):
+            needs_before = each.needed is not None
+            self.put(each.chunk, each.before, each.rank, owner=each.owner, needs_before=needs_before)
         return None
 
     def drop(self, owner: Hashable) -> list[Hashable]:
@@ -404,128 +415,129 @@ class TierOrder:
         that is pinned. Chunks that were kept for this owner are removed too.
         """
         dropped: list[Hashable] = []
-        chunk = self._tails.pop(owner, None)
-        while chunk is not None:
-            found = self._chunks[chunk]
-            is_anothers = self.kept.get_owner(chunk) not in (None, owner)
-            if found.num_pins or chunk in self._num_behind or is_anothers:
-                self._tails[owner] = chunk
+        last = self._tails.pop(owner, None)
+        found = None if last is None else self._chunks[last]
+        while found is not None:
+            is_anothers = self.kept.get_owner(found.chunk) not in (None, owner)
+            if found.num_pins or found.num_behind or is_anothers:
+                self._tails[owner] = found.chunk
                 break
-            dropped.append(chunk)
-            del self._chunks[chunk]
-            self.changes.count(owner, -1)
-            self.kept.discard(chunk)
-            before = self._chunks.get(found.before) if found.before is not None else None
-            is_tail = self._leave(found)
-            if before is not None and before.owner == owner:
-                chunk = found.before
-                continue
-            chunk = None
-            if is_tail and before is not None:
-                self._offer(found.before)
+            dropped.append(found.chunk)
+            self._leave(found)
+            before = self._get_before(found)
+            if before is not None and before.owner != owner:
+                if found.needed is not None:
+                    self._offer(before)
+                before = None
+            found = before
         return dropped
 
     def forget_keys(self) -> None:
         """Rank present chunks only by recency, because another policy's keys will follow."""
         self._heap.clear()
-        for chunk, found in self._chunks.items():
+        for found in self._chunks.values():
             found.use = ((), found.use[1])
-            self._offer(chunk)
+            self._offer(found)
 
     def clear(self) -> None:
         """Forget everything."""
         for found in self._chunks.values():
             self.changes.count(found.owner, -1)
         self._chunks.clear()
-        self._num_behind.clear()
+        self._absent.clear()
         self._tails.clear()
         self._heap.clear()
         self.kept.clear()
 
     # Internal.
 
-    def _change_owner(self, chunk: Hashable, known: _Chunk, owner: Hashable | None) -> None:
-        if self._tails.get(known.owner) == chunk:
+    def _add(
+        self,
+        chunk: Hashable,
+        before: Hashable | None,
+        owner: Hashable | None,
+        num_pins: int = 0,
+        *,
+        needs_before: bool = True,
+    ) -> _Chunk:
+        """Add a chunk that is not present. It has no rank yet, and its owner's change is not counted."""
+        added = self._absent.pop(chunk, None) or _Chunk(chunk)
+        added.before, added.owner, added.num_pins, added.is_present = before, owner, num_pins, True
+        added.needed = None
+        if before is not None and needs_before:
+            added.needed = self._chunks.get(before) or self._absent.get(before)
+            if added.needed is None:
+                added.needed = self._absent[before] = _Chunk(before, is_present=False)
+            added.needed.num_behind += 1
+        self._chunks[chunk] = added
+        return added
+
+    def _leave(self, found: _Chunk) -> None:
+        """A chunk is not present any more."""
+        del self._chunks[found.chunk]
+        self.changes.count(found.owner, -1)
+        if found.is_kept:
+            self.kept.discard(found.chunk)
+        found.is_present = found.is_kept = False
+        if found.num_behind:
+            self._absent[found.chunk] = found
+        if (needed := found.needed) is not None:
+            needed.num_behind -= 1
+            if not (needed.num_behind or needed.is_present):
+                del self._absent[needed.chunk]
+
+    def _get_before(self, found: _Chunk) -> _Chunk | None:
+        """The record of the chunk before one that is or was present; None if there is none present."""
+        if found.needed is None:
+            return None if found.before is None else self._chunks.get(found.before)
+        return found.needed if found.needed.is_present else None
+
+    def _change_owner(self, known: _Chunk, owner: Hashable | None) -> None:
+        if self._tails.get(known.owner) == known.chunk:
             # Its last owner used no chunk after it, and the chunks before it have the new owner too.
             del self._tails[known.owner]
         self.changes.count(known.owner, -1)
         self.changes.count(owner, 1)
         known.owner = owner
 
-    def _pop_firsts(
-        self,
-        number: int,
-        up_to: Key | None,
-        spared: Container[Hashable],
-        removed: list[_Chunk] | None = None,
-    ) -> list[Hashable]:
-        """Remove and return the chunks to evict first, up to `number`. See `pop_first`.
-
-        `removed`: a list that receives their records.
-        """
-        gone: list[Hashable] = []
+    def _pop_firsts(self, number: int, up_to: Key | None, spared: Container[Hashable]) -> list[_Chunk]:
+        """Remove the chunks to evict first, up to `number`, and return their records. See `pop_first`."""
+        gone: list[_Chunk] = []
         passed: list[_Entry] = []
         while len(gone) < number and self._heap:
             entry = self._heap[0]
-            is_current = self._is_current(entry)
+            is_current = _is_current(entry)
             if is_current and up_to is not None and entry[1][0] > up_to:
                 break
             heapq.heappop(self._heap)
-            chunk = entry[4]
-            if is_current and chunk in spared:
+            found = entry[4]
+            if is_current and found.chunk in spared:
                 passed.append(entry)
             elif is_current:
-                gone.append(chunk)
-                if removed is not None:
-                    removed.append(self._chunks[chunk])
-                self.remove(chunk)
+                gone.append(found)
+                self.remove(found.chunk)
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return gone
 
-    def _leave(self, found: _Chunk) -> bool:
-        """A chunk was removed. Return whether no chunk continues the one before it any more."""
-        if found.before is None or not found.needs_before:
-            return False
-        num_behind = self._num_behind[found.before] - 1
-        if num_behind:
-            self._num_behind[found.before] = num_behind
-        else:
-            del self._num_behind[found.before]
-        return not num_behind
-
-    def _move_tail(self, owner: Hashable, before: Hashable | None) -> None:
-        """An owner's last chunk is removed. The one before it becomes its last, if it has the same owner."""
-        found = self._chunks.get(before) if before is not None else None
-        if found is not None and found.owner == owner and before is not None:
-            self._tails[owner] = before
-        else:
-            del self._tails[owner]
-
-    def _offer(self, chunk: Hashable) -> None:
-        """Add a chunk to the heap if it may be evicted."""
-        found = self._chunks[chunk]
-        if found.num_pins or chunk in self._num_behind:
+    def _offer(self, found: _Chunk) -> None:
+        """Add a present chunk to the heap if it may be evicted."""
+        if found.num_pins or found.num_behind:
             return
-        if len(self._heap) > max(MIN_HEAP, 2 * len(self._chunks)):
-            self._heap = list({entry[4]: entry for entry in self._heap if self._is_current(entry)}.values())
+        if len(self._heap) > MIN_HEAP and len(self._heap) > 2 * len(self._chunks):
+            self._heap = list({entry[4]: entry for entry in self._heap if _is_current(entry)}.values())
             heapq.heapify(self._heap)
         self._num_pushed += 1
-        heapq.heappush(self._heap, (chunk in self.kept, found.use, found.place, self._num_pushed, chunk))
+        heapq.heappush(self._heap, (found.is_kept, found.use, found.place, self._num_pushed, found))
 
-    def _offer_again(self, chunk: Hashable) -> None:
-        """Update a chunk's place in the heap after `keep` or its deadline."""
-        if chunk in self._chunks:
-            self._offer(chunk)
 
-    def _is_current(self, entry: _Entry) -> bool:
-        is_kept, use, place, _, chunk = entry
-        found = self._chunks.get(chunk)
-        return (
-            found is not None
-            and found.use == use
-            and found.place == place
-            and is_kept == (chunk in self.kept)
-            and not found.num_pins
-            and chunk not in self._num_behind
-        )
+def _is_current(entry: _Entry) -> bool:
+    is_kept, use, place, _, found = entry
+    return (
+        found.is_present
+        and found.use == use
+        and found.place == place
+        and is_kept == found.is_kept
+        and not found.num_pins
+        and not found.num_behind
+    )

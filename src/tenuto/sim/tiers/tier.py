@@ -87,9 +87,12 @@ class Tier:
     def __len__(self) -> int:
         return len(self.order)
 
-    def hit_length(self, chunks: Sequence[Hashable]) -> int:
-        """The number of chunks from a sequence's start that are present. Changes nothing."""
-        low, high = 0, len(chunks)
+    def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
+        """The number of chunks from a sequence's start that are present. Changes nothing.
+
+        `first`: a number of chunks that are present for sure.
+        """
+        low, high = first, len(chunks)
         while low < high:
             middle = (low + high + 1) // 2
             if chunks[middle - 1] in self.order:
@@ -101,9 +104,9 @@ class Tier:
     def put(self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0) -> Sequence[Hashable]:
         """Use a sequence's chunks from number `first` on, and store missing ones if allowed; return these."""
         order = self.order
-        num_hit = self.hit_length(chunks)
-        if num_hit < first:
+        if first and chunks[first - 1] not in order:
             return ()
+        num_hit = self.hit_length(chunks, first)
         befores = [chunks[place - 1] if place else None for place in range(num_hit, len(chunks))]
         room = order.make_room(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
         order.use(chunks, use.key, use.owner, first, num_hit + len(room.new))
