@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -26,18 +27,10 @@ SWEEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def records() -> dict[tuple[str, str, int], dict[str, Any]]:
-    return {
-        (gpu, policy, jps): run(
-            Setup(gpu=gpu, policy=policy, async_scheduling=False), LoadOptions(jps=jps)
-        ).record
-        for gpu, policy in (
-            *(("H200", each) for each in ("stock", "continuum-prototype", "offload-sync")),
-            *(("H100", each) for each in ("stock", "continuum-prototype")),
-        )
-        for jps in SWEEPS[gpu]["jps"]
-    }
+@functools.cache
+def simulate(gpu: str, policy: str, jps: int) -> dict[str, Any]:
+    """The record of one run."""
+    return run(Setup(gpu=gpu, policy=policy, async_scheduling=False), LoadOptions(jps=jps)).record
 
 
 @pytest.mark.parametrize(
@@ -50,26 +43,19 @@ def records() -> dict[tuple[str, str, int], dict[str, Any]]:
         ("H200", "offload-sync", "offload-sync", 0.20, 0.25),
     ],
 )
-def test_job_times(
-    records: dict[tuple[str, str, int], dict[str, Any]],
-    gpu: str,
-    policy: str,
-    published: str,
-    median: float,
-    worst: float,
-) -> None:
+def test_job_times(gpu: str, policy: str, published: str, median: float, worst: float) -> None:
     sweep = SWEEPS[gpu]
     errors = [
-        abs(records[gpu, policy, jps]["job_s"]["mean"] / expected_s - 1)
+        abs(simulate(gpu, policy, jps)["job_s"]["mean"] / expected_s - 1)
         for jps, expected_s in zip(sweep["jps"], sweep["avg_duration_s"][published], strict=True)
     ]
     assert statistics.median(errors) <= median
     assert max(errors) <= worst
 
 
-def test_shapes(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+def test_shapes() -> None:
     def latency(policy: str, jps: int) -> list[float]:
-        return [turn["latency_s"] for turn in records["H200", policy, jps]["by_turn"].values()]
+        return [turn["latency_s"] for turn in simulate("H200", policy, jps)["by_turn"].values()]
 
     # Stock's turns get slower as their prompts grow.
     stock = latency("stock", 6)
@@ -79,7 +65,7 @@ def test_shapes(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
     ordered = latency("continuum-prototype", 15)
     assert min(ordered[:2]) > 2 * max(ordered[2:])
     # Offloading does well until the tier is full, and then collapses.
-    means = {jps: records["H200", "offload-sync", jps]["job_s"]["mean"] for jps in (10, 15)}
-    stocks = {jps: records["H200", "stock", jps]["job_s"]["mean"] for jps in (10, 15)}
+    means = {jps: simulate("H200", "offload-sync", jps)["job_s"]["mean"] for jps in (10, 15)}
+    stocks = {jps: simulate("H200", "stock", jps)["job_s"]["mean"] for jps in (10, 15)}
     assert means[10] < 0.5 * stocks[10]
     assert means[15] > 0.75 * stocks[15]
