@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 
 from tenuto import cli
 from tenuto.client.ab import LocalServer, run_server
-from tests.vllm.live import ENV, MARKS, get_command, get_free_port, make_text
+from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command, get_free_port, make_text
 
 pytestmark = MARKS
-ADMIN = {"Authorization": f"Bearer {ENV['TENUTO_ADMIN_KEY']}"}
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 CHANGES: list[dict[str, Any]] = [
     {"mode": "off"}, {"mode": "on"}, {"policy": "tenuto"}, {"policy": "continuum-fixed"}, {"mode": "shadow"},
     {"limits": {"max_leased_share": 0.5}}, {"mode": "on"}, {"canary": {"share": 0.5}}, {"canary": None},
@@ -30,15 +30,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     config = {"tenuto": {"policy": "continuum-fixed", "options": {"ttl_s": 5.0}}}
     command = get_command(
         port,
+        *WORKER_INSIDE,
         *("--scheduler-cls", "tenuto.vllm.Scheduler", "--middleware", "tenuto.vllm.Middleware"),
         *("--additional-config", json.dumps(config), "--data-parallel-size", "2"),
     )
-    with run_server(command, port, tmp_path_factory.mktemp("ranks") / "tenuto.log", env=ENV) as running:
+    log = tmp_path_factory.mktemp("ranks") / "tenuto.log"
+    with run_server(command, port, log, env=ENV_INSIDE) as running:
         yield running
 
 
 def test_verify_reports_each_rank(server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "--url", server.url]) == 0
+    assert cli.main(["verify", "--url", server.url, "--gap", "0.3"]) == 0
     said = capsys.readouterr().out
     assert "rank 0" in said
     assert "rank 1" in said
