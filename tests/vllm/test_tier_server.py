@@ -38,8 +38,6 @@ from tests.vllm.live import (
 
 pytestmark = [*MARKS, pytest.mark.timeout(2400)]
 NUM_WORDS = 120
-CHUNK_BYTES = 1_200_000
-"""Less than a chunk of the model has, and more than the server's other files."""
 
 
 @contextmanager
@@ -133,7 +131,7 @@ def make_adapter(folder: Path) -> None:
     import torch
 
     config = AutoConfig.from_pretrained(MODEL)
-    size = config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    size = config.num_key_value_heads * config.head_dim
     random = torch.Generator().manual_seed(0)
     tensors = {}
     for layer in range(config.num_hidden_layers):
@@ -146,8 +144,12 @@ def make_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(facts))
 
 
-def limit_files(server: LocalServer, num_bytes: int) -> None:
-    """From here on no process of the server can write a larger file, as on a full disk."""
+def limit_files(server: LocalServer) -> None:
+    """From here on no process of the server can write a chunk of KV, as on a full disk."""
+    config = AutoConfig.from_pretrained(MODEL)
+    num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    # In float32. Three quarters of it are more than any other file of the server has.
+    num_bytes = 4 * BLOCK_SIZE * num_values * 3 // 4
     for each in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(each.name)) == server.process.pid:
@@ -197,7 +199,7 @@ def test_only_kv_of_the_same_weights_comes_back(tmp_path: Path) -> None:
         assert ask(server, "b") == (answers[1], 0)
         wait_for_files(tmp_path, 2 * num_tokens // BLOCK_SIZE)
         # On a full disk the server goes on, and says so once a minute.
-        limit_files(server, CHUNK_BYTES)
+        limit_files(server)
         fill_disk(server)
         assert all(len(ask(server, seed)[0]) > 0 for seed in "cdef")
         assert sum("cannot write" in line for line in read_disk_lines(server)) < 4
