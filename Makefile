@@ -135,10 +135,10 @@ promtool:
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 2 -m "not slow and not server" $(PYTEST_ARGS)
 
-# Three runs: without vLLM, with vLLM's scheduler, and with real servers. The first has one worker more than
+# Three runs: without vLLM, with vLLM's scheduler, and with real servers. The first has twice as many workers as
 # cores, because many slow tests wait for servers with a clock.
 test: $(VENV)/.tenuto-$(VLLM) check browser promtool $(TEST_MODEL)/config.json
-	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 3 -m "not server" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WITHOUT_VLLM) -n 4 -m "not server" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(VLLM_TESTS) -n 2 --dist worksteal -m "not server" $(PYTEST_ARGS)
 	$(MAKE) --jobs 2 --output-sync test-shared-server test-own-servers
 
