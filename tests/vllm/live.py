@@ -1,4 +1,4 @@
-"""Real vLLM servers with a real small model: how they are started, and what their tests have in common.
+"""Real vLLM servers with a small model: how they are started, and what their tests have in common.
 
 A server takes half a minute to start, on one core. So several files share the server of `run_shared`
 (`conftest.py`). The last of them, by name, ends it.

@@ -1,4 +1,4 @@
-"""A real vLLM server with a real (small) model: what clients of every kind see."""
+"""A real vLLM server with a small model: what clients of every kind see."""
 
 from __future__ import annotations
 
