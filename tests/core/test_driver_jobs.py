@@ -367,7 +367,7 @@ class Chooser:
     def observe_turn(self, turn) -> None:
         self.turns.append(turn.turn_id)
 
-    def choose(self, view):
+    def choose(self, num_running, budget, block_size):
         return self.answer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from functools import partial
@@ -10,7 +9,7 @@ from functools import partial
 import pytest
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize, get_prompt_weight
-from tenuto.core.types import DecodeSteps, EngineView, Job, StepView, ToolCall, Turn
+from tenuto.core.types import DecodeSteps, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
@@ -129,7 +128,8 @@ def test_half_of_a_step_is_for_prompts(num_decoding: int) -> None:
     assert choose_step_tokens(make_times(), num_decoding, 0.0, 0.0, BUDGET) >= 2 * num_decoding
 
 
-VIEW = EngineView(100.0, 16, 1000, 900, 11, 0, BUDGET)
+STATE = 11, BUDGET, 16
+"""The number of running turns, the engine's budget, and the size of its blocks."""
 
 
 def make_chooser(prompt_weight: float = 1.0) -> AdaptiveSteps:
@@ -146,14 +146,14 @@ def make_chooser(prompt_weight: float = 1.0) -> AdaptiveSteps:
 
 def test_the_rate_is_that_of_the_turns_that_finished_of_late() -> None:
     chooser = make_chooser(prompt_weight=0.0)
-    assert chooser.choose(VIEW) == StepSize(512)
+    assert chooser.choose(*STATE) == StepSize(512)
     for n in range(80):
         chooser.observe_turn(make_turn(f"t{n}", 1000, kind="agent", tool=ToolCall("ls")))
     # 80,000 tokens in four seconds: about 20,000 a second, which leaves little of what a step can compute.
     assert chooser._get_prompt_rate() == pytest.approx(20_000, rel=0.1)
-    assert chooser.choose(VIEW) == StepSize(4096)
+    assert chooser.choose(*STATE) == StepSize(4096)
     chooser.observe_step(StepView(400.0, 0.01, 1, 1))
-    assert chooser.choose(VIEW) == StepSize(512)
+    assert chooser.choose(*STATE) == StepSize(512)
 
 
 def make_turn(turn_id: str, num_tokens: int, *, kind: str = "agent", tool: ToolCall | None = None) -> Turn:
@@ -161,7 +161,7 @@ def make_turn(turn_id: str, num_tokens: int, *, kind: str = "agent", tool: ToolC
 
 
 def test_if_nobody_else_runs_nobody_is_delayed() -> None:
-    assert make_chooser().choose(dataclasses.replace(VIEW, num_running=0)) is None
+    assert make_chooser().choose(0, *STATE[1:]) is None
 
 
 def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
@@ -169,7 +169,7 @@ def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
     chosen = []
     for n in range(4 * LOOK_EVERY):
         chooser.observe_step(StepView(5 + 0.05 * n, 0.051, 1010, 10))
-        chosen.append(chooser.choose(VIEW))
+        chosen.append(chooser.choose(*STATE))
     assert chosen.count(StepSize(1024)) == 4 and chosen.count(StepSize(512)) == 4 * LOOK_EVERY - 4
 
 
@@ -181,15 +181,17 @@ def test_only_adaptive_steps_have_a_weight_which_the_operator_may_choose() -> No
             get_prompt_weight(text)
 
 
-def make_busy() -> tuple[AdaptiveSteps, EngineView, StepSize]:
-    """A chooser that has learned, the engine's state, and what it chooses while no plain request waits."""
+BUSY = 10, 8192, 16
+
+
+def make_busy() -> tuple[AdaptiveSteps, StepSize]:
+    """A chooser that has learned, and what it chooses while no plain request waits."""
     chooser = AdaptiveSteps()
     for n in range(1, 101):
         chooser.observe_step(StepView(0.05 * n, 0.05, 522, 10, is_full=True))
-    view = EngineView(100.0, 16, 1000, 900, 10, 3, 8192)
-    usual = chooser.choose(view)
+    usual = chooser.choose(*BUSY)
     assert usual is not None and usual.num_tokens < 4096 and not usual.per_prompt
-    return chooser, view, usual
+    return chooser, usual
 
 
 def arrive(chooser: AdaptiveSteps, turn_id: str, num_new_tokens: int, kind: str = "chat") -> None:
@@ -197,40 +199,40 @@ def arrive(chooser: AdaptiveSteps, turn_id: str, num_new_tokens: int, kind: str 
 
 
 def test_a_plain_request_is_computed_in_one_step_beside_what_the_step_has() -> None:
-    chooser, view, usual = make_busy()
+    chooser, usual = make_busy()
     arrive(chooser, "short", 100)
-    assert chooser.choose(view) == (usual.num_tokens + 100, usual.num_tokens)
+    assert chooser.choose(*BUSY) == (usual.num_tokens + 100, usual.num_tokens)
     arrive(chooser, "longer", 3000)
     # No prompt may take the room of another, so the bound of one prompt is the longest of them.
-    assert chooser.choose(view) == (3000 + 3100, 3000)
+    assert chooser.choose(*BUSY) == (3000 + 3100, 3000)
     for turn_id in ("short", "longer"):
         chooser.observe_start(turn_id)
-    assert chooser.choose(view) == usual
+    assert chooser.choose(*BUSY) == usual
 
 
 def test_what_stock_would_not_compute_in_one_step_gets_none_of_its_own() -> None:
-    chooser, view, usual = make_busy()
+    chooser, usual = make_busy()
     arrive(chooser, "huge", 8192)
-    assert chooser.choose(view) == usual
+    assert chooser.choose(*BUSY) == usual
     for n in range(100):
         arrive(chooser, f"t{n}", 1000)
-    assert chooser.choose(view) == (8192, 1000)
+    assert chooser.choose(*BUSY) == (8192, 1000)
 
 
 def test_turns_of_agents_are_not_plain() -> None:
-    chooser, view, usual = make_busy()
+    chooser, usual = make_busy()
     agent = Turn("a", Job("a", 0.0, 1, kind="agent"), 0.0, 100, tool=ToolCall("ls"))
     chooser.observe_turn(agent)
     arrive(chooser, "next", 100, kind="agent")
-    assert chooser.choose(view) == usual
+    assert chooser.choose(*BUSY) == usual
 
 
 def test_a_step_has_room_for_a_block_of_a_prompt_beside_those_who_decode() -> None:
     """Where layers have states a prompt is computed in whole blocks, and these may be larger than a step."""
-    chooser, view, usual = make_busy()
+    chooser, usual = make_busy()
     block_size = usual.num_tokens + 100
-    assert chooser.choose(dataclasses.replace(view, block_size=block_size)) == StepSize(block_size + 9)
-    assert chooser.choose(dataclasses.replace(view, block_size=10_000)) == StepSize(8192)
+    assert chooser.choose(*BUSY[:2], block_size) == StepSize(block_size + 9)
+    assert chooser.choose(*BUSY[:2], 10_000) == StepSize(8192)
 
 
 @pytest.mark.parametrize("is_full", [False, True])

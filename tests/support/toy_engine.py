@@ -185,6 +185,9 @@ class ToyEngine:
             num_leased_blocks=len(self.coverage),
         )
 
+    def get_num_running(self) -> int:
+        return len(self.running)
+
     def get_num_waiting(self) -> int:
         return len(self.waiting)
 

@@ -102,6 +102,7 @@ class Driver:
             policy.overrides(hook) for hook in ("queue_key", "admit", "retain", "preempt_key", *TOLD_HOOKS)
         )
         view = engine.get_view(0.0)
+        self._block_size = view.block_size
         self._hit_alignment = engine.hit_alignment
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
@@ -708,10 +709,10 @@ class Driver:
         """
         if only_decodes and not self.policy.overrides("step_budget"):
             return StepSize(max_num_batched_tokens)
-        view = self.get_view(now_s)
+        num_running = self._engine.get_num_running()
         answers, per_prompt = [max_num_batched_tokens], 0
         if self._step_chooser is not None:
-            chosen = self._step_chooser.choose(view)
+            chosen = self._step_chooser.choose(num_running, max_num_batched_tokens, self._block_size)
             self._caller.write(
                 {"kind": "chosen", "what": "step_tokens", "answer": chosen and chosen.num_tokens}
             )
@@ -719,9 +720,9 @@ class Driver:
                 answers.append(chosen.num_tokens)
                 per_prompt = chosen.per_prompt
         if self.policy.overrides("step_budget") and not self._canary.is_on:
-            bound: int | None = self._caller.ask("step_budget", view)
+            bound: int | None = self._caller.ask("step_budget", self.get_view(now_s))
             answers += [] if bound is None else [bound]
-        num_tokens = max(1, min(max(min(answers), view.num_running), max_num_batched_tokens))
+        num_tokens = max(1, min(max(min(answers), num_running), max_num_batched_tokens))
         return StepSize(num_tokens, per_prompt)
 
     # Internal.

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state now; `num_leases` is copied into the view."""
 
+    def get_num_running(self) -> int:
+        """`EngineView.num_running`, without a view."""
+
     def get_num_waiting(self) -> int:
         """`EngineView.num_waiting`, without a view."""
 
@@ -173,8 +176,11 @@ class StepChooser(Protocol):
     def observe_turn(self, turn: Turn) -> None:
         """A turn finished; it was not aborted."""
 
-    def choose(self, view: EngineView) -> StepSize | None:
-        """The bounds of the next step; None leaves them to the engine. Does not change the chooser."""
+    def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
+        """The bounds of the next step; None leaves them to the engine. Does not change the chooser.
+
+        `budget`: most tokens that the engine allows. `block_size`: tokens in a block.
+        """
 
 
 def read_step_tokens(text: str) -> StepTokens:

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize
-from tenuto.core.types import DecodeSteps, EngineView, StepView, Turn
+from tenuto.core.types import DecodeSteps, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
@@ -165,19 +165,18 @@ class AdaptiveSteps:
         self._kinds.observe(turn)
         self._num_prompt_tokens += max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
 
-    def choose(self, view: EngineView) -> StepSize | None:
+    def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
         """The bounds of the next step; None if no turn runs that a large step could delay."""
-        num_decoding = view.num_running - 1
+        num_decoding = num_running - 1
         if num_decoding < 0:
             return None
-        budget = view.max_num_batched_tokens
         rate = self._get_prompt_rate()
         chosen = choose_step_tokens(self._times, num_decoding, rate, self.prompt_weight, budget)
         if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
-        chosen = max(chosen, min(num_decoding + view.block_size, budget))
-        return self._add_plain(chosen, view)
+        chosen = max(chosen, min(num_decoding + block_size, budget))
+        return self._add_plain(chosen, budget, budget - num_running)
 
     def _fade(self, now_s: float) -> None:
         elapsed_s = now_s - self._now_s
@@ -192,10 +191,8 @@ class AdaptiveSteps:
             self._num_prompt_tokens / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0
         )
 
-    def _add_plain(self, chosen: int, view: EngineView) -> StepSize:
-        """Add room for waiting plain requests that stock vLLM would compute in one step."""
-        most = view.max_num_batched_tokens
-        room = most - view.num_running
+    def _add_plain(self, chosen: int, most: int, room: int) -> StepSize:
+        """Add room for waiting plain requests that stock vLLM would compute in one step, in this room."""
         fitting = [tokens for tokens in islice(self._plain.values(), MAX_PLAIN) if tokens <= room]
         if not fitting:
             return StepSize(chosen)

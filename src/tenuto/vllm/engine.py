@@ -82,6 +82,10 @@ class VllmEngine:
             tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
         )
 
+    def get_num_running(self) -> int:
+        """Turns that run."""
+        return len(self._scheduler.running)
+
     def get_num_waiting(self) -> int:
         """Turns that wait, parked ones not counted."""
         return int(self._scheduler.get_request_counts()[1] - self._scheduler.get_num_parked())

@@ -65,6 +65,10 @@ class SimEngine:
             tiers=() if self._offloader is None else self._offloader.get_views(now_s),
         )
 
+    def get_num_running(self) -> int:
+        """Turns that run."""
+        return len(self._state.running)
+
     def get_num_waiting(self) -> int:
         """Turns that wait, parked ones not counted."""
         return self._state.num_waiting - self._state.waiting.num_parked

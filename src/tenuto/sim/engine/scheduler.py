@@ -953,15 +953,17 @@ class Scheduler:
         Others run. `num_tokens`: its first tokens, if it may start without blocks for all of them.
         """
         num_missing = self.kv.count_missing(request, num_tokens, hit, is_busy=True)
-        driver, num_reclaimable = self.driver, 0
-        if driver.limits.always_yield or any(
+        driver = self.driver
+        if num_missing <= 0:
+            return False
+        if num_missing > driver.get_num_reclaimable_blocks(request.turn_id):
+            return True
+        if self._needs_whole_prompts and driver.refuses_steadily(request.turn_id, self.state.now_s):
+            return True
+        # Whether no lease could be shortened while something runs.
+        return not driver.limits.always_yield and not any(
             driver.leases.get_first_to_yield(kind) for kind in (Yields.FIRST, Yields.ALWAYS)
-        ):
-            # A lease could be shortened while something runs.
-            num_reclaimable = driver.get_num_reclaimable_blocks(request.turn_id)
-        if not 0 < num_missing <= num_reclaimable:
-            return num_missing > 0
-        return self._needs_whole_prompts and driver.refuses_steadily(request.turn_id, self.state.now_s)
+        )
 
 
 def _get_priority_key(request: Request) -> Key:
