@@ -20,6 +20,9 @@ MAX_KINDS = 256
 """Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
 first."""
 
+MAX_KNOWN = 1024
+"""Most values that were looked up and are remembered."""
+
 
 class Left(NamedTuple):
     """What a job is expected to have left, in prefill tokens."""
@@ -229,6 +232,8 @@ class RemainingWork:
         """By tenant and kind, the least recently seen first. A kind has a table from its second job on; the
         table of None is that of a tenant's other jobs."""
         self._jobs: dict[str, Past] = {}
+        self._known: dict[tuple[int, TurnTable, float | None], Left] = {}
+        """What was looked up since a turn finished: turns that wait are looked up again and again."""
 
     def count_new_tokens(self, turn: Turn) -> int:
         """Prompt tokens of a turn that neither its job's latest turn nor the cache has; at least 1."""
@@ -252,6 +257,7 @@ class RemainingWork:
 
         `is_last`: it counts as the job's last until the job sends another.
         """
+        self._known.clear()
         past = self._jobs.get(job.job_id)
         if past is None:
             self._see_kind(job)
@@ -262,6 +268,7 @@ class RemainingWork:
 
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
+        self._known.clear()
         past = self._jobs.pop(job_id, None)
         if past is not None:
             for table in (self._all, past.table):
@@ -289,18 +296,25 @@ class RemainingWork:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         self._all = TurnTable.from_state(state)
         self._kinds.clear()
+        self._known.clear()
         self._jobs = {}
 
     def _look(self, job: Job, num_new_tokens: float | None) -> Left:
         past = self._jobs.get(job.job_id)
         num_turns, table = (0, self._get_table(job)) if past is None else (past.num_turns, past.table)
+        known = self._known.get((num_turns, table, num_new_tokens))
+        if known is not None:
+            return known
         left, own = self._all.look(num_turns, num_new_tokens), table.look(num_turns, num_new_tokens)
         weight = table.num_jobs / (table.num_jobs + PRIOR_TURNS)
-        return Left(
+        if len(self._known) == MAX_KNOWN:
+            self._known.clear()
+        known = self._known[num_turns, table, num_new_tokens] = Left(
             left.work + weight * (own.work - left.work),
             left.this + weight * (own.this - left.this),
             left.ends + weight * (own.ends - left.ends),
         )
+        return known
 
     def _get_table(self, job: Job) -> TurnTable:
         return self._kinds.get((job.tenant, job.kind)) or self._kinds.get((job.tenant, None)) or self._all
