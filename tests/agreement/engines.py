@@ -55,6 +55,8 @@ class Sizes:
     step_tokens: StepTokens | None = None
     gpu: str = "H200"
     step_cost: str | None = "roofline"
+    read_tool_calls: bool = True
+    """Whether the engine knows tool calls; vLLM hears of them, because the answers here show none."""
 
     def make_setup(self) -> dict[str, Any]:
         """As the options of `tenuto.sim.machine.Setup`."""
@@ -67,6 +69,7 @@ class Sizes:
             "max_num_seqs": self.max_num_seqs,
             "policy": self.policy,
             "step_tokens": self.step_tokens,
+            "read_tool_calls": self.read_tool_calls,
             "limits": "plugin",
             "async_scheduling": False,  # as the engine beside it
         }
@@ -140,6 +143,7 @@ class _VllmClient:
         if sizes.step_tokens is not None:
             settings["step_tokens"] = sizes.step_tokens
         self._cost = cost
+        self._say_hints = say_tool if sizes.read_tool_calls else say_last
         config = make_config(
             tenuto=settings,
             max_num_seqs=sizes.max_num_seqs,
@@ -213,7 +217,7 @@ class _VllmClient:
                 prompt,
                 max_tokens=turn.num_output_tokens,
                 arrival_time=at_s,
-                xargs=make_fields(say_tool(job, index)),
+                xargs=make_fields(self._say_hints(job, index)),
                 ignore_eos=True,
             )
         )

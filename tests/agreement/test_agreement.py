@@ -53,10 +53,11 @@ def test_vllm_and_the_simulator_agree(make: Any, num_blocks: int, clock: Clock) 
     assert recomputed > 0 or num_blocks == 61
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("policy", ["continuum", "tenuto"])
-def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, clock: Clock) -> None:  # noqa: F811
+def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, reads: bool, clock: Clock) -> None:  # noqa: F811
     """Turns one after the other: what a policy retains is the same in both engines."""
-    workload, sizes = make_serial(), Sizes(num_blocks=41, policy=policy)
+    workload, sizes = make_serial(), Sizes(num_blocks=41, policy=policy, read_tool_calls=reads)
     real = run_vllm(workload, sizes, clock)
     simulation = make_simulation(workload, sizes)
     turns = simulation.run()
@@ -82,14 +83,22 @@ class Mixed:
         )
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize(("policy", "size"), [("stock", "adaptive"), ("tenuto", "adaptive"), ("stock", 256)])
 def test_vllm_and_the_simulator_take_steps_of_the_same_size(
     policy: str,
     size: StepTokens,
+    reads: bool,
     clock: Clock,  # noqa: F811
 ) -> None:
     """The chooser learns from the steps of each engine, and chooses the same."""
-    sizes = Sizes(num_blocks=2001, max_num_batched_tokens=2048, policy=policy, step_tokens=size)
+    sizes = Sizes(
+        num_blocks=2001,
+        max_num_batched_tokens=2048,
+        policy=policy,
+        step_tokens=size,
+        read_tool_calls=reads,
+    )
     real = run_vllm(make_busy(), sizes, clock, cost=Mixed())
     turns = make_simulation(make_busy(), sizes, cost=Mixed()).run()
     assert by_turn(turns, "last_token_s") == pytest.approx(real.finish_s)

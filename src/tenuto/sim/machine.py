@@ -105,6 +105,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         scheduler=wanted.scheduler,
         # The fork's vLLM schedules a step after the one before.
         max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
+        read_tool_calls=setup.read_tool_calls,
         offload=offload,
         # Where layers differ, and in vLLM's own host memory, tiers hold single blocks.
         offload_chunk_tokens=(

@@ -158,6 +158,11 @@ class Setup(Options):
         shown_default="0",
     )
     async_scheduling: bool = option(True, "schedule a step while another one runs, as vLLM does by default")
+    read_tool_calls: bool = option(
+        True,
+        "recognise tool calls in answers; without, tools are known from hints alone, as with clients whose "
+        "format of calls the engine does not know",
+    )
     limits: Literal["published", "plugin"] = option(
         "published",
         "published: a lease whose policy says so yields only when nothing else could run; plugin: every "

@@ -6,9 +6,9 @@ Each choice of hints says all that the one before it says, and one thing more:
 
 `wrong` is `tool-time` with wrong times. `wish` is `tool` with a wish to keep the KV for an hour.
 
-In the simulator, `tool` leads to the same decisions as `last`, because the engine always reads the tool from
-the output. With the bench, a server knows the tool only from the hint: answers of a fixed length contain no
-tool call.
+In the simulator, `tool` leads to the same decisions as `last`, because the engine reads the tool from the
+output (except with `--no-read-tool-calls`). With the bench, a server knows the tool only from the hint:
+answers of a fixed length contain no tool call.
 """
 
 from __future__ import annotations

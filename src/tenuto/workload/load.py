@@ -131,7 +131,7 @@ class LoadOptions(Options):
         None, "only the first N turns of every job", minimum=1, shown_default="all"
     )
     hints: str = option(
-        "last",
+        "tool",
         "what clients say about a job. none: nothing; job: its id; last: also whether a turn is its last; "
         "tool: also the tool's name; tool-time: also how long the tool will take; wrong: that time ten "
         "times too long or too short; wish: as tool, and that the KV be kept for an hour",

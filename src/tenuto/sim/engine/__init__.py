@@ -41,6 +41,8 @@ class EngineConfig:
     """Whose rules of preemption: vLLM's, or those of the fork that is the Continuum prototype."""
     max_steps_in_flight: int = 1
     """2 for asynchronous scheduling: a step is scheduled while the one before runs. Pipelines have more."""
+    read_tool_calls: bool = True
+    """Whether answers show their tool calls. Else tools are known from hints alone."""
     num_draft_tokens: int = 0
     """Tokens a drafter proposes per request and step (`num_speculative_tokens`)."""
     offload: Offload | None = None

@@ -806,7 +806,8 @@ class Scheduler:
         if not is_stale:
             self._cache_output(request, num_new_tokens, num_cut)
         if num_new_tokens == num_left:
-            self._finish(request, Finish(request.num_output_tokens, request.tool, request.is_last))
+            seen = (request.tool, request.is_last) if self.config.read_tool_calls else (None, None)
+            self._finish(request, Finish(request.num_output_tokens, *seen))
         return num_new_tokens
 
     def _cache_output(self, request: Request, num_new_tokens: int, num_cut: int) -> None:
