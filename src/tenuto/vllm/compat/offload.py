@@ -712,13 +712,11 @@ class ConnectorPort:
         end = num_hit_tokens + num_tokens
         return sum(count_loaded_blocks(window, size, num_hit_tokens, end) for window, size in self._groups)
 
-    def set_stores(self, request_id: str, *, stored: bool) -> None:
-        """Set whether vLLM stores what this request computes."""
+    def end_stores(self, request_id: str) -> None:
+        """Let vLLM store nothing more of what this request computes."""
         status = self._scheduler._req_status.get(request_id)
         if status is not None:
-            given = (status.req.kv_transfer_params or {}).get("max_offload_tokens")
-            asked = given if type(given) is int and given >= 0 else None
-            status.max_offload_tokens = asked if stored else 0
+            status.max_offload_tokens = 0
 
     def on_load_question(self, answer: Callable[[Any, int, int], int]) -> None:
         """Let `answer(request, tokens hit on the GPU, tokens offered)` say how many tokens are loaded.

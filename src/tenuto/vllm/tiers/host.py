@@ -94,7 +94,7 @@ class HostTier:
         if self._is_mixed:
             self._try_clean()
         if self._is_mixed or not self._stores_all or (turn is not None and turn.ends_job):
-            self._port.set_stores(request_id, stored=False)
+            self._port.end_stores(request_id)
 
     def finish(self, request: Any, turn: Turn | None) -> None:
         """A request ended; it still has its blocks. `turn`: the last view of its turn."""
@@ -102,7 +102,7 @@ class HostTier:
             return
         wish = None if turn.is_aborted else self._scheduler.driver.get_wish(request.request_id)
         if (turn.ends_job and wish is None) or turn.is_aborted:
-            self._port.set_stores(request.request_id, stored=False)
+            self._port.end_stores(request.request_id)
         use = self._uses[request.request_id] = self._make_use(turn, wish)
         if self.prefetch is not None and not (turn.is_last or turn.is_aborted):
             num_blocks = (request.num_tokens - 1) // self._block_size
@@ -150,7 +150,7 @@ class HostTier:
             )
         if is_whole:
             for request_id in self._scheduler.requests:
-                self._port.set_stores(request_id, stored=False)
+                self._port.end_stores(request_id)
         self._report_held()
 
     def change_weights(self, what: str) -> None:
