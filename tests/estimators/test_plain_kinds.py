@@ -28,6 +28,14 @@ def test_a_kind_that_calls_tools_is_not_plain_and_another_is() -> None:
     assert is_plain(kinds, "agent", "somebody else")
 
 
+def test_a_kind_whose_jobs_come_back_is_not_plain_though_its_calls_are_not_recognised() -> None:
+    kinds = PlainKinds()
+    for number in (1, 2):
+        kinds.observe(Turn(f"t{number}", Job("j", 0.0, number, None, "agent"), 0.0, 100))
+        kinds.observe(make_turn("chat"))
+    assert not is_plain(kinds, "agent") and is_plain(kinds, "chat")
+
+
 def test_new_kinds_go_by_the_first_turns_of_new_kinds() -> None:
     kinds = PlainKinds()
     for n in range(10):

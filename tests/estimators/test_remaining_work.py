@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from tenuto.core.types import Job, Turn
+from tenuto.core.turn_work import DECODE_TOKENS
+from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators.remaining_work import MAX_KINDS, MAX_TURNS, RemainingWork
 
 
@@ -147,6 +148,26 @@ def test_a_turn_that_was_followed_was_not_the_last() -> None:
             observe(work, f"agent{n}", 300.0, is_last=True)
         work.end_job(f"agent{n}")
     assert get_rank(work, 270) == pytest.approx(8 * 300, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tool", "is_last", "counts"),
+    [
+        (None, None, True),
+        (ToolCall("ls"), None, False),
+        (None, False, False),  # the client says that there is more, whatever the output shows
+        (ToolCall("ls"), True, True),
+    ],
+)
+def test_what_a_client_says_about_an_end_goes_before_what_the_output_shows(
+    tool: ToolCall | None, is_last: bool | None, counts: bool
+) -> None:
+    work = RemainingWork()
+    for n in range(50):
+        job = make_job(f"job{n}", "k")
+        work.observe(Turn(f"job{n}/1", job, 0.0, 100, 10, tool=tool, is_last=is_last))
+    left, turn = work.get_work_left(make_job("new", "k")), 100 + 10 * DECODE_TOKENS
+    assert left == pytest.approx(turn, rel=0.1) if counts else left > 1.5 * turn
 
 
 def test_an_end_counts_once() -> None:

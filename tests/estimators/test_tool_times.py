@@ -1,4 +1,4 @@
-"""Mean times per tool."""
+"""Times of tools and pauses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.tool_times import MAX_TOOLS, MeanTimes
+from tenuto.core.types import Job
+from tenuto.estimators.tool_times import MAX_TOOLS, MeanTimes, Pauses
 
 
 def test_a_tool_not_seen_yet_takes_no_time() -> None:
@@ -48,3 +49,19 @@ def test_what_is_learned_shows_in_its_repr() -> None:
     before = repr(times)
     times.observe("ls", 1.0)
     assert repr(times) != before
+
+
+def test_pauses_without_a_call_are_known_by_the_kind_of_the_job() -> None:
+    pauses = Pauses()
+    agent, person, nobody = (Job("j", 0.0, 1, None, kind) for kind in ("agent", "person", None))
+    for _ in range(5):
+        pauses.observe(agent, None, 0.5)
+        pauses.observe(person, None, 30.0)
+        pauses.observe(agent, "agent", 7.0)  # a tool of the same name is something else
+    assert pauses.get_left_s(agent, None, 0.0, None) == 0.5
+    assert pauses.get_left_s(person, None, 10.0, None) == 20.0
+    assert pauses.get_left_s(person, "agent", 0.0, None) == 7.0
+    # Nothing is known: what the client said, or as long again as it has been away.
+    assert pauses.get_left_s(nobody, None, 3.0, 5.0) == 5.0
+    assert pauses.get_left_s(agent, None, 40.0, None) == 40.0
+    assert set(pauses.tools.get_state()["tools"]) == {"agent"}

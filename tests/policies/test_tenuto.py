@@ -252,6 +252,18 @@ def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("hints", "most"), [("last", 1.05), ("job", 1.4)])
+def test_agents_whose_calls_are_not_recognised_lose_little(hints: str, most: float) -> None:
+    """Every turn looks like a plain request until its job comes back. Stock takes 2.6 times as long."""
+    load = LoadOptions(jps=3.5, seed=42, window_s=8, scale_lengths=0.5, hints=hints)
+    setup = Setup(gpu="H200", policy="tenuto", kv_tokens=65_536, host_gb=0, limits="plugin")
+    times_s = [
+        run(dataclasses.replace(setup, read_tool_calls=reads), load).record["job_s"]["mean"]
+        for reads in (True, False)
+    ]
+    assert times_s[1] < most * times_s[0]
+
+
 def test_wrong_hints_hurt_little() -> None:
     load = LoadOptions(jps=2, window_s=30)
     true, wrong = (

@@ -249,7 +249,8 @@ class RemainingWork:
         # A first turn's hits were computed by other jobs, so they are not its work.
         num_new = max(1, turn.num_prompt_tokens - (self._get_context(turn) or turn.num_hit_tokens))
         work = get_work(num_new, 0, turn.num_output_tokens)
-        self.observe_turn(turn.job, float(num_new), work, is_last=turn.tool is None)
+        is_last = turn.tool is None if turn.is_last is None else turn.is_last
+        self.observe_turn(turn.job, float(num_new), work, is_last=is_last)
         self._jobs[turn.job.job_id].context = turn.num_prompt_tokens + turn.num_output_tokens
 
     def observe_turn(self, job: Job, num_new_tokens: float, work: float, *, is_last: bool) -> None:

@@ -169,8 +169,8 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 
 
 MAX_PLAIN_SHARE = 0.25
-"""A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
-agents of two turns have a share of half."""
+"""A kind with a larger share of agents' turns is an agent's. Agents' last turns call no tool, so agents of two
+turns, whose first call is not recognised, have a share of half."""
 FAIR_PLAIN_SHARE = 0.5
 """Plain requests and jobs that call tools are two classes. A class that got more than half of the
 work does not go first."""
@@ -179,11 +179,12 @@ PLAIN_MEMORY_TOKENS = 50_000.0
 
 
 class PlainKinds:
-    """Which requests are plain: those of jobs that call no tool, such as a person's question.
+    """Which requests are plain: those of jobs that call no tool and do not come back, such as a question.
 
     A first turn does not show whether its job is an agent's, but the job's kind does. Jobs of one tenant
-    whose prompts begin alike are of one kind. For each kind, turns are counted, and those that ended with a
-    tool call. A new kind is judged by the first turns of all kinds. Without any evidence a request is plain,
+    whose prompts begin alike are of one kind. For each kind, turns are counted, and agents' turns: those that
+    ended with a tool call, or whose job had come back. So agents are known even where their calls are not
+    recognised. A new kind is judged by the first turns of all kinds. Without any evidence a request is plain,
     and is served as in stock vLLM.
 
     O(1) per turn.
@@ -191,18 +192,18 @@ class PlainKinds:
 
     def __init__(self) -> None:
         self._kinds = KindCounts()
-        """Finished turns by kind; those with a tool call are marked."""
+        """Finished turns by kind; agents' turns are marked."""
         self._new_kinds = Counts()
         """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> None:
-        """Count a finished turn. `is_last: false` is no proof of an agent: people continue conversations."""
-        job, has_tool = turn.job, turn.tool is not None
-        if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
-            self._new_kinds.observe(is_marked=has_tool)
+        """Count a finished turn."""
+        job, is_agents = turn.job, turn.tool is not None or turn.job.came_back
+        if self._kinds.observe(job.tenant, job.kind, is_marked=is_agents):
+            self._new_kinds.observe(is_marked=is_agents)
 
     def is_plain(self, job: Job) -> bool:
-        """Whether such jobs call no tools."""
+        """Whether such jobs call no tools and do not come back."""
         counts = self._kinds.get(job.tenant, job.kind) or self._new_kinds
         return counts.marked <= MAX_PLAIN_SHARE * counts.turns
 
@@ -254,7 +255,7 @@ class Standing:
         self._share = PlainShare()
 
     def is_plain(self, job: Job) -> bool:
-        """Whether such jobs call no tools."""
+        """See `PlainKinds`."""
         return self._kinds.is_plain(job)
 
     def get_lead(self, job: Job) -> float:

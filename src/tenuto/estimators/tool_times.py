@@ -1,4 +1,4 @@
-"""How long tools take, learned from the gaps between a job's turns."""
+"""How long tools take, and jobs are away, learned from the gaps between a job's turns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from tenuto.core.types import Job
 
 MAX_TOOLS = 1000
 """Most tools that are kept: names come from clients and model output. The least recently seen is dropped."""
@@ -107,6 +109,31 @@ class ToolSamples:
 
     def __repr__(self) -> str:
         return f"ToolSamples({self._all}, {dict(self._tools)})"
+
+
+class Pauses:
+    """How long jobs are away: by the tool they called, or by their kind if no call was seen."""
+
+    def __init__(self) -> None:
+        self.tools = ToolSamples()
+        self._kinds = ToolSamples()
+        """Kinds have names that do not outlive the engine, so they are kept apart."""
+
+    def observe(self, job: Job, tool: str | None, pause_s: float) -> None:
+        """Count one pause of a job that came back."""
+        if tool is None:
+            self._kinds.observe(job.kind or "", pause_s)
+        else:
+            self.tools.observe(tool, pause_s)
+
+    def get_left_s(self, job: Job, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
+        """Expected seconds until the job is back: see `ToolSamples.get_left_s`."""
+        if tool is None:
+            return self._kinds.get_left_s(job.kind or "", elapsed_s, said_s)
+        return self.tools.get_left_s(tool, elapsed_s, said_s)
+
+    def __repr__(self) -> str:
+        return f"Pauses({self.tools}, {self._kinds})"
 
 
 class MeanTimes:

@@ -32,7 +32,7 @@ from tenuto.core.types import (
 from tenuto.estimators.remaining_work import RemainingWork
 from tenuto.estimators.returns import Standing
 from tenuto.estimators.step_times import StepTimes
-from tenuto.estimators.tool_times import ToolSamples
+from tenuto.estimators.tool_times import Pauses, ToolSamples
 
 LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
@@ -68,7 +68,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
-    _tools: ToolSamples = field(init=False, default_factory=ToolSamples)
+    _pauses: Pauses = field(init=False, default_factory=Pauses)
     _standing: Standing = field(init=False, default_factory=Standing)
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
@@ -122,7 +122,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         tool = None if turn.tool is None else turn.tool.name
         if not self._standing.is_expected_back(turn.job, tool):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
-        left_s = self._tools.get_left_s(tool, idle_s, turn.expected_tool_s)
+        left_s = self._pauses.get_left_s(turn.job, tool, idle_s, turn.expected_tool_s)
         worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._steps.get_worth_s(view)
         look_s = min(max(left_s, LOOK_S[0]), LOOK_S[1]) if worth_s < self.max_idle_s else 2 * LOOK_S[1]
         until_s = view.now_s + min(look_s, self.max_idle_s)
@@ -168,8 +168,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take, and which jobs come back."""
         self._standing.come_back(turn)
-        if tool is not None:
-            self._tools.observe(tool.name, tool_s)
+        self._pauses.observe(turn.job, None if tool is None else tool.name, tool_s)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work of a turn, and the kind of its job."""
@@ -188,11 +187,11 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def get_state(self) -> dict[str, Any]:
         """What was learned about tools and jobs. Step times are left out: they are learned within seconds."""
-        return {"tools": self._tools.get_state(), "jobs": self._work.get_state()}
+        return {"tools": self._pauses.tools.get_state(), "jobs": self._work.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned."""
         tools = ToolSamples()
         tools.set_state(state["tools"])
         self._work.set_state(state["jobs"])
-        self._tools = tools
+        self._pauses.tools = tools
