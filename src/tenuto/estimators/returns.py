@@ -169,8 +169,8 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 
 
 MAX_PLAIN_SHARE = 0.25
-"""A kind with a larger share of agents' turns is an agent's. Agents' last turns call no tool, so agents of two
-turns, whose first call is not recognised, have a share of half."""
+"""A kind with a larger share of agents' turns is an agent's. Of agents of two turns whose calls are not
+recognised, half of the turns are known to be agents': the second ones."""
 FAIR_PLAIN_SHARE = 0.5
 """Plain requests and jobs that call tools are two classes. A class that got more than half of the
 work does not go first."""
