@@ -47,6 +47,14 @@ def make_weka() -> Iterable[Row]:
             yield Row(f"{gpu}, {jps:g}/s", Setup(gpu=gpu), load)
 
 
+def make_sessions() -> Iterable[Row]:
+    load = LoadOptions(workload=str(WEKA), max_jobs=100)
+    yield Row("H200, 100 sessions at their own times", Setup(gpu="H200"), load)
+    small = Setup(gpu="H200", kv_tokens=400_000, host_gb=20)
+    load = LoadOptions(workload=str(WEKA), max_jobs=30, jps=0.05)
+    yield Row("H200, 30 sessions, 0.05/s, 400,000 tokens of cache, 20 GiB host", small, load)
+
+
 def make_70b() -> Iterable[Row]:
     for jps in (0.5, 1, 2):
         setup = Setup(gpu="H100", model="llama-3.1-70b", tp=4, host_gb=200)
