@@ -154,6 +154,13 @@ FAULTS = (
         ("vllm/test_tiers.py::test_without_a_prefix_cache_nothing_is_fetched",),
     ),
     Fault(
+        "transfers: what a client says is taken for an object",
+        "vllm/requests.py",
+        "(each.values() if isinstance(each, dict) else each)",
+        "each.values()",
+        ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),
+    ),
+    Fault(
         "requests: fields of any depth go on to the workers",
         "vllm/scheduler.py",
         "            drop_deep_fields(request)\n",
