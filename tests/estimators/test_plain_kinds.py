@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tenuto.core import turn_work
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.estimators.returns import PlainKinds, PlainShare
+from tenuto.estimators.returns import PERSON_S, PlainKinds, PlainShare, Standing
 
 LS = ToolCall("ls")
 
@@ -28,12 +30,27 @@ def test_a_kind_that_calls_tools_is_not_plain_and_another_is() -> None:
     assert is_plain(kinds, "agent", "somebody else")
 
 
-def test_a_kind_whose_jobs_come_back_is_not_plain_though_its_calls_are_not_recognised() -> None:
+def test_a_kind_whose_jobs_are_soon_back_is_not_plain_though_its_calls_are_not_recognised() -> None:
+    standing = Standing()
+    for kind, pause_s in (("agent", 0.5), ("person", 2 * PERSON_S)):
+        standing.observe(make_turn(kind))
+        standing.come_back(make_turn(kind), None, pause_s)
+    assert not standing.is_plain(make_turn("agent").job)
+    assert standing.is_plain(make_turn("person").job)
+    # Of a tool call, the turn itself tells; an id for unrelated prompts is no agent's.
+    standing.observe(make_turn("other"))
+    standing.come_back(dataclasses.replace(make_turn("other"), is_parted=True), None, 0.5)
+    assert standing.is_plain(make_turn("other").job)
+
+
+def test_no_more_turns_are_marked_than_there_were() -> None:
     kinds = PlainKinds()
-    for number in (1, 2):
-        kinds.observe(Turn(f"t{number}", Job("j", 0.0, number, None, "agent"), 0.0, 100))
-        kinds.observe(make_turn("chat"))
-    assert not is_plain(kinds, "agent") and is_plain(kinds, "chat")
+    kinds.observe(make_turn("k", LS))
+    kinds.come_back(make_turn("k").job)
+    kinds.come_back(make_turn("never seen").job)
+    for _ in range(4):
+        kinds.observe(make_turn("k"))
+    assert is_plain(kinds, "k"), "one of five"
 
 
 def test_new_kinds_go_by_the_first_turns_of_new_kinds() -> None:

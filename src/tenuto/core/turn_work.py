@@ -52,6 +52,10 @@ class Counts:
         self.turns = _FADE * self.turns + 1
         self.marked = _FADE * self.marked + is_marked
 
+    def mark(self) -> None:
+        """Mark the latest turn after all."""
+        self.marked = min(self.turns, self.marked + 1)
+
 
 class KindCounts:
     """Counts turns, and marked turns, by tenant and kind of job. Memory is bounded; O(1) time per turn.

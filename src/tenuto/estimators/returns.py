@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tenuto.core.turn_work import Counts, KindCounts, get_work
-from tenuto.core.types import Job, Turn
+from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
 """Weight of the parent's share in the share of a class. At the top, the parent's share is 1."""
@@ -169,8 +169,8 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 
 
 MAX_PLAIN_SHARE = 0.25
-"""A kind with a larger share of agents' turns is an agent's. Of agents of two turns whose calls are not
-recognised, half of the turns are known to be agents': the second ones."""
+"""A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
+agents of two turns have a share of half."""
 FAIR_PLAIN_SHARE = 0.5
 """Plain requests and jobs that call tools are two classes. A class that got more than half of the
 work does not go first."""
@@ -178,14 +178,18 @@ PLAIN_MEMORY_TOKENS = 50_000.0
 """Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 
 
+PERSON_S = 5.0
+"""Seconds. Whoever is back sooner is no person, who reads an answer and writes the next message."""
+
+
 class PlainKinds:
-    """Which requests are plain: those of jobs that call no tool and do not come back, such as a question.
+    """Which requests are plain: those of jobs that call no tool, such as a person's question.
 
     A first turn does not show whether its job is an agent's, but the job's kind does. Jobs of one tenant
     whose prompts begin alike are of one kind. For each kind, turns are counted, and agents' turns: those that
-    ended with a tool call, or whose job had come back. So agents are known even where their calls are not
-    recognised. A new kind is judged by the first turns of all kinds. Without any evidence a request is plain,
-    and is served as in stock vLLM.
+    ended with a tool call, or whose job was back too soon for a person. So agents are known even where their
+    calls are not recognised. A new kind is judged by the first turns of all kinds. Without any evidence a
+    request is plain, and is served as in stock vLLM.
 
     O(1) per turn.
     """
@@ -198,12 +202,18 @@ class PlainKinds:
 
     def observe(self, turn: Turn) -> None:
         """Count a finished turn."""
-        job, is_agents = turn.job, turn.tool is not None or turn.job.came_back
-        if self._kinds.observe(job.tenant, job.kind, is_marked=is_agents):
-            self._new_kinds.observe(is_marked=is_agents)
+        job, has_tool = turn.job, turn.tool is not None
+        if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
+            self._new_kinds.observe(is_marked=has_tool)
+
+    def come_back(self, job: Job) -> None:
+        """A job came back as agents do: its latest turn is an agent's, although no call was recognised."""
+        counts = self._kinds.get(job.tenant, job.kind)
+        if counts is not None:
+            counts.mark()
 
     def is_plain(self, job: Job) -> bool:
-        """Whether such jobs call no tools and do not come back."""
+        """Whether such jobs call no tools."""
         counts = self._kinds.get(job.tenant, job.kind) or self._new_kinds
         return counts.marked <= MAX_PLAIN_SHARE * counts.turns
 
@@ -272,9 +282,11 @@ class Standing:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding."""
         return self.returns.get_share(job, tool) >= MIN_SHARE_BACK
 
-    def come_back(self, turn: Turn) -> None:
+    def come_back(self, turn: Turn, tool: ToolCall | None, pause_s: float) -> None:
         """A job sent its next turn. A turn that does not extend the job's last prompt counts as a new job."""
         if not turn.is_parted:
+            if tool is None and pause_s < PERSON_S:
+                self._kinds.come_back(turn.job)
             self.returns.come_back(turn.job.job_id)
 
     def observe(self, turn: Turn) -> None:

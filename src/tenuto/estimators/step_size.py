@@ -131,6 +131,9 @@ class AdaptiveSteps:
 
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
         """Learn which plain requests wait."""
+        if turn.job.came_back and not turn.is_parted:
+            # Pauses are not known here. So people's later prompts get no room of their own.
+            self._kinds.come_back(turn.job)
         if self._kinds.is_plain(turn.job):
             self._plain[turn.turn_id] = num_new_tokens
 

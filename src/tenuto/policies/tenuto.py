@@ -167,7 +167,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long tools take, and which jobs come back."""
-        self._standing.come_back(turn)
+        self._standing.come_back(turn, tool, tool_s)
         self._pauses.observe(turn.job, None if tool is None else tool.name, tool_s)
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
