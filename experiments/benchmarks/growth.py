@@ -59,6 +59,9 @@ class CountingEngine(Engine):
             now_s, BLOCK_SIZE, num_blocks, num_free, 8, 0, 8192, 0, num_leases, self._num_leased
         )
 
+    def get_num_running(self) -> int:
+        return 1
+
     def get_num_waiting(self) -> int:
         return 0
 
