@@ -39,7 +39,7 @@ def test_lengths_are_the_plans(bench: Bench) -> None:
     for job in ran.workload.jobs:
         requests = jobs[job.job_id]
         assert [len(request.prompt) for request in requests] == [t.num_prompt_tokens for t in job.turns]
-        for request in requests:
+        for request, turn in zip(requests, job.turns, strict=True):
             assert request.path == "/v1/completions"
             asked = ("model", "max_tokens", "min_tokens", "ignore_eos", "temperature", "stream")
             assert [request.body[key] for key in asked] == [
@@ -51,7 +51,8 @@ def test_lengths_are_the_plans(bench: Bench) -> None:
                 True,
             ]
             assert request.body["stream_options"] == {"include_usage": True}
-            assert request.body["vllm_xargs"].keys() == {"job_id", "is_last_step"}
+            said = {"job_id", "is_last_step"} | ({"tool"} if turn.tool else set())
+            assert request.body["vllm_xargs"].keys() == said
     assert ran.result["client"]["complaints"] == {}
     assert {turn: each["prompt_tokens"] for turn, each in ran.result["by_turn"].items()} == {
         "1": 70,
