@@ -346,7 +346,8 @@ def test_names_of_tenuto_s_own_copies_are_answered(server: LocalServer) -> None:
     texts = [make_text(f"own{n}", 80) for n in range(len(names))]
     for text in texts:
         ask_responses(server, text).raise_for_status()
-    away = {"job_id": "away", "tool": "ls", "expected_tool_seconds": 20}
+    # A tool of its own: of others, the server has measured how long they take.
+    away = {"job_id": "away", "tool": "away", "expected_tool_seconds": 20}
     prompt = {"model": "tiny", "prompt": make_text("away", 60), "max_tokens": 4, **away}
     httpx.post(f"{server.url}/v1/completions", json=prompt, timeout=120).raise_for_status()
     with httpx.Client(base_url=server.url) as client:
