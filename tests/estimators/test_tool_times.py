@@ -61,6 +61,9 @@ def test_pauses_without_a_call_are_known_by_the_kind_of_the_job() -> None:
     assert pauses.get_left_s(agent, None, 0.0, None) == 0.5
     assert pauses.get_left_s(person, None, 10.0, None) == 20.0
     assert pauses.get_left_s(person, "agent", 0.0, None) == 7.0
+    stranger = Job("s", 0.0, 1, "another tenant", "agent")
+    pauses.observe(stranger, None, 300.0)
+    assert pauses.get_left_s(agent, None, 0.0, None) == 0.5
     # Nothing is known: what the client said, or as long again as it has been away.
     assert pauses.get_left_s(nobody, None, 3.0, 5.0) == 5.0
     assert pauses.get_left_s(agent, None, 40.0, None) == 40.0

@@ -112,7 +112,7 @@ class ToolSamples:
 
 
 class Pauses:
-    """How long jobs are away: by the tool they called, or by their kind if no call was seen."""
+    """How long jobs are away: by the tool they called, or by their tenant and kind if no call was seen."""
 
     def __init__(self) -> None:
         self.tools = ToolSamples()
@@ -122,18 +122,23 @@ class Pauses:
     def observe(self, job: Job, tool: str | None, pause_s: float) -> None:
         """Count one pause of a job that came back."""
         if tool is None:
-            self._kinds.observe(job.kind or "", pause_s)
+            self._kinds.observe(_get_name(job), pause_s)
         else:
             self.tools.observe(tool, pause_s)
 
     def get_left_s(self, job: Job, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the job is back: see `ToolSamples.get_left_s`."""
         if tool is None:
-            return self._kinds.get_left_s(job.kind or "", elapsed_s, said_s)
+            return self._kinds.get_left_s(_get_name(job), elapsed_s, said_s)
         return self.tools.get_left_s(tool, elapsed_s, said_s)
 
     def __repr__(self) -> str:
         return f"Pauses({self.tools}, {self._kinds})"
+
+
+def _get_name(job: Job) -> str:
+    """The name of a job's tenant and kind: a stranger who sends the same prompt has another."""
+    return repr((job.tenant, job.kind))
 
 
 class MeanTimes:
