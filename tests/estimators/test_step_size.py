@@ -16,6 +16,7 @@ from tenuto.estimators.step_size import (
     PATIENCE,
     SLACK,
     AdaptiveSteps,
+    Work,
     choose_step_tokens,
 )
 from tenuto.estimators.step_times import StepTimes
@@ -34,9 +35,13 @@ def make_times(*, pass_s: float = 0.01, token_s: float = 4e-5) -> StepTimes:
     return times
 
 
+def make_work(prompt_rate: float, answer_share: float = 0.0, busy: float = 1.0) -> Work:
+    return Work(prompt_rate, answer_share, busy)
+
+
 def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
-    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.0, BUDGET) == FIRST_STEP_TOKENS
-    assert choose_step_tokens(StepTimes(), 10, 0.0, 1.0, 700) == 700
+    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, BUDGET) == FIRST_STEP_TOKENS
+    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, 700) == 700
 
 
 def get_speed(num_tokens: int, num_decoding: int = 10) -> float:
@@ -52,7 +57,7 @@ SIZES = (512, 1024, 2048, 4096, BUDGET)
 def test_while_prompts_take_less_than_half_they_are_a_tenth_slower_at_most(rate: float) -> None:
     """Prompt tokens take 40 us each, so 12,500 a second take half."""
     wanted = next(size for size in SIZES if get_speed(size) >= get_speed(BUDGET) / SLACK)
-    assert choose_step_tokens(make_times(), 10, rate, 1.0, BUDGET) == wanted == 2048
+    assert choose_step_tokens(make_times(), 10, make_work(rate), 1.0, BUDGET) == wanted == 2048
 
 
 def make_riding_times(pass_s: float = 0.02) -> StepTimes:
@@ -86,46 +91,67 @@ def get_riding_wait(num_tokens: int, num_decoding: int, rate: float, pass_s: flo
 @pytest.mark.parametrize("rate", [100.0, 4_000.0, 8_000.0, 11_000.0])
 def test_prompts_ride_along_with_decoding_as_far_as_it_spares_waiting(num_decoding: int, rate: float) -> None:
     wanted = min(SIZES, key=lambda size: get_riding_wait(size, num_decoding, rate))
-    assert choose_step_tokens(make_riding_times(), num_decoding, rate, 1.0, BUDGET) == wanted < BUDGET
+    assert (
+        choose_step_tokens(make_riding_times(), num_decoding, make_work(rate), 1.0, BUDGET) == wanted < BUDGET
+    )
 
 
 def test_beside_few_that_decode_prompts_go_as_fast_as_they_can() -> None:
     """One who decodes loses less than the prompt would: the smallest step that is fast, a tenth aside."""
-    assert choose_step_tokens(make_riding_times(), 1, 100.0, 1.0, BUDGET) == 2048
-    assert choose_step_tokens(make_riding_times(pass_s=0.05), 1, 100.0, 1.0, BUDGET) == BUDGET
+    assert choose_step_tokens(make_riding_times(), 1, make_work(100.0), 1.0, BUDGET) == 2048
+    assert choose_step_tokens(make_riding_times(pass_s=0.05), 1, make_work(100.0), 1.0, BUDGET) == BUDGET
 
 
 def test_nobody_waits_over_half_longer_for_a_first_token_than_with_full_steps() -> None:
     """At 50 ms a pass, steps of 512 or 1,024 tokens would let prompts wait longer than that."""
     wait = partial(get_riding_wait, num_decoding=60, rate=4_000.0, pass_s=0.05)
     assert wait(512) == wait(1024) == wait(2048) == math.inf
-    assert choose_step_tokens(make_riding_times(pass_s=0.05), 60, 4_000.0, 1.0, BUDGET) == 4096
+    assert choose_step_tokens(make_riding_times(pass_s=0.05), 60, make_work(4_000.0), 1.0, BUDGET) == 4096
 
 
-@pytest.mark.parametrize("rate", [13_000.0, 15_000.0, 18_000.0, 20_000.0, 21_000.0])
-def test_when_they_take_more_steps_are_as_small_as_keeps_up_with_them(rate: float) -> None:
-    wanted = next(size for size in SIZES if get_speed(size) >= SLACK * rate)
-    assert choose_step_tokens(make_times(), 10, rate, 1.0, BUDGET) == wanted
+@pytest.mark.parametrize("answer_share", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("rate", [13_000.0, 14_000.0, 16_000.0])
+def test_when_they_take_more_steps_are_as_small_as_keeps_up_with_them(
+    rate: float, answer_share: float
+) -> None:
+    """Beside the turns that decode once as many answers end as prompts."""
+    wanted = next(size for size in SIZES if get_speed(size, size * answer_share) >= SLACK * rate)
+    assert choose_step_tokens(make_times(), 10, make_work(rate, answer_share), 1.0, BUDGET) == wanted
+
+
+def test_an_idle_engine_does_not_count_as_one_that_answers() -> None:
+    """8,000 tokens a second take 0.32 of the time: more than half of 0.6, and less than half of 0.7."""
+    chosen = [
+        choose_step_tokens(make_times(), 10, make_work(8_000.0, 0.0, busy), 1.0, BUDGET)
+        for busy in (0.6, 0.7)
+    ]
+    assert chosen == [512, 2048] and get_speed(512) >= SLACK * 8_000
 
 
 @pytest.mark.parametrize(("weight", "size"), [(0.0, 512), (0.4, 512), (0.6, 2048), (3.0, 2048)])
 def test_a_weight_says_from_which_share_on_decoding_goes_first(weight: float, size: int) -> None:
     """At 8,500 tokens a second prompts take a third."""
-    assert choose_step_tokens(make_times(), 10, 8_500.0, weight, BUDGET) == size
+    assert choose_step_tokens(make_times(), 10, make_work(8_500.0), weight, BUDGET) == size
 
 
-def test_if_prompts_come_faster_than_any_step_computes_them_steps_are_full() -> None:
-    assert choose_step_tokens(make_times(), 10, 1e6, 1.0, BUDGET) == BUDGET
+@pytest.mark.parametrize(("answer_share", "size"), [(0.0, 2048), (0.8, 1024)])
+def test_if_prompts_come_faster_than_any_step_computes_them_steps_are_fast_and_no_larger(
+    answer_share: float, size: int
+) -> None:
+    """The more a turn answers, the more turns decode beside a large step, and the less it gains."""
+    speeds = {size: get_speed(size, size * answer_share) for size in SIZES}
+    assert size == next(size for size in SIZES if speeds[size] >= max(speeds.values()) / SLACK)
+    assert choose_step_tokens(make_times(), 10, make_work(1e6, answer_share), 1.0, BUDGET) == size
 
 
 @pytest.mark.parametrize("budget", [64, 300, 512, 700, 2048])
 def test_it_stays_within_the_engines_own_limit(budget: int) -> None:
-    assert min(512, budget) <= choose_step_tokens(make_times(), 10, 0.0, 0.0, budget) <= budget
+    assert min(512, budget) <= choose_step_tokens(make_times(), 10, make_work(0.0), 0.0, budget) <= budget
 
 
 @pytest.mark.parametrize("num_decoding", [200, 400, 900])
 def test_half_of_a_step_is_for_prompts(num_decoding: int) -> None:
-    assert choose_step_tokens(make_times(), num_decoding, 0.0, 0.0, BUDGET) >= 2 * num_decoding
+    assert choose_step_tokens(make_times(), num_decoding, make_work(0.0), 0.0, BUDGET) >= 2 * num_decoding
 
 
 STATE = 11, BUDGET, 16
@@ -150,14 +176,33 @@ def test_the_rate_is_that_of_the_turns_that_finished_of_late() -> None:
     for n in range(80):
         chooser.observe_turn(make_turn(f"t{n}", 1000, kind="agent", tool=ToolCall("ls")))
     # 80,000 tokens in four seconds: about 20,000 a second, which leaves little of what a step can compute.
-    assert chooser._get_prompt_rate() == pytest.approx(20_000, rel=0.1)
-    assert chooser.choose(*STATE) == StepSize(4096)
+    work = chooser._get_work()
+    assert work.prompt_rate == pytest.approx(20_000, rel=0.1)
+    assert work.answer_share == pytest.approx(1 / 11)
+    assert work.busy == 1.0
+    assert chooser.choose(*STATE) == StepSize(2048)
     chooser.observe_step(StepView(400.0, 0.01, 1, 1))
     assert chooser.choose(*STATE) == StepSize(512)
+    assert chooser._get_work().busy < 0.01
+
+
+def test_an_engine_is_busy_while_it_computes() -> None:
+    chooser = AdaptiveSteps()
+    assert chooser._get_work() == Work(0.0, 0.0, 1.0)
+    for n in range(2000):
+        chooser.observe_step(StepView(0.1 * n, 0.04, 10, 10))
+    assert chooser._get_work().busy == pytest.approx(0.4, rel=0.01)
 
 
 def make_turn(turn_id: str, num_tokens: int, *, kind: str = "agent", tool: ToolCall | None = None) -> Turn:
-    return Turn(turn_id, Job(turn_id, 0.0, 1, kind=kind), 0.0, num_tokens, tool=tool)
+    return Turn(
+        turn_id,
+        Job(turn_id, 0.0, 1, kind=kind),
+        0.0,
+        num_tokens,
+        num_output_tokens=num_tokens // 10,
+        tool=tool,
+    )
 
 
 def test_if_nobody_else_runs_nobody_is_delayed() -> None:

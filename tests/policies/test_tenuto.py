@@ -235,7 +235,7 @@ def test_a_long_job_is_not_starved_by_a_stream_of_short_ones() -> None:
     assert ended_s > 300
     # 36,000 tokens are about 4 s of work here, which puts it back by 2,000 s. Those that wait grow old too,
     # and its waits are bounded by stock's, so it is done before the last of them.
-    assert long_s < 0.95 * ended_s
+    assert long_s < 0.97 * ended_s
 
 
 def test_clients_that_say_nothing_and_are_not_recognised_fare_as_with_stock() -> None:

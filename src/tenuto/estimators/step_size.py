@@ -12,10 +12,15 @@ where d(n) is the time of decoding alone, and `fixed` and `token` are the line t
 The order hardly changes what the engine computes, but it decides what waits. The sum of waits is least if the
 part with less work goes first (the cμ rule; Cox and Smith, 1961). Each turn has one prompt and one answer. So
 it is enough to compare the shares of the engine's time that prompts and answers take. If prompt tokens arrive
-at a rate r, prompts take the share ρ = r · token, and answers take the rest.
+at a rate r, prompts take the share ρ = r · token. If the engine computes for a share b of the time, answers
+take the share b - ρ.
 
-If ρ >= weight · (1 - ρ), answers go first: the step is the smallest with v(T) >= SLACK · r. Prompts are the
-larger part then. Turns that already run end sooner, so fewer run at a time.
+If ρ >= weight · (b - ρ), answers go first: the step is the smallest with V(T) >= SLACK · r. Prompts are the
+larger part then. Turns that already run end sooner, so fewer run at a time. V(T) is the speed that lasts.
+Steps with more prompt tokens let more turns decode, until as many answers end as prompts. Then answers take
+the same share of a step's tokens as of all tokens: n = T · answers / (prompts + answers), and V is v with
+that n. If no step is fast enough, more comes than the engine can do. Then it is the smallest step whose V(T)
+is within SLACK of the best. A larger one would only let more turns run at a time.
 
 Otherwise prompts go first, but only as far as this saves more waiting than it causes. While the engine
 computes one more prompt token, its own turn waits, and so do the n decoding turns:
@@ -41,6 +46,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize
 from tenuto.core.types import DecodeSteps, StepView, Turn
@@ -65,35 +71,44 @@ MAX_PLAIN = 64
 """Most waiting plain requests that are examined before each step. More do not fit into one."""
 
 
-def choose_step_tokens(
-    times: StepTimes, num_decoding: int, prompt_rate: float, prompt_weight: float, budget: int
-) -> int:
-    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`.
+class Work(NamedTuple):
+    """What an engine computed lately."""
 
-    `prompt_rate`: prompt tokens that arrive per second.
-    """
+    prompt_rate: float
+    """Prompt tokens per second."""
+    answer_share: float
+    """Share of answers in all tokens."""
+    busy: float
+    """Share of the time in which it computed."""
+
+
+def choose_step_tokens(
+    times: StepTimes, num_decoding: int, work: Work, prompt_weight: float, budget: int
+) -> int:
+    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`."""
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
         return min(FIRST_STEP_TOKENS, budget)
-    decode_s = times.get_decode_s(num_decoding)
 
-    def get_speed(num_tokens: int) -> float:
-        """Prompt tokens a second."""
+    def get_speed(num_tokens: int, num_decoding: float = num_decoding) -> float:
+        """Prompt tokens a second, beside so many turns that decode."""
         num_prompt_tokens = max(1, num_tokens - num_decoding)
-        step_s = decode_s + max(0.0, fixed_s + num_prompt_tokens * token_s)
+        step_s = times.get_decode_s(num_decoding) + max(0.0, fixed_s + num_prompt_tokens * token_s)
         return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
-    most = get_speed(budget)
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
     sizes = [size for size in _get_sizes(budget) if size >= 2 * num_decoding]
-    share = min(1.0, prompt_rate * token_s)
-    if share >= prompt_weight * (1 - share):
-        return next((size for size in sizes if get_speed(size) >= SLACK * prompt_rate), budget)
+    share = min(1.0, work.prompt_rate * token_s)
+    if share >= prompt_weight * (work.busy - share):
+        speeds = [(size, get_speed(size, size * work.answer_share)) for size in (*sizes, budget)]
+        enough = min(SLACK * work.prompt_rate, max(speed for _, speed in speeds) / SLACK)
+        return next(size for size, speed in speeds if speed >= enough)
+    most = get_speed(budget)
 
     def get_wait(num_tokens: int) -> float:
         """Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long."""
-        left = get_speed(num_tokens) - prompt_rate
-        if left <= 0 or left < (most - prompt_rate) / PATIENCE:
+        left = get_speed(num_tokens) - work.prompt_rate
+        if left <= 0 or left < (most - work.prompt_rate) / PATIENCE:
             return math.inf
         delay_s = max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
         return prompt_weight / left + num_decoding * delay_s
@@ -121,7 +136,11 @@ class AdaptiveSteps:
     """Weight of a second that a prompt waits, relative to a second that a decoding turn waits."""
     _times: StepTimes = field(default_factory=StepTimes)
     _num_prompt_tokens: float = 0.0
-    """Prompt tokens computed for recently finished turns. They decay over `RATE_S`."""
+    """Prompt tokens computed for recently finished turns. They decay over `RATE_S`, as do the next two."""
+    _num_answer_tokens: float = 0.0
+    """Tokens that these turns answered."""
+    _busy_s: float = 0.0
+    """Seconds that recent steps took."""
     _since_s: float = math.inf
     _now_s: float = 0.0
     _num_steps: int = 0
@@ -146,35 +165,30 @@ class AdaptiveSteps:
         self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
         self._since_s = min(self._since_s, step.now_s - step.duration_s)
         self._fade(step.now_s)
+        self._busy_s += step.duration_s
         self._num_steps += 1
 
     def observe_decodes(self, steps: DecodeSteps) -> None:
         """Learn the same from many decode steps."""
         self._times.observe_decodes(steps.durations_s, steps.num_requests)
         self._since_s = min(self._since_s, steps.ends_s[0] - steps.durations_s[0])
-        # As `_fade` at the end of each step.
-        num_prompt_tokens, last_s = self._num_prompt_tokens, self._now_s
-        if num_prompt_tokens:
-            for now_s in steps.ends_s:
-                if now_s > last_s:
-                    num_prompt_tokens *= math.exp((last_s - now_s) / RATE_S)
-                    last_s = now_s
-            self._num_prompt_tokens = num_prompt_tokens
-        self._now_s = max(self._now_s, steps.ends_s[-1])
+        for now_s, duration_s in zip(steps.ends_s, steps.durations_s, strict=True):
+            self._fade(now_s)
+            self._busy_s += duration_s
         self._num_steps += len(steps.ends_s)
 
     def observe_turn(self, turn: Turn) -> None:
         """Learn how many prompt tokens arrive, and which jobs call tools."""
         self._kinds.observe(turn)
         self._num_prompt_tokens += max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
+        self._num_answer_tokens += turn.num_output_tokens
 
     def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
         """The bounds of the next step; None if no turn runs that a large step could delay."""
         num_decoding = num_running - 1
         if num_decoding < 0:
             return None
-        rate = self._get_prompt_rate()
-        chosen = choose_step_tokens(self._times, num_decoding, rate, self.prompt_weight, budget)
+        chosen = choose_step_tokens(self._times, num_decoding, self._get_work(), self.prompt_weight, budget)
         if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
@@ -184,14 +198,23 @@ class AdaptiveSteps:
     def _fade(self, now_s: float) -> None:
         elapsed_s = now_s - self._now_s
         if elapsed_s > 0:
-            self._num_prompt_tokens *= math.exp(-elapsed_s / RATE_S)
+            left = math.exp(-elapsed_s / RATE_S)
+            self._num_prompt_tokens *= left
+            self._num_answer_tokens *= left
+            self._busy_s *= left
             self._now_s = now_s
 
-    def _get_prompt_rate(self) -> float:
-        """Prompt tokens per second of recently finished turns. About as many arrive, or a few more."""
+    def _get_work(self) -> Work:
+        """The work of recently finished turns. About as much arrives, or a little more."""
         elapsed_s = self._now_s - self._since_s
-        return (
-            self._num_prompt_tokens / (RATE_S * (1 - math.exp(-elapsed_s / RATE_S))) if elapsed_s > 0 else 0.0
+        if elapsed_s <= 0:
+            return Work(0.0, 0.0, 1.0)
+        lately_s = RATE_S * (1 - math.exp(-elapsed_s / RATE_S))
+        num_tokens = self._num_prompt_tokens + self._num_answer_tokens
+        return Work(
+            self._num_prompt_tokens / lately_s,
+            self._num_answer_tokens / num_tokens if num_tokens else 0.0,
+            min(1.0, self._busy_s / lately_s),
         )
 
     def _add_plain(self, chosen: int, most: int, room: int) -> StepSize:
