@@ -140,7 +140,11 @@ class AdaptiveSteps:
     _num_answer_tokens: float = 0.0
     """Tokens that these turns answered."""
     _busy_s: float = 0.0
-    """Seconds that recent steps took."""
+    """Seconds of recent steps."""
+    _decayed_s: float = math.inf
+    """When these sums decayed last: at the latest turn."""
+    _latest_s: float = 0.0
+    """Seconds of the steps since then."""
     _since_s: float = math.inf
     _now_s: float = 0.0
     _num_steps: int = 0
@@ -163,25 +167,28 @@ class AdaptiveSteps:
     def observe_step(self, step: StepView) -> None:
         """Learn how long steps take."""
         self._times.observe(step.num_tokens, step.num_requests, step.duration_s)
-        self._since_s = min(self._since_s, step.now_s - step.duration_s)
-        self._fade(step.now_s)
-        self._busy_s += step.duration_s
+        self._begin(step.now_s - step.duration_s)
+        self._now_s = max(self._now_s, step.now_s)
+        self._latest_s += step.duration_s
         self._num_steps += 1
 
     def observe_decodes(self, steps: DecodeSteps) -> None:
         """Learn the same from many decode steps."""
         self._times.observe_decodes(steps.durations_s, steps.num_requests)
-        self._since_s = min(self._since_s, steps.ends_s[0] - steps.durations_s[0])
-        for now_s, duration_s in zip(steps.ends_s, steps.durations_s, strict=True):
-            self._fade(now_s)
-            self._busy_s += duration_s
+        self._begin(steps.ends_s[0] - steps.durations_s[0])
+        self._now_s = max(self._now_s, steps.ends_s[-1])
+        self._latest_s = sum(steps.durations_s, self._latest_s)
         self._num_steps += len(steps.ends_s)
 
     def observe_turn(self, turn: Turn) -> None:
         """Learn how many prompt tokens arrive, and which jobs call tools."""
         self._kinds.observe(turn)
-        self._num_prompt_tokens += max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
-        self._num_answer_tokens += turn.num_output_tokens
+        left, self._busy_s = self._decay()
+        if left < 1:
+            self._decayed_s, self._latest_s = self._now_s, 0.0
+        num_prompt_tokens = max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
+        self._num_prompt_tokens = left * self._num_prompt_tokens + num_prompt_tokens
+        self._num_answer_tokens = left * self._num_answer_tokens + turn.num_output_tokens
 
     def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
         """The bounds of the next step; None if no turn runs that a large step could delay."""
@@ -195,26 +202,31 @@ class AdaptiveSteps:
         chosen = max(chosen, min(num_decoding + block_size, budget))
         return self._add_plain(chosen, budget, budget - num_running)
 
-    def _fade(self, now_s: float) -> None:
-        elapsed_s = now_s - self._now_s
-        if elapsed_s > 0:
-            left = math.exp(-elapsed_s / RATE_S)
-            self._num_prompt_tokens *= left
-            self._num_answer_tokens *= left
-            self._busy_s *= left
-            self._now_s = now_s
+    def _begin(self, started_s: float) -> None:
+        if self._since_s == math.inf:
+            self._since_s = self._decayed_s = started_s
+
+    def _decay(self) -> tuple[float, float]:
+        """What is left of the sums until now, and the seconds of recent steps."""
+        elapsed_s = self._now_s - self._decayed_s
+        if elapsed_s <= 0:
+            return 1.0, self._busy_s
+        left = math.exp(-elapsed_s / RATE_S)
+        # As if these steps were spread evenly.
+        return left, left * self._busy_s + self._latest_s / elapsed_s * RATE_S * (1 - left)
 
     def _get_work(self) -> Work:
         """The work of recently finished turns. About as much arrives, or a little more."""
         elapsed_s = self._now_s - self._since_s
         if elapsed_s <= 0:
             return Work(0.0, 0.0, 1.0)
+        left, busy_s = self._decay()
         lately_s = RATE_S * (1 - math.exp(-elapsed_s / RATE_S))
         num_tokens = self._num_prompt_tokens + self._num_answer_tokens
         return Work(
-            self._num_prompt_tokens / lately_s,
+            left * self._num_prompt_tokens / lately_s,
             self._num_answer_tokens / num_tokens if num_tokens else 0.0,
-            min(1.0, self._busy_s / lately_s),
+            min(1.0, busy_s / lately_s),
         )
 
     def _add_plain(self, chosen: int, most: int, room: int) -> StepSize:
