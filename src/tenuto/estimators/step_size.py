@@ -90,31 +90,34 @@ def choose_step_tokens(
     if token_s <= 0:
         return min(FIRST_STEP_TOKENS, budget)
 
-    def get_speed(num_tokens: int, num_decoding: float = num_decoding) -> float:
-        """Prompt tokens a second, beside so many turns that decode."""
+    def get_speed(num_tokens: int, num_decoding: float, decode_s: float) -> float:
+        """Prompt tokens a second, beside so many turns that decode, alone for so long a step."""
         num_prompt_tokens = max(1, num_tokens - num_decoding)
-        step_s = times.get_decode_s(num_decoding) + max(0.0, fixed_s + num_prompt_tokens * token_s)
+        step_s = decode_s + max(0.0, fixed_s + num_prompt_tokens * token_s)
         return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-    sizes = [size for size in _get_sizes(budget) if size >= 2 * num_decoding]
-    share = min(1.0, work.prompt_rate * token_s)
+    sizes = [*(size for size in _get_sizes(budget) if size >= 2 * num_decoding), budget]
+    rate, share = work.prompt_rate, min(1.0, work.prompt_rate * token_s)
     if share >= prompt_weight * (work.busy - share):
-        speeds = [(size, get_speed(size, size * work.answer_share)) for size in (*sizes, budget)]
-        enough = min(SLACK * work.prompt_rate, max(speed for _, speed in speeds) / SLACK)
-        return next(size for size, speed in speeds if speed >= enough)
-    most = get_speed(budget)
+        balances = [size * work.answer_share for size in sizes]
+        speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
+        enough = min(SLACK * rate, max(speeds) / SLACK)
+        return next(size for size, speed in zip(sizes, speeds, strict=True) if speed >= enough)
+    decode_s = times.get_decode_s(num_decoding)
+    speed_of = {size: get_speed(size, num_decoding, decode_s) for size in sizes}
+    most = speed_of[budget]
 
     def get_wait(num_tokens: int) -> float:
         """Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long."""
-        left = get_speed(num_tokens) - work.prompt_rate
-        if left <= 0 or left < (most - work.prompt_rate) / PATIENCE:
+        left = speed_of[num_tokens] - rate
+        if left <= 0 or left < (most - rate) / PATIENCE:
             return math.inf
         delay_s = max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
         return prompt_weight / left + num_decoding * delay_s
 
-    best = min((budget, *reversed(sizes)), key=get_wait)
-    return next((size for size in sizes if size == best or get_speed(size) >= most / SLACK), budget)
+    best = min(reversed(sizes), key=get_wait)
+    return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
 
 
 def _get_sizes(budget: int) -> Iterator[int]:

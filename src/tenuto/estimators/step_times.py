@@ -166,7 +166,7 @@ class StepTimes:
         """Seconds that one more prefill token takes; 0 before any was seen."""
         return self._get_lines()[0]
 
-    def get_decode_s(self, num_requests: int) -> float:
+    def get_decode_s(self, num_requests: float) -> float:
         """Seconds of a step that decodes for this many requests; 0 before any was seen.
 
         For no requests, it is one pass over the weights, and host time.
