@@ -12,6 +12,10 @@ from tenuto.workload.load import LoadOptions
 WEKA = ROOT.parent / "shared" / "traces" / "weka"
 AB8_LOADS = {"A100-40": (1, 3), "L40S": (1, 3), "H100": (1, 3, 6, 15), "H200": (3, 6, 15)}
 SWE_LOADS = {"A100-80": (0.5, 1.0, 2.0), "H100": (1.0, 2.0, 4.0), "B200": (2.0, 4.0, 8.0)}
+SMALL_LOADS = (
+    *(("RTX5090", "bfcl", 0.2), ("RTX5090", "swe-bench", 0.4), ("RTX5090", "swe-bench", 0.7)),
+    *(("RTX5090", "ab8", 2), ("A100-40", "swe-bench", 1), ("A100-40", "bfcl", 0.3)),
+)
 BFCL_LOADS = {"A100-80": (0.2, 0.5, 1.0), "H100": (0.3, 0.6, 1.2), "B200": (0.6, 1.2, 2.4)}
 
 
@@ -59,6 +63,12 @@ def make_70b() -> Iterable[Row]:
     for jps in (0.5, 1, 2):
         setup = Setup(gpu="H100", model="llama-3.1-70b", tp=4, host_gb=200)
         yield Row(f"4 x H100, {jps:g}/s", setup, LoadOptions(jps=jps))
+
+
+def make_small() -> Iterable[Row]:
+    for gpu, workload, jps in SMALL_LOADS:
+        load = LoadOptions(workload=workload, jps=jps, window_s=60)
+        yield Row(f"{gpu}, {workload}, {jps:g}/s", Setup(gpu=gpu), load)
 
 
 def make_ablation() -> Iterable[Row]:

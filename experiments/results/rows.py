@@ -12,6 +12,7 @@ from experiments.results.agents import (
     make_agents,
     make_contexts,
     make_sessions,
+    make_small,
     make_weka,
 )
 from experiments.results.hybrid import make_hybrid
@@ -90,6 +91,13 @@ TABLES = {
         notes=GEN4,
     ),
     "70b": Table("Llama-3.1-70B on 4 H100s, ab8", "200 GiB of host memory.", RACE, make_70b, STEPS),
+    "small": Table(
+        "GPUs with little memory, 60 s of arrivals",
+        "An RTX 5090 holds one to four of these jobs at a time. Steps of 256 tokens compete, too.",
+        RACE,
+        make_small,
+        (*STEPS[:3], 256),
+    ),
     "weka": Table(
         "Real Claude Code sessions (Weka), 300 s of arrivals",
         "150 sessions in their order; turns longer than the model's context are left out.",
@@ -148,7 +156,7 @@ TABLES = {
 RACES: Races = {
     name: table.make_rows
     for name, table in TABLES.items()
-    if table.on_screen and table.is_race and name not in ("weka", "bfcl-contexts")
+    if table.on_screen and table.is_race and name not in ("weka", "small", "bfcl-contexts")
 }
 """The races that run again under other step costs."""
 TABLES["step-costs"] = Table(
