@@ -62,7 +62,7 @@ class _AllAreAlike(Standing):
     def is_protected(self, job: Job) -> bool:
         return False
 
-    def is_expected_back(self, job: Job, tool: str | None) -> bool:
+    def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         return True
 
 

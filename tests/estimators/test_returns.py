@@ -97,6 +97,21 @@ def test_turns_without_a_tool_say_nothing_of_turns_with_one() -> None:
     assert get_share(returns, tool="t") == 1.0
 
 
+def test_without_a_call_the_number_of_turns_tells_which_jobs_are_done() -> None:
+    """Each job has three turns, and nobody says which is its last."""
+    returns = Returns()
+    for n in range(200):
+        for number in (1, 2, 3):
+            returns.leave(Job(str(n), 0.0, number, None, "k"), None, 5000)
+            if number < 3:
+                returns.come_back(str(n))
+    shares = [returns.get_share(Job("new", 0.0, number, None, "k"), None) for number in (1, 2, 3)]
+    assert shares[0] > 0.9
+    returns.come_back("new")
+    shares = [returns.get_share(Job("new", 0.0, number, None, "k"), None) for number in (2, 3)]
+    assert shares[0] > 0.9 and shares[1] < 0.2
+
+
 def test_requests_that_cost_nothing_say_nothing() -> None:
     returns = Returns()
     leave(returns, 5000, 2)

@@ -68,3 +68,22 @@ def test_pauses_without_a_call_are_known_by_the_kind_of_the_job() -> None:
     assert pauses.get_left_s(nobody, None, 3.0, 5.0) == 5.0
     assert pauses.get_left_s(agent, None, 40.0, None) == 40.0
     assert set(pauses.tools.get_state()["tools"]) == {"agent"}
+
+
+def test_the_share_of_longer_pauses_is_that_of_the_kind_shrunk_towards_its_tenants() -> None:
+    pauses = Pauses()
+    agent, person, new = (Job("j", 0.0, 1, None, kind) for kind in ("agent", "person", "new"))
+    assert pauses.get_share_longer(agent, None, 100.0) == 1.0
+    for _ in range(6):
+        pauses.observe(agent, None, 0.5)
+        pauses.observe(person, None, 30.0)
+    # Six of the tenant's twelve pauses took longer than 1 s, and four that count as such.
+    of_tenant = (6 + 4) / (12 + 4)
+    assert pauses.get_share_longer(new, None, 1.0) == of_tenant
+    assert pauses.get_share_longer(agent, None, 1.0) == (0 + 4 * of_tenant) / (6 + 4)
+    assert pauses.get_share_longer(person, None, 1.0) == (6 + 4 * of_tenant) / (6 + 4)
+    # Strangers' pauses say nothing, whatever their prompts are.
+    assert pauses.get_share_longer(Job("s", 0.0, 1, "another tenant", "agent"), None, 1.0) == 1.0
+    pauses.observe(agent, "ls", 2.0)
+    assert pauses.get_share_longer(agent, "ls", 1.0) == 1.0
+    assert pauses.get_share_longer(agent, "ls", 2.0) == 4 / 5

@@ -181,6 +181,21 @@ def test_jobs_that_never_come_back_hold_nothing() -> None:
     assert isinstance(policy.retain(make_turn("agent"), IDLE), Keep)
 
 
+def test_a_job_that_is_away_for_longer_than_its_kind_is_not_expected_back() -> None:
+    """Nobody sees its calls, or says when it ends: a job in three ends, and pauses take 2 s."""
+    policy = Tenuto()
+    for n in range(300):
+        turn = make_turn(f"t{n}", tool=None)
+        policy.on_turn_finished(turn, 0.0)
+        if n % 3:
+            policy.on_tool_returned(turn, None, 2.0)
+    turn = make_turn("another", tool=None)
+    assert isinstance(policy.retain(turn, IDLE), Keep)
+    assert isinstance(policy.reconsider(make_lease(turn, idle_s=1.0), IDLE), Keep)
+    answer = policy.reconsider(make_lease(turn, idle_s=3.0), IDLE)
+    assert answer == Offload() and answer.why is LeaseRefusal.NOT_EXPECTED_BACK
+
+
 def test_it_wants_adaptive_steps_and_bounds_none_itself() -> None:
     assert Tenuto.needs.engine.step_tokens == "adaptive"
     assert not Tenuto.overrides("step_budget")

@@ -32,6 +32,8 @@ def get_work(num_prompt_tokens: int, num_hit_tokens: int, num_output_tokens: flo
     return work if work > 1.0 else 1.0
 
 
+PRIOR_CASES = 4.0
+"""What a wider group shows counts as this many turns, jobs or calls of a narrower one."""
 MEMORY_TURNS = 500.0
 """Counts of a kind fade to 1/e over this many of its turns."""
 MAX_KINDS = 4096

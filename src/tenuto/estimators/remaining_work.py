@@ -7,15 +7,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import get_work
+from tenuto.core.turn_work import PRIOR_CASES, get_work
 from tenuto.core.types import Job, Turn
 
 MAX_TURNS = 256
 """Largest turn number with statistics of its own; later turns count as this one."""
 TURN_DECAY = 0.998
 """Factor on a turn's weight for each later turn of the same number."""
-PRIOR_TURNS = 4.0
-"""What a wider group shows counts as this many turns, or jobs, of a narrower one."""
 MAX_KINDS = 256
 """Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
 first."""
@@ -136,7 +134,7 @@ class TurnTable:
         this = num_new_tokens + (turns.work - turns.new) / turns.count
         # The share that ended their job, shrunk towards the share of all turns.
         ended, followed = turns.by_size.get(_get_size(num_new_tokens), (0.0, 0.0))
-        ends = (ended + PRIOR_TURNS * share) / (ended + followed + PRIOR_TURNS)
+        ends = (ended + PRIOR_CASES * share) / (ended + followed + PRIOR_CASES)
         after = self._work_after[min(index + 1, len(self._work_after) - 1)]
         return Left(this + (1 - ends) * after, this, ends)
 
@@ -223,7 +221,7 @@ class Past:
 class RemainingWork:
     """Predicts jobs' remaining work from earlier jobs of their tenant and kind, and from all jobs.
 
-    What all jobs show counts as `PRIOR_TURNS` jobs of the kind. Jobs whose kind nobody else has count as one.
+    What all jobs show counts as `PRIOR_CASES` jobs of the kind. Jobs whose kind nobody else has count as one.
     """
 
     def __init__(self) -> None:
@@ -307,7 +305,7 @@ class RemainingWork:
         if known is not None:
             return known
         left, own = self._all.look(num_turns, num_new_tokens), table.look(num_turns, num_new_tokens)
-        weight = table.num_jobs / (table.num_jobs + PRIOR_TURNS)
+        weight = table.num_jobs / (table.num_jobs + PRIOR_CASES)
         if len(self._known) == MAX_KNOWN:
             self._known.clear()
         known = self._known[num_turns, table, num_new_tokens] = Left(

@@ -5,7 +5,7 @@ Jobs are counted in nested classes:
     turns with a tool call, turns without one
       └ tenant
           └ kind: jobs whose prompts begin alike
-              └ tool
+              └ tool, or the number of the job's turns if no call was seen
 
 Each class has a share of its own. While the class has little evidence, its share is shrunk towards that of
 its parent. No evidence counts twice: the parent's share is taken over its *other* jobs.
@@ -107,7 +107,8 @@ class Returns:
 
     def get_share(self, job: Job, tool: str | None) -> float:
         """The share of similar jobs that come back after such a turn; 1 for an exempt job."""
-        came_back = self.came_back(job.job_id)
+        away = self._jobs.get(job.job_id)
+        came_back = away is not None and away.came_back
         if came_back and tool is not None:
             return 1.0
         return self._get_share(_get_path(job, tool, came_back=came_back))
@@ -165,7 +166,7 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
     top = _NEW_TOOL if tool is not None else _AGAIN_NO_TOOL if came_back else _NEW_NO_TOOL
     tenant = (*top, job.tenant)
     kind = (*tenant, job.kind)
-    return (top, tenant, kind) if tool is None else (top, tenant, kind, (*kind, tool))
+    return (top, tenant, kind, (*kind, tool or str(job.num_turns)))
 
 
 MAX_PLAIN_SHARE = 0.25
@@ -278,9 +279,14 @@ class Standing:
         """Whether new jobs must not reclaim this job's KV: it came back, while most new jobs do not."""
         return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
 
-    def is_expected_back(self, job: Job, tool: str | None) -> bool:
-        """Whether enough similar jobs come back after such a turn that the job's KV is worth holding."""
-        return self.returns.get_share(job, tool) >= MIN_SHARE_BACK
+    def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
+        """Whether enough similar jobs come back after such a turn that the job's KV is worth holding.
+
+        `share_longer`: of those that came back, the share that was away for longer than this one is.
+        """
+        share = self.returns.get_share(job, tool)
+        back = share * share_longer
+        return back >= MIN_SHARE_BACK * (back + 1 - share)
 
     def come_back(self, turn: Turn, tool: ToolCall | None, pause_s: float) -> None:
         """A job sent its next turn. A turn that does not extend the job's last prompt counts as a new job."""

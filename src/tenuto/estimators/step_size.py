@@ -189,7 +189,7 @@ class AdaptiveSteps:
         left, self._busy_s = self._decay()
         if left < 1:
             self._decayed_s, self._latest_s = self._now_s, 0.0
-        num_prompt_tokens = max(1, turn.num_prompt_tokens - turn.num_hit_tokens)
+        num_prompt_tokens = turn.num_prompt_tokens - turn.num_hit_tokens or 1
         self._num_prompt_tokens = left * self._num_prompt_tokens + num_prompt_tokens
         self._num_answer_tokens = left * self._num_answer_tokens + turn.num_output_tokens
 

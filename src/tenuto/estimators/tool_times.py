@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tenuto.core.turn_work import PRIOR_CASES
 from tenuto.core.types import Job
 
 MAX_TOOLS = 1000
@@ -84,6 +85,18 @@ class ToolSamples:
         longer = times[bisect_right(times, elapsed_s) :]
         return sum(longer) / len(longer) - elapsed_s if longer else max(elapsed_s, said_s or 0.0, 1.0)
 
+    def get_share_longer(self, elapsed_s: float, *tools: str) -> float:
+        """The share of the last tool's earlier calls that took longer, shrunk towards that of the one before.
+
+        The first one's share is shrunk towards 1.
+        """
+        share = 1.0
+        for tool in tools:
+            times = self._tools[tool].get_sorted() if tool in self._tools else ()
+            num_longer = len(times) - bisect_right(times, elapsed_s)
+            share = (num_longer + PRIOR_CASES * share) / (len(times) + PRIOR_CASES)
+        return share
+
     def try_get(self, tool: str) -> RecentTimes | None:
         """The tool's own times; None for one not seen."""
         return self._tools.get(tool)
@@ -122,23 +135,30 @@ class Pauses:
     def observe(self, job: Job, tool: str | None, pause_s: float) -> None:
         """Count one pause of a job that came back."""
         if tool is None:
-            self._kinds.observe(_get_name(job), pause_s)
+            for name in _get_names(job):
+                self._kinds.observe(name, pause_s)
         else:
             self.tools.observe(tool, pause_s)
 
     def get_left_s(self, job: Job, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the job is back: see `ToolSamples.get_left_s`."""
         if tool is None:
-            return self._kinds.get_left_s(_get_name(job), elapsed_s, said_s)
+            return self._kinds.get_left_s(_get_names(job)[-1], elapsed_s, said_s)
         return self.tools.get_left_s(tool, elapsed_s, said_s)
+
+    def get_share_longer(self, job: Job, tool: str | None, elapsed_s: float) -> float:
+        """The share of such pauses that took longer: see `ToolSamples.get_share_longer`."""
+        if tool is None:
+            return self._kinds.get_share_longer(elapsed_s, *_get_names(job))
+        return self.tools.get_share_longer(elapsed_s, tool)
 
     def __repr__(self) -> str:
         return f"Pauses({self.tools}, {self._kinds})"
 
 
-def _get_name(job: Job) -> str:
-    """The name of a job's tenant and kind: a stranger who sends the same prompt has another."""
-    return repr((job.tenant, job.kind))
+def _get_names(job: Job) -> tuple[str, str]:
+    """Names of a job's tenant, and of its tenant and kind. Strangers with the same prompt have others."""
+    return repr((job.tenant,)), repr((job.tenant, job.kind))
 
 
 class MeanTimes:

@@ -120,7 +120,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
         tool = None if turn.tool is None else turn.tool.name
-        if not self._standing.is_expected_back(turn.job, tool):
+        share_longer = self._pauses.get_share_longer(turn.job, tool, idle_s) if idle_s else 1.0
+        if not self._standing.is_expected_back(turn.job, tool, share_longer):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._pauses.get_left_s(turn.job, tool, idle_s, turn.expected_tool_s)
         worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._steps.get_worth_s(view)
