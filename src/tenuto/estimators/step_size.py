@@ -59,12 +59,12 @@ they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
-"""Smaller steps gain nothing on GPUs from the A100 to the B200: kernels lose what decoding gains."""
+"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly; not so on an RTX 5090."""
 FIRST_STEP_TOKENS = 2048
 """The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
 anywhere."""
 RATE_S = 30.0
-"""Seconds over which the rate of prompt tokens is averaged."""
+"""Seconds over which the engine's work is averaged."""
 LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 MAX_PLAIN = 64
