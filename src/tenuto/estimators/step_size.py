@@ -180,7 +180,9 @@ class AdaptiveSteps:
         self._times.observe_decodes(steps.durations_s, steps.num_requests)
         self._begin(steps.ends_s[0] - steps.durations_s[0])
         self._now_s = max(self._now_s, steps.ends_s[-1])
-        self._latest_s = sum(steps.durations_s, self._latest_s)
+        # Not `sum`: from Python 3.12 on it rounds otherwise, and both ways must agree to the last bit.
+        for duration_s in steps.durations_s:
+            self._latest_s += duration_s
         self._num_steps += len(steps.ends_s)
 
     def observe_turn(self, turn: Turn) -> None:
