@@ -364,8 +364,8 @@ class Chooser:
     def observe_step(self, step) -> None:
         self.steps.append(step)
 
-    def observe_turn(self, turn) -> None:
-        self.turns.append(turn.turn_id)
+    def observe_turn(self, turn, num_missed_tokens, pause_s) -> None:
+        self.turns.append((turn.turn_id, num_missed_tokens, pause_s))
 
     def choose(self, num_running, budget, block_size):
         return self.answer
@@ -401,11 +401,24 @@ def test_a_chooser_hears_steps_and_turns_beside_a_policy_that_does_not() -> None
     engine.abort("gone", 3)
     assert not chooser.waiting
     engine.driver.step("a step")
-    assert (chooser.turns, chooser.steps) == (["done"], ["a step"])
+    assert (chooser.turns, chooser.steps) == ([("done", 0, None)], ["a step"])
     assert not any(record.get("hook") == "on_step" for record in log)  # the policy does not learn from it
     assert engine.driver.get_step_size(4, 2048) == (7, 3)
     assert log[-1] == {"kind": "chosen", "what": "step_tokens", "answer": 7}
     assert not ToyEngine(Policy(), 60).driver.bounds_steps
+
+
+def test_a_chooser_hears_what_is_computed_again_and_for_how_long_the_job_was_away() -> None:
+    chooser = Chooser(7)
+    engine = ToyEngine(Policy(), 60, step_chooser=chooser)
+    job = Hints(job_id="job")
+    run(engine, "first", 0, PROMPT, hints=job, tool=LS)
+    engine.arrive("second", 6, PROMPT + OUTPUT + RESULT, OUTPUT, job)
+    num_reusable_tokens = engine.driver._turns["second"].num_reusable_tokens
+    assert num_reusable_tokens > 1
+    engine.driver.start("second", 7, num_hit_tokens=1)
+    engine.driver.finish("second", 8, Finish(3))
+    assert chooser.turns == [("first", 0, None), ("second", num_reusable_tokens - 1, 5)]
 
 
 def test_a_step_that_only_decodes_has_the_engine_s_size_unless_the_policy_bounds_steps() -> None:

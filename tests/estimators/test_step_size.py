@@ -11,6 +11,7 @@ import pytest
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize, get_prompt_weight
 from tenuto.core.types import DecodeSteps, Job, StepView, ToolCall, Turn
 from tenuto.estimators.step_size import (
+    AGAIN,
     FIRST_STEP_TOKENS,
     LOOK_EVERY,
     PATIENCE,
@@ -174,7 +175,7 @@ def test_the_rate_is_that_of_the_turns_that_finished_of_late() -> None:
     chooser = make_chooser(prompt_weight=0.0)
     assert chooser.choose(*STATE) == StepSize(512)
     for n in range(80):
-        chooser.observe_turn(make_turn(f"t{n}", 1000, kind="agent", tool=ToolCall("ls")))
+        chooser.observe_turn(make_turn(f"t{n}", 1000, kind="agent", tool=ToolCall("ls")), 0, None)
     # 80,000 tokens in four seconds: about 20,000 a second, which leaves little of what a step can compute.
     work = chooser._get_work()
     assert work.prompt_rate == pytest.approx(20_000, rel=0.1)
@@ -184,6 +185,44 @@ def test_the_rate_is_that_of_the_turns_that_finished_of_late() -> None:
     chooser.observe_step(StepView(400.0, 0.01, 1, 1))
     assert chooser.choose(*STATE) == StepSize(512)
     assert chooser._get_work().busy < 0.01
+
+
+def test_while_memory_is_short_decoding_weighs_more() -> None:
+    """Each turn that decodes holds memory, for which idle jobs' KV gives way and is computed again."""
+    times = make_times()
+    # Prompts take a third of the time, so they go first, in large steps.
+    usual = Work(8_000.0, 0.2, 0.96)
+    assert choose_step_tokens(times, 10, usual, 1.0, BUDGET) == 2048
+    assert choose_step_tokens(times, 10, usual._replace(again=AGAIN), 1.0, BUDGET) == 512
+    # Nearly full: what is computed again does not count as arriving.
+    full = Work(20_000.0, 0.1, 1.0)
+    assert choose_step_tokens(times, 10, full, 1.0, BUDGET) == 2048
+    assert choose_step_tokens(times, 10, full._replace(again=0.5), 1.0, BUDGET) == 512
+
+
+def test_steps_are_not_so_small_that_they_delay_decoding_more() -> None:
+    """Of a mixture of experts, a few prompt tokens use more experts than decoding does."""
+    times = StepTimes()
+    for n in range(1, 81):
+        times.observe(n % 40 + 1, n % 40 + 1, 0.01 + 1e-4 * (n % 40 + 1))
+    for n in range(80):
+        size = 2000 if n % 4 else 1000
+        times.observe(10 + size, 10, 0.01 + 1e-3 + 0.02 + 4e-5 * size)
+    work = Work(5_000.0, 0.1, 0.5, again=0.1)
+    assert choose_step_tokens(make_times(), 10, work, 1.0, BUDGET) == 512
+    # 0.02 s over 4,086 tokens are within a tenth of what a token costs in the largest steps.
+    assert choose_step_tokens(times, 10, work, 1.0, BUDGET) == 4096
+
+
+def test_what_is_computed_again_after_a_long_pause_says_little_about_memory() -> None:
+    chooser = make_chooser()
+    chooser.observe_turn(make_turn("soon", 1000), 300, 0.0)
+    assert chooser._get_work().again == pytest.approx(0.3)
+    chooser.observe_turn(make_turn("late", 1000), 300, 1000.0)
+    assert chooser._get_work().again == pytest.approx(0.15)
+    # Without a pause, the job's other turn ran beside it.
+    chooser.observe_turn(make_turn("beside", 1000), 300, None)
+    assert chooser._get_work().again == pytest.approx(0.1)
 
 
 def test_an_engine_is_busy_while_it_computes() -> None:
@@ -267,7 +306,7 @@ def test_what_stock_would_not_compute_in_one_step_gets_none_of_its_own() -> None
 def test_turns_of_agents_are_not_plain() -> None:
     chooser, usual = make_busy()
     agent = Turn("a", Job("a", 0.0, 1, kind="agent"), 0.0, 100, tool=ToolCall("ls"))
-    chooser.observe_turn(agent)
+    chooser.observe_turn(agent, 0, None)
     arrive(chooser, "next", 100, kind="agent")
     assert chooser.choose(*BUSY) == usual
 
@@ -285,7 +324,7 @@ def test_a_stretch_of_decodes_teaches_what_its_steps_do(is_full: bool) -> None:
     stepped, told = make_chooser(), make_chooser()
     stepped_times, told_times = make_times(), make_times()
     for chooser in (stepped, told):
-        chooser.observe_turn(make_turn("t", 1000))
+        chooser.observe_turn(make_turn("t", 1000), 300, 3.0)
     # A step of no time, as a clock that stands still gives it, teaches nothing.
     ends_s = [5.0, 5.0, *(5.0 + 0.1 * n / 3 for n in range(1, 200))]
     durations_s = [0.5, *(end_s - before_s for before_s, end_s in itertools.pairwise(ends_s))]

@@ -67,7 +67,7 @@ def test_pauses_without_a_call_are_known_by_the_kind_of_the_job() -> None:
     # Nothing is known: what the client said, or as long again as it has been away.
     assert pauses.get_left_s(nobody, None, 3.0, 5.0) == 5.0
     assert pauses.get_left_s(agent, None, 40.0, None) == 40.0
-    assert set(pauses.tools.get_state()["tools"]) == {"agent"}
+    assert len(pauses.tools.get_state()["tools"]) == 1
 
 
 def test_the_share_of_longer_pauses_is_that_of_the_kind_shrunk_towards_its_tenants() -> None:
@@ -87,3 +87,16 @@ def test_the_share_of_longer_pauses_is_that_of_the_kind_shrunk_towards_its_tenan
     pauses.observe(agent, "ls", 2.0)
     assert pauses.get_share_longer(agent, "ls", 1.0) == 1.0
     assert pauses.get_share_longer(agent, "ls", 2.0) == 4 / 5
+
+
+def test_a_strangers_calls_of_a_tool_do_not_change_a_tenants_times() -> None:
+    pauses = Pauses()
+    ours, theirs = (Job("j", 0.0, 1, tenant, "agent") for tenant in ("us", "them"))
+    for _ in range(3):
+        pauses.observe(ours, "pytest", 60.0)
+    for _ in range(1000):
+        pauses.observe(theirs, "pytest", 0.01)
+        pauses.observe(theirs, repr(("us", "pytest")), 0.01)
+    assert pauses.get_left_s(ours, "pytest", 1.0, None) == 59.0
+    assert pauses.get_share_longer(ours, "pytest", 1.0) == 1.0
+    assert pauses.get_share_longer(theirs, "pytest", 1.0) < 0.01

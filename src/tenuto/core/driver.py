@@ -137,8 +137,8 @@ class Driver:
         job = self._jobs.find(turn_id, arrival, now_s)
         job.is_released = False
         self._place(job, arrival)
-        tool_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
-        turn = TurnState(turn_id, job, now_s, arrival)
+        pause_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
+        turn = TurnState(turn_id, job, now_s, arrival, pause_s)
         parted_at: int | None = None
         if job.last_marks is not None:
             turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
@@ -161,13 +161,13 @@ class Driver:
         if (lease := self.leases.get(job.job_id)) is not None and not self.is_shadow:
             # The lease may be shorter now.
             self._jobs.ledger.hold(job.job_id, job.account, "gpu", len(lease.blocks), now_s)
-        if tool_s is not None:
-            self.stats.tool_s.observe(tool_s)
-            self._tell("on_tool_returned", turn, job.last_tool, tool_s)
+        if pause_s is not None:
+            self.stats.tool_s.observe(pause_s)
+            self._tell("on_tool_returned", turn, job.last_tool, pause_s)
         self._update_chooser(turn)
         self._tell("on_turn_arrived", turn, now_s)
         if self._history is not None:
-            self._history.record_arrival(turn, now_s, tool_s, parted_at)
+            self._history.record_arrival(turn, now_s, pause_s, parted_at)
 
     def start(
         self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
@@ -203,12 +203,12 @@ class Driver:
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reused_tokens += min(num_hit_tokens, turn.num_reusable_tokens)
-        num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
-        self.stats.num_recomputed_tokens += num_missed_tokens
+        turn.num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        self.stats.num_recomputed_tokens += turn.num_missed_tokens
         turn.job.account.start(
             turn.arrival.num_prompt_tokens,
             max(0, num_hit_tokens - turn.num_loaded_tokens),
-            num_missed_tokens,
+            turn.num_missed_tokens,
         )
         if short_hit is not None:
             self.stats.num_short_tokens[short_hit.group] += short_hit.num_tokens
@@ -323,7 +323,8 @@ class Driver:
             if not turn.started:
                 self._step_chooser.observe_start(turn.turn_id)
             if not finish.aborted:
-                self._step_chooser.observe_turn(turn.get_finished_view(finish))
+                view = turn.get_finished_view(finish)
+                self._step_chooser.observe_turn(view, turn.num_missed_tokens, turn.pause_s)
 
     def release(self, job_id: str, now_s: float) -> bool:
         """The client says that a job is complete; return whether the job was known.

@@ -173,8 +173,12 @@ class StepChooser(Protocol):
     def observe_start(self, turn_id: str) -> None:
         """A turn got its first step, or left before it."""
 
-    def observe_turn(self, turn: Turn) -> None:
-        """A turn finished; it was not aborted."""
+    def observe_turn(self, turn: Turn, num_missed_tokens: int, pause_s: float | None) -> None:
+        """A turn finished; it was not aborted.
+
+        `num_missed_tokens`: prompt tokens that it computed although its job's last turn had. `pause_s`: for
+        how long its job was away; None if it was not.
+        """
 
     def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
         """The bounds of the next step; None leaves them to the engine. Does not change the chooser.

@@ -106,10 +106,14 @@ class TurnState:
     job: JobState
     arrival_s: float
     arrival: Arrival
+    pause_s: float | None = None
+    """Seconds since the job's last turn finished; None if there was none, or another is alive."""
     num_reusable_tokens: int = 0
     is_parted: bool = False
     """See `Turn.is_parted`."""
     num_hit_tokens: int = 0
+    num_missed_tokens: int = 0
+    """Reusable tokens that it did not hit when it first started."""
     num_held_tokens: int = 0
     """Tokens that the turn hit when it last started. After a preemption, there may be fewer than before."""
     num_loaded_tokens: int = 0

@@ -15,12 +15,13 @@ it is enough to compare the shares of the engine's time that prompts and answers
 at a rate r, prompts take the share ρ = r · token. If the engine computes for a share b of the time, answers
 take the share b - ρ.
 
-If ρ >= weight · (b - ρ), answers go first: the step is the smallest with V(T) >= SLACK · r. Prompts are the
-larger part then. Turns that already run end sooner, so fewer run at a time. V(T) is the speed that lasts.
-Steps with more prompt tokens let more turns decode, until as many answers end as prompts. Then answers take
-the same share of a step's tokens as of all tokens: n = T · answers / (prompts + answers), and V is v with
-that n. If no step is fast enough, more comes than the engine can do. Then it is the smallest step whose V(T)
-is within SLACK of the best. A larger one would only let more turns run at a time.
+If ρ >= weight · (b - ρ), answers go first: the step is the smallest with V(T) >= SLACK · r, of those that
+delay decoding hardly more than another (below). Prompts are the larger part then. Turns that already run end
+sooner, so fewer run at a time. V(T) is the speed that lasts. Steps with more prompt tokens let more turns
+decode, until as many answers end as prompts. Then answers take the same share of a step's tokens as of all
+tokens: n = T · answers / (prompts + answers), and V is v with that n. If no step is fast enough, more comes
+than the engine can do. Then it is the smallest step whose V(T) is within SLACK of the best. A larger one
+would only let more turns run at a time.
 
 Otherwise prompts go first, but only as far as this saves more waiting than it causes. While the engine
 computes one more prompt token, its own turn waits, and so do the n decoding turns:
@@ -34,6 +35,11 @@ few prompt tokens add little to a pass over the weights that decoding needs anyw
 - A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
   those of stock vLLM.
 - The step is never larger than the smallest one whose prompt speed is within SLACK of a full step's.
+
+Turns that decode hold memory. If memory is short, the KV of idle jobs gives way, and is computed again. So if
+a is the share of the prompt tokens that are computed again, the weight is divided by 1 + a / AGAIN, and r is
+without these tokens. A job that was away for t seconds counts exp(-t / RATE_S): after long pauses, KV is
+given up whatever the step size.
 
 Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
 all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
@@ -65,6 +71,8 @@ FIRST_STEP_TOKENS = 2048
 anywhere."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
+AGAIN = 0.02
+"""Share of the prompt tokens that are computed again, at which a decoding turn's wait counts twice."""
 LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 MAX_PLAIN = 64
@@ -80,6 +88,8 @@ class Work(NamedTuple):
     """Share of answers in all tokens."""
     busy: float
     """Share of the time in which it computed."""
+    again: float = 0.0
+    """Share of the prompt tokens that were computed again because memory was short."""
 
 
 def choose_step_tokens(
@@ -96,14 +106,24 @@ def choose_step_tokens(
         step_s = decode_s + max(0.0, fixed_s + num_prompt_tokens * token_s)
         return num_prompt_tokens / step_s if step_s > 0 else math.inf
 
+    def get_delay(num_tokens: int, num_decoding: float) -> float:
+        """Seconds by which each prompt token delays each turn that decodes."""
+        return max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
+
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
     sizes = [*(size for size in _get_sizes(budget) if size >= 2 * num_decoding), budget]
-    rate, share = work.prompt_rate, min(1.0, work.prompt_rate * token_s)
+    rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
+    prompt_weight /= 1 + work.again / AGAIN
     if share >= prompt_weight * (work.busy - share):
         balances = [size * work.answer_share for size in sizes]
         speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
         enough = min(SLACK * rate, max(speeds) / SLACK)
-        return next(size for size, speed in zip(sizes, speeds, strict=True) if speed >= enough)
+        delays = {
+            size: get_delay(size, n)
+            for size, n, speed in zip(sizes, balances, speeds, strict=True)
+            if speed >= enough
+        }
+        return next(size for size in delays if delays[size] <= SLACK * min(delays.values()))
     decode_s = times.get_decode_s(num_decoding)
     speed_of = {size: get_speed(size, num_decoding, decode_s) for size in sizes}
     most = speed_of[budget]
@@ -113,8 +133,7 @@ def choose_step_tokens(
         left = speed_of[num_tokens] - rate
         if left <= 0 or left < (most - rate) / PATIENCE:
             return math.inf
-        delay_s = max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
-        return prompt_weight / left + num_decoding * delay_s
+        return prompt_weight / left + num_decoding * get_delay(num_tokens, num_decoding)
 
     best = min(reversed(sizes), key=get_wait)
     return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
@@ -139,9 +158,11 @@ class AdaptiveSteps:
     """Weight of a second that a prompt waits, relative to a second that a decoding turn waits."""
     _times: StepTimes = field(default_factory=StepTimes)
     _num_prompt_tokens: float = 0.0
-    """Prompt tokens computed for recently finished turns. They decay over `RATE_S`, as do the next two."""
+    """Prompt tokens computed for recently finished turns. They decay over `RATE_S`, as do the next three."""
     _num_answer_tokens: float = 0.0
     """Tokens that these turns answered."""
+    _num_again_tokens: float = 0.0
+    """Of the prompt tokens, those that were computed again because memory was short."""
     _busy_s: float = 0.0
     """Seconds of recent steps."""
     _decayed_s: float = math.inf
@@ -185,8 +206,8 @@ class AdaptiveSteps:
             self._latest_s += duration_s
         self._num_steps += len(steps.ends_s)
 
-    def observe_turn(self, turn: Turn) -> None:
-        """Learn how many prompt tokens arrive, and which jobs call tools."""
+    def observe_turn(self, turn: Turn, num_missed_tokens: int, pause_s: float | None) -> None:
+        """Learn how many prompt tokens arrive or are computed again, and which jobs call tools."""
         self._kinds.observe(turn)
         left, self._busy_s = self._decay()
         if left < 1:
@@ -194,6 +215,8 @@ class AdaptiveSteps:
         num_prompt_tokens = turn.num_prompt_tokens - turn.num_hit_tokens or 1
         self._num_prompt_tokens = left * self._num_prompt_tokens + num_prompt_tokens
         self._num_answer_tokens = left * self._num_answer_tokens + turn.num_output_tokens
+        num_again_tokens = 0.0 if pause_s is None else num_missed_tokens * math.exp(-pause_s / RATE_S)
+        self._num_again_tokens = left * self._num_again_tokens + num_again_tokens
 
     def choose(self, num_running: int, budget: int, block_size: int) -> StepSize | None:
         """The bounds of the next step; None if no turn runs that a large step could delay."""
@@ -232,6 +255,7 @@ class AdaptiveSteps:
             left * self._num_prompt_tokens / lately_s,
             self._num_answer_tokens / num_tokens if num_tokens else 0.0,
             min(1.0, busy_s / lately_s),
+            self._num_again_tokens / self._num_prompt_tokens if self._num_prompt_tokens else 0.0,
         )
 
     def _add_plain(self, chosen: int, most: int, room: int) -> StepSize:

@@ -125,7 +125,10 @@ class ToolSamples:
 
 
 class Pauses:
-    """How long jobs are away: by the tool they called, or by their tenant and kind if no call was seen."""
+    """How long jobs are away: by the tool they called, or by their kind if no call was seen.
+
+    Each tenant has its own times, so that no stranger's calls of a tool with the same name change them.
+    """
 
     def __init__(self) -> None:
         self.tools = ToolSamples()
@@ -138,26 +141,26 @@ class Pauses:
             for name in _get_names(job):
                 self._kinds.observe(name, pause_s)
         else:
-            self.tools.observe(tool, pause_s)
+            self.tools.observe(repr((job.tenant, tool)), pause_s)
 
     def get_left_s(self, job: Job, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the job is back: see `ToolSamples.get_left_s`."""
         if tool is None:
             return self._kinds.get_left_s(_get_names(job)[-1], elapsed_s, said_s)
-        return self.tools.get_left_s(tool, elapsed_s, said_s)
+        return self.tools.get_left_s(repr((job.tenant, tool)), elapsed_s, said_s)
 
     def get_share_longer(self, job: Job, tool: str | None, elapsed_s: float) -> float:
         """The share of such pauses that took longer: see `ToolSamples.get_share_longer`."""
         if tool is None:
             return self._kinds.get_share_longer(elapsed_s, *_get_names(job))
-        return self.tools.get_share_longer(elapsed_s, tool)
+        return self.tools.get_share_longer(elapsed_s, repr((job.tenant, tool)))
 
     def __repr__(self) -> str:
         return f"Pauses({self.tools}, {self._kinds})"
 
 
 def _get_names(job: Job) -> tuple[str, str]:
-    """Names of a job's tenant, and of its tenant and kind. Strangers with the same prompt have others."""
+    """Names of a job's tenant, and of its tenant and kind."""
     return repr((job.tenant,)), repr((job.tenant, job.kind))
 
 
