@@ -200,6 +200,14 @@ def test_while_memory_is_short_decoding_weighs_more() -> None:
     assert choose_step_tokens(times, 10, full._replace(again=0.5), 1.0, BUDGET) == 512
 
 
+@pytest.mark.parametrize(("pass_s", "wanted"), [(0.002, 256), (0.01, 512)])
+def test_while_memory_is_short_steps_may_be_shorter_where_they_are_fast(pass_s: float, wanted: int) -> None:
+    """Beside few who decode, a pass of 2 ms is little more than a tenth of what 256 tokens take."""
+    times = make_times(pass_s=pass_s)
+    assert choose_step_tokens(times, 2, Work(4_000.0, 0.2, 0.5, again=10 * AGAIN), 1.0, BUDGET) == wanted
+    assert choose_step_tokens(times, 2, Work(4_000.0, 0.2, 0.5, again=AGAIN / 2), 0.0, BUDGET) == 512
+
+
 def test_steps_are_not_so_small_that_they_delay_decoding_more() -> None:
     """Of a mixture of experts, a few prompt tokens use more experts than decoding does."""
     times = StepTimes()

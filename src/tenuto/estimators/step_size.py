@@ -39,7 +39,7 @@ few prompt tokens add little to a pass over the weights that decoding needs anyw
 Turns that decode hold memory. If memory is short, the KV of idle jobs gives way, and is computed again. So if
 a is the share of the prompt tokens that are computed again, the weight is divided by 1 + a / AGAIN, and r is
 without these tokens. A job that was away for t seconds counts exp(-t / RATE_S): after long pauses, KV is
-given up whatever the step size.
+given up whatever the step size. If a > AGAIN, steps may also have SHORT_STEP_TOKENS.
 
 Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
 all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
@@ -65,7 +65,10 @@ they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
-"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly; not so on an RTX 5090."""
+"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly."""
+SHORT_STEP_TOKENS = 256
+"""The least size while memory is short, if full steps compute prompts at most PATIENCE times as fast. They do
+on an RTX 5090."""
 FIRST_STEP_TOKENS = 2048
 """The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
 anywhere."""
@@ -95,7 +98,7 @@ class Work(NamedTuple):
 def choose_step_tokens(
     times: StepTimes, num_decoding: int, work: Work, prompt_weight: float, budget: int
 ) -> int:
-    """Tokens of the next step, decode tokens included: a power of two from 512 up, or `budget`."""
+    """Tokens of the next step, decode tokens included: a power of two from 256 up, or `budget`."""
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
         return min(FIRST_STEP_TOKENS, budget)
@@ -110,8 +113,12 @@ def choose_step_tokens(
         """Seconds by which each prompt token delays each turn that decodes."""
         return max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
 
+    decode_s = times.get_decode_s(num_decoding)
+    most = get_speed(budget, num_decoding, decode_s)
+    is_short = work.again > AGAIN and get_speed(SHORT_STEP_TOKENS, num_decoding, decode_s) >= most / PATIENCE
+    least = SHORT_STEP_TOKENS if is_short else MIN_STEP_TOKENS
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-    sizes = [*(size for size in _get_sizes(budget) if size >= 2 * num_decoding), budget]
+    sizes = [*(size for size in _get_sizes(least, budget) if size >= 2 * num_decoding), budget]
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
     prompt_weight /= 1 + work.again / AGAIN
     if share >= prompt_weight * (work.busy - share):
@@ -124,9 +131,7 @@ def choose_step_tokens(
             if speed >= enough
         }
         return next(size for size in delays if delays[size] <= SLACK * min(delays.values()))
-    decode_s = times.get_decode_s(num_decoding)
     speed_of = {size: get_speed(size, num_decoding, decode_s) for size in sizes}
-    most = speed_of[budget]
 
     def get_wait(num_tokens: int) -> float:
         """Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long."""
@@ -139,9 +144,9 @@ def choose_step_tokens(
     return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
 
 
-def _get_sizes(budget: int) -> Iterator[int]:
-    """Sizes of steps below the budget, each twice the one before."""
-    size = MIN_STEP_TOKENS
+def _get_sizes(least: int, budget: int) -> Iterator[int]:
+    """Sizes of steps from `least` to below the budget, each twice the one before."""
+    size = least
     while size < budget:
         yield size
         size *= 2
