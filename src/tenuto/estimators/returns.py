@@ -257,7 +257,7 @@ class Standing:
 
     Plain requests that fit into one step go first, unless they recently had over half of the engine. Then all
     jobs go before them, because the jobs' KV would fill the memory while they wait. While most new jobs do
-    not come back, jobs that did come back go before new ones and keep their KV.
+    not come back, jobs that did come back go before new ones, which may not reclaim their KV.
     """
 
     def __init__(self) -> None:

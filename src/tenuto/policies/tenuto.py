@@ -124,7 +124,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         if not self._standing.is_expected_back(turn.job, tool, share_longer):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._pauses.get_left_s(turn.job, tool, idle_s, turn.expected_tool_s)
-        worth_s = self.max_idle_s if self._standing.is_protected(turn.job) else self._steps.get_worth_s(view)
+        worth_s = self._steps.get_worth_s(view)
         look_s = min(max(left_s, LOOK_S[0]), LOOK_S[1]) if worth_s < self.max_idle_s else 2 * LOOK_S[1]
         until_s = view.now_s + min(look_s, self.max_idle_s)
         if left_s > min(worth_s, self.max_idle_s):
@@ -132,11 +132,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
-        """Host memory evicts the least recently used KV first, and KV of ended jobs at once.
-
-        While few new jobs come back, KV of jobs that did come back is evicted last.
-        """
-        return (self._standing.is_protected(turn.job),)
+        """Host memory evicts the least recently used KV first, and KV of ended jobs at once."""
+        return ()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """First KV that is not worth its memory, oldest first; then that of the last job in the order."""
