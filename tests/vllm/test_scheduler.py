@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
@@ -224,6 +225,20 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.resumable = True
     assert describe(request, TenantVerifier(), OutputReader(None)).hints == OUTSIDE
     assert not describe(request, TenantVerifier(), OutputReader(None)).is_supported
+
+
+def test_requests_that_read_no_cache_run_as_stock(clock: Clock) -> None:
+    """Otherwise what they compute would look as if memory were short."""
+    engine = start({"policy": KEEP_ALL})
+    for name in ("first", "second"):
+        request = make_request(name, [5] * 60, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+        # As vLLM sets it with `prompt_logprobs`.
+        assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache
+        request.skip_reading_prefix_cache = True
+        engine.scheduler.add_request(request)
+        engine.run()
+    assert len(engine.scheduler.driver.leases) == 0
+    assert engine.scheduler.driver.stats.num_recomputed_tokens == 0
 
 
 # Metrics and trace.

@@ -70,6 +70,8 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
     # A request without a verified tenant runs as in stock: it belongs to no known job and keeps nothing.
     hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, get_session_id(request))
     plain = params is not None and request.prompt_token_ids is not None
+    # A request that asks for the prompt's log probabilities computes all of it, whatever is cached.
+    plain = plain and not request.skip_reading_prefix_cache
     if fields is None or not plain or request.has_encoder_inputs or request.resumable:
         outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant, wish=hints.wish)
         return Arrival(outside, num_prompt_tokens, priority=request.priority, is_supported=False)

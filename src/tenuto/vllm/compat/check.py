@@ -95,7 +95,7 @@ PUBLIC = {
         "vllm.v1.request:Request",
         "block_hashes has_encoder_inputs lora_request num_computed_tokens num_output_tokens num_preemptions"
         " num_prompt_tokens num_tokens output_token_ids priority prompt_token_ids request_id resumable"
-        " sampling_params",
+        " sampling_params skip_reading_prefix_cache",
     ),
     "sampling_params": ("vllm.sampling_params:SamplingParams", "extra_args stop"),
     "adapter": ("vllm.lora.request:LoRARequest", "lora_name lora_path"),
