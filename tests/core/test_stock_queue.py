@@ -11,7 +11,7 @@ from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
-from tenuto.core.stock_queue import StockQueue
+from tenuto.core.stock_queue import FORCED_SHARE, StockQueue
 from tenuto.core.types import Keep, ToolCall, Turn
 from tests.core.test_cost import ALLOWED_GROWTH, FEW, MANY, count_calls
 from tests.support.small_policies import KeepFor
@@ -277,6 +277,37 @@ def test_jobs_wait_for_each_other_but_not_for_strangers() -> None:
     assert waits == sorted(waits, reverse=True)
     assert waits[0] > 2 * waits[2]
     assert waits[2] == pytest.approx(1.1, abs=0.05) and waits[3] == pytest.approx(1.1, abs=0.05)
+
+
+def test_overdue_turns_of_agents_take_a_share_of_the_work() -> None:
+    """Others always go first. A single request is not held back by the share of agents."""
+    queue, rounds = StockQueue(Limits(), 100_000), 1000
+    teach_agents(queue)
+    for number in range(100):
+        queue.arrive(make_turn(f"old{number}", 1000, make_agent(f"old{number}")))
+    queue.arrive(make_turn("single", 1000))
+    started: list[str] = []
+    for number in range(rounds):
+        latest = make_turn(f"new{number}", 1000, make_agent(f"new{number}"))
+        queue.arrive(latest)
+        list(queue.pop_overdue(0.0))
+        turn = next((wait.turn for wait in queue._overdue.values()), latest)
+        started.append(turn.turn_id)
+        queue.start(turn, 0, 0.0)
+    assert started.index("single") < 350
+    num_forced = sum(turn_id.startswith("old") for turn_id in started)
+    assert 0.5 * FORCED_SHARE < num_forced / rounds < 1.1 * FORCED_SHARE
+
+
+def make_agent(job_id: str) -> JobState:
+    return JobState(job_id, 0.0, None, "agents", num_turns=1)
+
+
+def teach_agents(queue: StockQueue) -> None:
+    """Let 40 agents of three turns run."""
+    for number in range(120):
+        job = JobState(f"j{number // 3}", 0.0, None, "agents", num_turns=number % 3 + 1)
+        serve_alone(queue, make_turn(f"t{number}", 1000, job))
 
 
 def get_wait_of_known_kind(share_of_strangers: float) -> float:

@@ -11,9 +11,9 @@ therefore needs no step times, and it advances exactly as fast as the engine:
 
 In stock vLLM, every turn of a job waits. A policy that completes jobs one after the other makes a job wait
 only once, before its first turn. So a turn may wait as long as all the turns together that its job is
-expected to send (`TurnsToCome`). A single request, and every turn of an unknown kind, may wait as long as in
-stock. While such one-shot jobs get most of the engine, no turn may wait longer than in stock, because the
-extra time is meant for jobs that come back.
+expected to send (`TurnsToCome`). A single request may wait as long as in stock. While such one-shot jobs get
+most of the engine, no turn may wait longer than in stock, because the extra time is meant for jobs that come
+back.
 
 A turn with a short prompt delays others little if it starts on time. So the shorter its prompt, the smaller
 the share of the extra time (beyond `began` + backlog) that it may wait. A prompt is short in comparison with
@@ -22,7 +22,13 @@ the latest turns, so a flood of short turns gets no advantage.
 A turn that still waits when `began` reaches its `due` is *overdue*: the turns that went before it took more
 work than their prefix hits saved. In stock, a preempted turn goes before all others, so its backlog is empty.
 If no turn starts for the time of one turn of service, `began` does not advance; then the turn that has waited
-longest is overdue too. Every event takes O(log n) time in the number of waiting turns.
+longest is overdue too.
+
+An overdue turn starts first, in memory that leases give up. Their KV is computed again, so in the end all
+wait longer. So agents' turns become overdue only while such starts took at most `FORCED_SHARE` of the begun
+work. Single requests and preempted turns have no such limit.
+
+Every event takes O(log n) time in the number of waiting turns.
 """
 
 from __future__ import annotations
@@ -35,19 +41,21 @@ from dataclasses import dataclass
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
-from tenuto.core.turn_work import MIN_WEIGHT, KindCounts, MovingMean, get_work
+from tenuto.core.turn_work import MIN_WEIGHT, Counts, KindCounts, MovingMean, get_work
 
 SHORT = 0.25
 """A turn whose prompt is shorter than this share of the mean gets less extra time."""
-LEAST_TURNS = 1.5
-"""Jobs that are expected to send fewer turns count as single requests."""
+LEAST_TURNS = 2.5
+"""Jobs that are expected to send fewer turns count as single requests, others as agents. A client that sends
+each id twice gains nothing."""
+FORCED_SHARE = 0.05
+"""Most that agents' overdue turns take of the begun work. Some is needed: without any, a flood of new ids
+keeps new agents waiting for seven times as long as in stock."""
 
 PRIOR_TURNS = 2.0
-"""A new kind starts with this many assumed turns after which no job came back."""
+"""A kind starts with this many assumed turns. Their jobs come back as single jobs of a kind do."""
 MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
-NO_KIND = ""
-"""The kind of jobs without a kind that came back."""
 
 
 def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
@@ -70,6 +78,8 @@ class _Wait:
     """The work that stock vLLM would do for this turn, in prefill tokens."""
     due: float = math.inf
     """The value of `began` from which this turn has waited too long."""
+    is_agents: bool = False
+    """Whether its job is expected to send `LEAST_TURNS` turns, and the turn was not preempted."""
     began: float = 0.0
     """Work that the engine had begun before this turn started."""
     start_s: float = 0.0
@@ -125,8 +135,11 @@ class StockQueue:
         self._live: dict[str, _Wait] = {}
         """The turns in the engine."""
         self._jobs: dict[str, _JobMark] = {}
-        self._due: list[tuple[float, int, _Wait]] = []
-        """A heap of turns by `due`, then by insertion. Turns that no longer wait are skipped."""
+        self._due: dict[bool, list[tuple[float, int, _Wait]]] = {False: [], True: []}
+        """Heaps of turns by `due`, then by insertion: of other turns, and of agents. Turns that no longer
+        wait are skipped."""
+        self._credit = 0.0
+        """Below 0 while agents' overdue turns took more than `FORCED_SHARE` of the begun work."""
         self._num_fixed = 0
         self._waiting: dict[str, _Wait] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
@@ -152,6 +165,7 @@ class StockQueue:
         wait.work = work = self._get_work(turn, num_hit_tokens)
         if turn.job.num_turns > 1:
             self._to_come.follow(turn.job)
+        wait.is_agents = self._to_come.get(turn.job) >= LEAST_TURNS
         self._wait_until(wait, self._get_due(wait, self._over, num_leased_tokens))
         self._backlog += work
         num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
@@ -170,12 +184,13 @@ class StockQueue:
         if turn.num_reusable_tokens:
             self._save(wait, num_hit_tokens)
         self._stop_waiting(wait)
+        self._credit = min(0.0, self._credit + FORCED_SHARE * work)
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again. In stock it would now be first in the queue."""
         self._num_running -= 1
         wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
-        wait.work, wait.since_s = 0.0, now_s
+        wait.work, wait.since_s, wait.is_agents = 0.0, now_s, False
         if self._over is not None:
             self._wait_until(wait, self._get_due_again(wait))
 
@@ -221,6 +236,8 @@ class StockQueue:
                 if now_s < self._get_latest_s(wait):
                     return
             self._overdue[wait.turn.turn_id] = self._waiting.pop(wait.turn.turn_id)
+            if wait.is_agents:
+                self._credit -= wait.work
             yield wait.turn
 
     def is_overdue(self, turn_id: str) -> bool:
@@ -288,15 +305,15 @@ class StockQueue:
     def _wait_until(self, wait: _Wait, due: float) -> None:
         wait.due = due
         self._num_fixed += 1
-        heapq.heappush(self._due, (due, self._num_fixed, wait))
+        heapq.heappush(self._due[wait.is_agents], (due, self._num_fixed, wait))
 
     def _find_due(self) -> _Wait | None:
-        """The waiting turn with the smallest `due`, if `began` has reached it; else None."""
-        heap = self._due
-        while heap and heap[0][0] <= self._began:
-            due, _, wait = heapq.heappop(heap)
-            if wait.due == due and self._waiting.get(wait.turn.turn_id) is wait:
-                return wait
+        """A waiting turn whose `due` `began` has reached; None if there is none that may be overdue."""
+        for is_agents, heap in self._due.items():
+            while heap and heap[0][0] <= self._began and not (is_agents and self._credit < 0.0):
+                due, _, wait = heapq.heappop(heap)
+                if wait.due == due and self._waiting.get(wait.turn.turn_id) is wait:
+                    return wait
         return None
 
     def _count_hits(self, turn: TurnState) -> int:
@@ -334,7 +351,8 @@ class StockQueue:
         if not self._waiting and not self._overdue:
             self._backlog = self._saved = 0.0
             self._period += 1
-            self._due.clear()
+            for heap in self._due.values():
+                heap.clear()
         return True
 
 
@@ -343,35 +361,38 @@ class TurnsToCome:
 
     Jobs of one tenant whose prompts begin alike are of one kind. For each kind, it counts the finished turns,
     and those of them after which the job came back. If the share of the latter is p, a job still sends 1 / (1
-    - p) turns, including the current one. Jobs of an unknown kind count as single requests, so clients gain
-    nothing by inventing kinds.
+    - p) turns, including the current one. Until a kind has shown its own share, it has that of the tenant's
+    kinds of a single job.
     """
 
     def __init__(self) -> None:
         self._kinds = KindCounts()
         """Finished turns. Those after which the job came back are marked."""
+        self._new = KindCounts()
+        """The same by tenant alone, for turns of jobs that were the only ones of their kind so far."""
 
     def finish(self, job: JobState) -> None:
         """A turn of this job finished."""
-        name = _get_name(job.kind, job.num_turns)
-        if name is not None:
-            self._kinds.observe(job.tenant, name)
+        self._kinds.observe(job.tenant, job.kind)
+        counts = self._kinds.get(job.tenant, job.kind)
+        if counts is not None and counts.turns <= job.num_turns:
+            self._new.observe(job.tenant, None)
 
     def follow(self, job: JobState) -> None:
         """The job came back after a finished turn."""
-        counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns - 1))
-        if counts is not None:
-            counts.marked += 1
+        counts, new = self._kinds.get(job.tenant, job.kind), self._new.get(job.tenant, None)
+        if counts is not None and new is not None:
+            counts.mark()
+            if counts.turns < job.num_turns:
+                new.mark()
 
     def get(self, job: JobState) -> float:
-        """Turns that the job will probably send, including the current one; 1 for an unknown kind."""
-        counts = self._kinds.get(job.tenant, _get_name(job.kind, job.num_turns))
-        if counts is None:
-            return 1.0
-        num_ended = max(0.0, counts.turns - counts.marked)
-        return min(MAX_TURNS, (counts.turns + PRIOR_TURNS) / (num_ended + PRIOR_TURNS))
+        """Turns that the job will probably send, including the current one; 1 if nothing is known."""
+        counts = self._kinds.get(job.tenant, job.kind) or _NOTHING
+        new = self._new.get(job.tenant, None) or _NOTHING
+        share_ended = (new.turns - new.marked + PRIOR_TURNS) / (new.turns + PRIOR_TURNS)
+        num_ended = counts.turns - counts.marked + PRIOR_TURNS * share_ended
+        return min(MAX_TURNS, (counts.turns + PRIOR_TURNS) / num_ended)
 
 
-def _get_name(kind: str | None, num_turns: int) -> str | None:
-    """The kind under which a job's turns are counted; None if they are not counted."""
-    return kind if kind is not None or num_turns < 2 else NO_KIND
+_NOTHING = Counts()

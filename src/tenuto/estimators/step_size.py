@@ -20,8 +20,8 @@ delay decoding hardly more than another (below). Prompts are the larger part the
 sooner, so fewer run at a time. V(T) is the speed that lasts. Steps with more prompt tokens let more turns
 decode, until as many answers end as prompts. Then answers take the same share of a step's tokens as of all
 tokens: n = T · answers / (prompts + answers), and V is v with that n. If no step is fast enough, more comes
-than the engine can do. Then it is the smallest step whose V(T) is within SLACK of the best. A larger one
-would only let more turns run at a time.
+than the engine can do. Then it is the smallest step whose V(T) is within SLACK twice of the best: both speeds
+are guesses. A larger one would only let more turns run at a time.
 
 Otherwise prompts go first, but only as far as this saves more waiting than it causes. While the engine
 computes one more prompt token, its own turn waits, and so do the n decoding turns:
@@ -124,7 +124,7 @@ def choose_step_tokens(
     if share >= prompt_weight * (work.busy - share):
         balances = [size * work.answer_share for size in sizes]
         speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
-        enough = min(SLACK * rate, max(speeds) / SLACK)
+        enough = min(SLACK * rate, max(speeds) / SLACK**2)
         delays = {
             size: get_delay(size, n)
             for size, n, speed in zip(sizes, balances, speeds, strict=True)
