@@ -29,9 +29,9 @@ computes one more prompt token, its own turn waits, and so do the n decoding tur
     weight / (v(T) - r)              seconds that the prompt waits for it, with the queue before it (M/M/1)
     n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
 
-The step is the largest size whose sum is within SLACK of the smallest: of sizes that are as good for all turns,
-the largest has the earliest first tokens. The second term is why small steps can be better for all turns: a few
-prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
+The step is the largest size whose sum is within SLACK of the smallest: of sizes that are as good for all
+turns, the largest has the earliest first tokens. The second term is why small steps can be better for all
+turns: a few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
 
 - A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
   those of stock vLLM.
@@ -61,8 +61,8 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this much faster than
-they arrive, so that their queue empties."""
+"""Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this
+much faster than they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
