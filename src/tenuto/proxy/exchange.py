@@ -149,12 +149,7 @@ def read_request(exchange: Exchange) -> RecordedRequest:
         raise Unreadable("too large to be read")
     if "content-encoding" in exchange.headers:
         raise Unreadable("its body is packed")
-    try:
-        body = json.loads(bytes(exchange.body).decode())
-    except (ValueError, RecursionError):
-        raise Unreadable("its body is not JSON") from None
-    if not isinstance(body, dict):
-        raise Unreadable("its body is not a JSON object")
+    body = _parse(bytes(exchange.body), "its body")
     pieces, token_ids, tokenize = _read_prompt(body, exchange.path)
     if not pieces and not token_ids:
         raise Unreadable("it has no prompt")
@@ -167,6 +162,16 @@ def read_request(exchange: Exchange) -> RecordedRequest:
         token_ids=token_ids,
         tokenize=tokenize,
     )
+
+
+def _parse(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        body = json.loads(data.decode())
+    except (ValueError, RecursionError):
+        raise Unreadable(f"{what} is not JSON") from None
+    if not isinstance(body, dict):
+        raise Unreadable(f"{what} is not a JSON object")
+    return body
 
 
 _NO_PROMPT = "it has several prompts, or none that is text or token ids"
@@ -217,12 +222,7 @@ def read_response(exchange: Exchange) -> Response:
     if exchange.is_stream:
         _read_stream(chunks, exchange, form, response)
     else:
-        try:
-            body = json.loads(b"".join(piece for _, piece in chunks).decode())
-        except (ValueError, RecursionError):
-            raise Unreadable("it is not JSON") from None
-        if not isinstance(body, dict):
-            raise Unreadable("it is not a JSON object")
+        body = _parse(b"".join(piece for _, piece in chunks), "it")
         if is_error(body):
             raise Unreadable("an error within the answer")
         response.add(form.read_whole(body), exchange.end_s)

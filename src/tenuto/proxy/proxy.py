@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from tenuto.proxy import RecordOptions
 from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.wire import openai_chat, openai_completions
+from tenuto.wire.request import write_error
 from tenuto.wire.response import LineReader, get_data
 
 GRACE_S = 30.0
@@ -112,26 +114,19 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
         await runner.cleanup()
 
 
+@dataclass(eq=False)
 class Proxy:
     """Passes requests to one server. An async context manager.
 
-    `on_exchange` is called with every exchange that `exchange.is_recorded` selects, when it has ended.
+    `on_exchange` is called with every exchange that `exchange.is_recorded` selects, when it has ended. The
+    others are as in `RecordOptions`.
     """
 
-    def __init__(
-        self,
-        upstream: str,
-        on_exchange: Callable[[Exchange], None],
-        *,
-        ask_usage: bool = False,
-        name_jobs: bool = False,
-    ) -> None:
-        """`ask_usage` and `name_jobs`: see `RecordOptions`."""
-        self._upstream = upstream
-        self._on_exchange = on_exchange
-        self._ask_usage = ask_usage
-        self._name_jobs = name_jobs
-        self._start_s: float | None = None
+    upstream: str
+    on_exchange: Callable[[Exchange], None]
+    ask_usage: bool = False
+    name_jobs: bool = False
+    _start_s: float | None = field(init=False, default=None)
 
     async def __aenter__(self) -> Self:
         """Open the connection pool, without limits on size or time: the client sets the time limits."""
@@ -171,7 +166,7 @@ class Proxy:
             raise
         finally:
             exchange.end_s = exchange.end_s or time.monotonic()
-            self._on_exchange(exchange)
+            self.on_exchange(exchange)
 
     async def _pass(self, request: web.Request, exchange: Exchange | None) -> web.StreamResponse:
         if hdrs.UPGRADE in request.headers:
@@ -179,19 +174,19 @@ class Proxy:
         usage_filter: UsageFilter | None = None
         body = _read_pieces(request, exchange) if request.body_exists else None
         headers = _drop(request.headers, _NOT_SENT)
-        if (self._ask_usage or self._name_jobs) and exchange is not None and body is not None:
+        if (self.ask_usage or self.name_jobs) and exchange is not None and body is not None:
             async for _ in body:
                 pass
             if exchange.is_too_large:
                 return _refuse(413, "tenuto record reads each request's body, and this one is too large")
             whole = bytes(exchange.body)
-            if self._name_jobs and (name := find_job_name(exchange, whole)) is not None:
+            if self.name_jobs and (name := find_job_name(exchange, whole)) is not None:
                 headers[SESSION_HEADER] = name
-            changed = ask_for_usage(request.path, whole) if self._ask_usage else None
+            changed = ask_for_usage(request.path, whole) if self.ask_usage else None
             usage_filter = None if changed is None else UsageFilter()
             headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
             body = _send_bytes(changed or whole)
-        url = URL(self._upstream + request.raw_path, encoded=True)
+        url = URL(self.upstream + request.raw_path, encoded=True)
         try:
             async with self._session.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False
@@ -325,8 +320,7 @@ async def _restore_headers(request: web.Request, response: web.StreamResponse) -
 
 def _refuse(status: int, message: str) -> web.Response:
     """Make an error response of the proxy itself, in the format that OpenAI clients read."""
-    error = {"error": {"message": message, "type": "proxy_error", "code": status}}
-    return web.Response(status=status, text=json.dumps(error), content_type="application/json")
+    return web.json_response(write_error(message, "proxy_error", status), status=status)
 
 
 def _reset(request: web.Request) -> None:

@@ -6,6 +6,7 @@ that exchange loses its line and is counted. The traffic is never affected.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -108,10 +109,6 @@ class Sessions:
         lanes.append(self._make_lane(lanes, job_id or "job", tenant, arrival_s))
         return key, lanes[-1]
 
-    def count_same(self, lane: Lane, pieces: Pieces) -> int:
-        """Number of leading pieces that a prompt shares with the lane's previous turn."""
-        return _count_common(lane.last_hashes, pieces.hashes)
-
     def remember(
         self, key: str, pieces: Pieces, token_ids: Sequence[int] | None, output: Sequence[bytes]
     ) -> None:
@@ -166,10 +163,8 @@ class Recorder:
         self._options = options
         self._file = file
         self._say = say
-        salt = (
-            secrets.token_bytes(32) if options.salt is None else options.salt.encode(errors="surrogateescape")
-        )
-        self._hasher = Hasher(salt)
+        salt = None if options.salt is None else options.salt.encode(errors="surrogateescape")
+        self._hasher = Hasher(secrets.token_bytes(32) if salt is None else salt)
         self._tokenizer = Tokenizer(options.upstream, say)
         self._tokenizer.is_there = options.tokens == "server"
         self._turns = TurnWriter(self._hasher, self._tokenizer, options.keep_text)
@@ -226,8 +221,7 @@ class Recorder:
             self._say(f"{why}; traffic goes on, further ones are only counted")
 
     def _record(self, exchange: Exchange) -> None:
-        request: RecordedRequest | None = None
-        why: str | None = None
+        request = why = None
         try:
             request = read_request(exchange)
         except Unreadable as error:
@@ -265,8 +259,7 @@ class Recorder:
 
     def _get_job(self, hints: Hints) -> tuple[str | None, str | None]:
         """Tenant and job id, hashed if the options ask for it."""
-        tenant = hints.tenant
-        job_id = hints.job_id
+        tenant, job_id = hints.tenant, hints.job_id
         if job_id is not None and tenant is not None:
             job_id = job_id.removeprefix(f"{tenant}\t")
         if not self._options.hide_ids:
@@ -313,7 +306,7 @@ class TurnWriter:
             self._remember_tokens(key, pieces, token_ids, (*prompt, output), output_ids or [])
         tool, cached = find_tool_call(response), response.usage.cached_tokens
         first_s = response.first_token_s if request.is_stream else None
-        num_same = self._sessions.count_same(lane, pieces)
+        num_same = _count_common(lane.last_hashes, pieces.hashes)
         row = {
             **_describe_job(lane, exchange),
             "input_length": num_prompt,
@@ -407,9 +400,8 @@ def _count_output(exchange: Exchange, response: Response, output_ids: list[int] 
 
 
 def _describe_job(lane: Lane, exchange: Exchange) -> dict[str, Any]:
-    first = lane.num_turns == 0
     row: dict[str, Any] = {"session": lane.session, "tenant": lane.tenant}
-    if not first:
+    if lane.num_turns:
         row["delay"] = round(max(0.0, exchange.arrival_s - lane.last_end_s) * 1000, 3)
         return row
     row["parent"] = lane.parent
@@ -459,11 +451,10 @@ class RecordingFile:
 
     def _give_up(self, error: OSError, num_written: int) -> None:
         self.problem, self.num_lost = error.strerror or str(error), 1
-        try:
+        # Where this fails too, an incomplete line stays in the file; readers report it.
+        with contextlib.suppress(OSError):
             if num_written:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - num_written)
-        except OSError:
-            pass  # an incomplete line stays in the file; readers report it
 
 
 TOKENIZE_LIMIT_S = 30.0

@@ -314,7 +314,7 @@ class Tenuto(Router):
     def on_turn_sent(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
         """Its job is there now."""
         self._away.come_back(turn.job_id, now_s)
-        self._drop_silent(now_s)
+        self.on_tick(now_s)
         self._put(turn, engine, turn.num_prompt_tokens)
         new_tokens = self._count_new(turn, engine, self._prefixes.find(turn.parts))
         self._unstarted[turn.turn_id] = (new_tokens, self._pending.get(engine, 0.0) <= 0, now_s)
@@ -335,7 +335,7 @@ class Tenuto(Router):
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
         """Learn the work of a turn. From now on the job is away."""
-        self._drop_silent(now_s)
+        self.on_tick(now_s)
         turn = answered.turn
         self._start(turn, answered.engine)  # first tokens are not always reported
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
@@ -352,9 +352,6 @@ class Tenuto(Router):
 
     def on_tick(self, now_s: float) -> None:
         """Drop jobs that have been away for too long."""
-        self._drop_silent(now_s)
-
-    def _drop_silent(self, now_s: float) -> None:
         for job_id, has_ended in self._away.pop_silent(now_s):
             self._end(job_id) if has_ended else self._placed.remove(job_id)
 

@@ -71,7 +71,6 @@ class Format(Protocol):
 FORMATS: dict[str, Format] = {
     each.PATH: each for each in (openai_chat, openai_completions, openai_responses, anthropic_messages)
 }
-"""Each format by its path."""
 PATHS = tuple(FORMATS)
 
 

@@ -15,6 +15,7 @@ from tenuto.wire.request import (
     get_object,
     get_objects,
     get_string,
+    get_tool_name,
     read_parts,
 )
 from tenuto.wire.response import (
@@ -103,13 +104,8 @@ def _check_message(message: Mapping[str, Any], where: str) -> None:
 
 def read_tools(body: Body) -> dict[str, Any]:
     """The schema of each tool's arguments, by the tool's name. Raises RequestError."""
-    schemas: dict[str, Any] = {}
-    for index, tool in enumerate(get_list(body, "tools")):
-        name = as_object(tool).get("name")
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{index}].name must be a text", f"tools[{index}]")
-        schemas[name] = tool.get("input_schema")
-    return schemas
+    tools = enumerate(map(as_object, get_list(body, "tools")))
+    return {get_tool_name(tool, f"tools[{index}]"): tool.get("input_schema") for index, tool in tools}
 
 
 _CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}

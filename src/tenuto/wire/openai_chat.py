@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tenuto.wire.request import (
@@ -16,6 +15,7 @@ from tenuto.wire.request import (
     get_num_logprobs,
     get_object,
     get_objects,
+    get_tool_name,
     read_parts,
 )
 from tenuto.wire.response import (
@@ -80,14 +80,11 @@ def write_prompt(messages: Iterable[Message]) -> str:
 
 def read_tools(body: Body) -> dict[str, Any]:
     """The schema of each tool's arguments, by the tool's name. Raises RequestError."""
-    schemas: dict[str, Any] = {}
-    for index, tool in enumerate(get_list(body, "tools")):
-        function = as_object(as_object(tool).get("function"))
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{index}].function.name must be a text", f"tools[{index}]")
-        schemas[name] = function.get("parameters")
-    return schemas
+    functions = (as_object(as_object(tool).get("function")) for tool in get_list(body, "tools"))
+    return {
+        get_tool_name(each, f"tools[{index}]", ".function"): each.get("parameters")
+        for index, each in enumerate(functions)
+    }
 
 
 def read_tool_choice(body: Body) -> tuple[str, str | None]:
@@ -177,7 +174,7 @@ class Writer(ChoiceWriter):
 
     def _open(self, first: Delta) -> bytes:
         self._is_open = True
-        usage = None if first.usage is None else replace(first.usage, output_tokens=0)
+        usage = None if first.usage is None else first.usage._replace(output_tokens=0)
         delta = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         ids = {} if first.prompt_ids is None else {"prompt_token_ids": first.prompt_ids}

@@ -98,9 +98,7 @@ def _write_choice(delta: Delta, start: int = 0) -> dict[str, Any]:
 def _write_logprobs(logprobs: Sequence[Logprob], start: int) -> Mapping[str, Any]:
     tokens = [each.token for each in logprobs]
     return {
-        "text_offset": [start + offset for offset in accumulate(map(len, tokens[:-1]), initial=0)][
-            : len(tokens)
-        ],
+        "text_offset": list(accumulate(map(len, tokens), initial=start))[:-1],
         "token_logprobs": [each.value for each in logprobs],
         "tokens": tokens,
         # The token itself is among them, whether they were asked for or not.

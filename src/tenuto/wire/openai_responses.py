@@ -17,6 +17,7 @@ from tenuto.wire.request import (
     get_num_logprobs,
     get_objects,
     get_string,
+    get_tool_name,
     read_parts,
     show,
 )
@@ -113,15 +114,11 @@ def read_tools(body: Body) -> dict[str, Any]:
     Tools that the provider runs, such as a web search, are left out.
     """
     schemas: dict[str, Any] = {}
-    for index, tool in enumerate(get_list(body, "tools")):
-        tool = as_object(tool)
+    for index, tool in enumerate(map(as_object, get_list(body, "tools"))):
         if not isinstance(tool.get("type"), str):
             raise RequestError(f"tools[{index}].type must be a text", f"tools[{index}]")
         if tool["type"] == "function":
-            name = tool.get("name")
-            if not isinstance(name, str) or not name:
-                raise RequestError(f"tools[{index}].name must be a text", f"tools[{index}]")
-            schemas[name] = tool.get("parameters")
+            schemas[get_tool_name(tool, f"tools[{index}]")] = tool.get("parameters")
     return schemas
 
 
@@ -265,15 +262,8 @@ def _is_plain(value: Any) -> bool:
 
 
 _REPEATED: dict[str, Any] = {
-    "instructions": None,
-    "metadata": None,
-    "previous_response_id": None,
-    "reasoning": None,
-    "text": None,
-    "user": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "top_logprobs": None,
+    **dict.fromkeys(("instructions", "metadata", "previous_response_id", "reasoning", "text", "user")),
+    **dict.fromkeys(("max_output_tokens", "max_tool_calls", "top_logprobs")),
     "temperature": 1.0,
     "top_p": 1.0,
     "parallel_tool_calls": True,

@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import TenutoError
 
+T = TypeVar("T")
 Body = Mapping[str, Any]
 """A request's body, or an object within it."""
 
@@ -120,7 +121,7 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
         includes_usage=includes_usage,
         counts_pieces=get_bool(stream, "continuous_usage_stats") and includes_usage,
         returns_ids=get_bool(body, "return_token_ids"),
-        is_greedy=_get(body, "temperature", _is_number, "a number") == 0,
+        is_greedy=_get(body, "temperature", object, "a number", _is_number) == 0,
         seed=get_int(body, "seed"),
         priority=get_int(body, "priority") or 0,
         cache_salt=get_string(body, "cache_salt"),
@@ -162,33 +163,35 @@ def get_objects(body: Body, name: str) -> list[dict[str, Any]]:
 
 def get_list(body: Body, name: str) -> list[Any]:
     """Return a list; an empty one if the field is missing. Raises RequestError."""
-    return _get(body, name, lambda value: isinstance(value, list), "a list") or []
+    return _get(body, name, list, "a list") or []
+
+
+def get_tool_name(tool: Body, where: str, place: str = "") -> str:
+    """Return a tool's name, which stands at `place` in the item `where`. Raises RequestError."""
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}{place}.name must be a text", where)
+    return name
 
 
 def get_object(body: Body, name: str) -> Body | None:
     """Return an object, or None if the field is missing. Raises RequestError."""
-    found: Body | None = _get(body, name, lambda value: isinstance(value, dict), "an object")
-    return found
+    return _get(body, name, dict, "an object")
 
 
 def get_string(body: Body, name: str) -> str | None:
     """Return a non-empty string, or None if the field is missing. Raises RequestError."""
-    found: str | None = _get(
-        body, name, lambda value: isinstance(value, str) and value, "a text that is not empty"
-    )
-    return found
+    return _get(body, name, str, "a text that is not empty", bool)
 
 
 def get_bool(body: Body, name: str) -> bool:
     """Return a boolean; False if the field is missing. Raises RequestError."""
-    return bool(_get(body, name, lambda value: isinstance(value, bool), "true or false"))
+    return bool(_get(body, name, bool, "true or false"))
 
 
 def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
     """Return an integer, or None if the field is missing. Raises RequestError."""
-    value: int | None = _get(
-        body, name, lambda value: type(value) is int and abs(value) <= 2**63, "a whole number"
-    )
+    value = _get(body, name, int, "a whole number", lambda each: type(each) is int and abs(each) <= 2**63)
     if value is not None and minimum is not None and value < minimum:
         raise RequestError(f"{name} must be at least {minimum}, got {value}", name)
     return value
@@ -198,11 +201,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
-def _get(body: Body, name: str, is_right: Callable[[Any], object], what: str) -> Any:
+def _get(
+    body: Body, name: str, kind: type[T], what: str, is_right: Callable[[T], bool] = lambda value: True
+) -> T | None:
     value = body.get(name)
-    if value is not None and not is_right(value):
-        raise RequestError(f"{name} must be {what}, got {show(value)}", name)
-    return value
+    if value is None or (isinstance(value, kind) and is_right(value)):
+        return value
+    raise RequestError(f"{name} must be {what}, got {show(value)}", name)
 
 
 def show(value: Any) -> str:

@@ -11,7 +11,7 @@ whole response is one delta. Servers may send anything: what cannot be read is l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ _OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """The server's own counts. None if a count is missing or is not a valid number of tokens."""
 
     prompt_tokens: int | None = None
@@ -96,7 +95,7 @@ class Response:
     """None if the server did not send the ids of every piece, or none that are usable."""
     prompt_ids: list[int] | None = None
     logprobs: list[Logprob] = field(default_factory=list)
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     finish_reason: str | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -123,13 +122,8 @@ class Response:
         if delta.prompt_ids and are_token_ids(delta.prompt_ids):
             self.prompt_ids = delta.prompt_ids
         if delta.usage is not None:
-            new, old = delta.usage, self.usage
-            self.usage = Usage(
-                old.prompt_tokens if new.prompt_tokens is None else new.prompt_tokens,
-                old.output_tokens if new.output_tokens is None else new.output_tokens,
-                old.cached_tokens if new.cached_tokens is None else new.cached_tokens,
-                old.created_tokens if new.created_tokens is None else new.created_tokens,
-            )
+            counts = zip(delta.usage, self.usage, strict=True)
+            self.usage = Usage(*(old if new is None else new for new, old in counts))
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.is_finished = self.is_finished or delta.is_last
 
@@ -397,7 +391,6 @@ class Part(NamedTuple):
     """Which call it is."""
     text: str
     name: str | None = None
-    """The call's name."""
     logprobs: Sequence[Logprob] = ()
     """Those of a text's tokens."""
 
@@ -417,6 +410,13 @@ class BlockWriter:
 
     A block ends where another one begins.
     """
+
+    # What each format writes itself.
+    _begin: Callable[[], Events]
+    _begin_block: Callable[[Part], Events]
+    _continue_block: Callable[[Part], dict[str, Any]]
+    _end_block: Callable[[Part], Events]
+    _end: Callable[[Delta], Events]
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -463,18 +463,3 @@ class BlockWriter:
     def _frame(self, events: Events) -> bytes:
         self._num_events += len(events)
         return b"".join(b"event: %b\n%b" % (each["type"].encode(), write_event(each)) for each in events)
-
-    def _begin(self) -> Events:
-        raise NotImplementedError
-
-    def _begin_block(self, block: Part) -> Events:
-        raise NotImplementedError
-
-    def _continue_block(self, part: Part) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _end_block(self, block: Part) -> Events:
-        raise NotImplementedError
-
-    def _end(self, whole: Delta) -> Events:
-        raise NotImplementedError
