@@ -837,8 +837,8 @@ FAULTS = (
     Fault(
         "ranks: a turn without an answer stays in the books",
         "vllm/middleware.py",
-        "                found.close()",
-        "                pass",
+        "                    found.turn.close()",
+        "                    pass",
         ("vllm/test_ranks.py::test_a_turn_that_ends_without_an_answer_leaves_the_books",),
     ),
     Fault(

@@ -29,6 +29,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
@@ -144,17 +145,17 @@ class Middleware:
         address = self._control.find(scope)
         if address is not None:
             await self._control(address, scope, receive, send)
-            return
-        if _is_generation(scope):
+        elif not _is_generation(scope):
+            await self._app(scope, receive, send)
+        else:
             scope = {**scope, "headers": list(scope["headers"])}
             found = _Found()
             receive = self._read_when_asked(scope, receive, found)
             try:
                 await self._app(scope, receive, found.wrap(send))
             finally:
-                found.close()
-            return
-        await self._app(scope, receive, send)
+                if found.turn is not None:
+                    found.turn.close()
 
     def _read_when_asked(self, scope: Scope, receive: Receive, found: _Found) -> Receive:
         """A `receive` that returns the rewritten request. It reads nothing before the application asks.
@@ -198,13 +199,11 @@ class Middleware:
         fields = get_new_fields(request, headers, xargs, own_session_id, time.time()) if is_usable else {}
         if is_usable and (fields or xargs is not given):
             added["vllm_xargs"] = xargs = {**xargs, **fields}
-        new_headers = {}
         if added:
             body = _append_members(text, added)
             if "content-length" in headers:
-                new_headers["content-length"] = str(len(body))
+                _set_header(scope, "content-length", str(len(body)))
         if not is_usable:
-            _set_headers(scope, new_headers)
             return body
         # The choice of rank must not trust the tenant that a client claims, either.
         known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
@@ -214,10 +213,9 @@ class Middleware:
         job_id = hints.job_id or hints.conversation
         if self._ranks is not None and _RANK_HEADER not in headers:
             found.turn = self._ranks.open_turn({**request, "vllm_xargs": known}, headers, scope["path"])
-            new_headers[_RANK_HEADER] = str(found.turn.rank)
+            _set_header(scope, _RANK_HEADER, str(found.turn.rank))
         elif self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
-            new_headers[_RANK_HEADER] = str(get_rank_by_name(job_id, self._dp_size))
-        _set_headers(scope, new_headers)
+            _set_header(scope, _RANK_HEADER, str(get_rank_by_name(job_id, self._dp_size)))
         return body
 
 
@@ -228,14 +226,7 @@ class _Found:
     """Headers to add to its response."""
     turn: RankedTurn | None = None
 
-    def close(self) -> None:
-        """The request is over."""
-        if self.turn is not None:
-            self.turn.close()
-
     def wrap(self, send: Send) -> Send:
-        """A `send` that adds the headers to the response."""
-
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(name.lower().encode(), text.encode()) for name, text in self.headers]
@@ -302,11 +293,10 @@ def _append_members(text: bytes, members: Mapping[str, Any]) -> bytes:
     return start + comma + json.dumps(members).encode()[1:]
 
 
-def _set_headers(scope: Scope, new: Mapping[str, str]) -> None:
-    """Replace or add headers in place, because the application may hold a reference to the list."""
-    if new:
-        kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() not in new]
-        scope["headers"][:] = kept + [(name.encode(), value.encode()) for name, value in new.items()]
+def _set_header(scope: Scope, name: str, value: str) -> None:
+    """Replace or add a header in place, because the application may hold a reference to the list."""
+    kept = [each for each in scope["headers"] if each[0].decode("latin-1").lower() != name]
+    scope["headers"][:] = [*kept, (name.encode(), value.encode())]
 
 
 async def _refuse(scope: Scope, send: Send, problem: str) -> None:
@@ -335,7 +325,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, get_now_s: Callable[[], float] = time.monotonic) -> None:
-        self._get_now_s = get_now_s
+        self.get_now_s = get_now_s
         self._numbers = itertools.count()
         # Turns are not held back here, because the engine has its own admission.
         self.dispatcher = Dispatcher(load_router(ROUTER), FleetLimits(max_held=0))
@@ -346,23 +336,19 @@ class Ranks:
         """Choose the rank of a request."""
         turn_id = str(next(self._numbers))
         arrival = read_arrival(turn_id, request, headers, path)
-        (sending,) = self.dispatcher.arrive(arrival, self._get_now_s())
+        (sending,) = self.dispatcher.arrive(arrival, self.get_now_s())
         return RankedTurn(self, turn_id, int(sending.engine))
 
-    def get_now_s(self) -> float:
-        """The time on the router's clock, in seconds."""
-        return self._get_now_s()
 
-
+@dataclass(eq=False)
 class RankedTurn:
     """One request that was sent to a rank, until its response is complete."""
 
-    def __init__(self, ranks: Ranks, turn_id: str, rank: int) -> None:
-        self.rank = rank
-        self._ranks = ranks
-        self._turn_id = turn_id
-        self._num_pieces = 0
-        self._is_refused = False
+    _ranks: Ranks
+    _turn_id: str
+    rank: int
+    _num_pieces: int = 0
+    _is_refused: bool = False
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """A message of the response. Each body message counts as one token, as in vLLM's streams."""
@@ -379,9 +365,6 @@ class RankedTurn:
     def close(self) -> None:
         """The request is over: its response is complete, or the client left."""
         self._ranks.dispatcher.abort(self._turn_id, self._ranks.get_now_s())
-
-
-logger = logging.getLogger("vllm.tenuto")
 
 
 class WishAnswers:
@@ -408,8 +391,7 @@ class WishAnswers:
         limits = Limits(**self._now["limits"]) if self._now is not None else Limits()
         most_s = limits.max_lease_s if hints.retain_s is None else min(limits.max_lease_s, hints.retain_s)
         refusal = LeaseRefusal.LAST_TURN if hints.is_last else None
-        if not self._keeps(hints):
-            refusal = LeaseRefusal.POLICY
+        refusal = refusal if self._keeps(hints) else LeaseRefusal.POLICY
         return make_wish_header(wish, judge(wish, most_s, has_tier=self._has_tier, refusal=refusal))
 
     def follow(self, status: Mapping[str, Any]) -> None:
@@ -425,9 +407,8 @@ class WishAnswers:
         config, self._has_tier = found
         settings = read_settings(config)
         self._now = {name: getattr(settings, name) for name in ("mode", "policy", "options")}
-        self._now |= {"limits": vars(settings.limits), "canary": None}
-        if settings.canary.is_on:
-            self._now |= {"canary": vars(settings.canary)}
+        canary = vars(settings.canary) if settings.canary.is_on else None
+        self._now |= {"limits": vars(settings.limits), "canary": canary}
 
     def _keeps(self, hints: Hints) -> bool:
         """Whether the settings allow to keep anything for a request with these hints."""
@@ -474,57 +455,39 @@ class HeadLines:
         name = "messages" if isinstance(request.get("messages"), list) else "input"
         messages = request.get(name)
         messages = messages if isinstance(messages, list) else []
-        editor = _Editor(self._drop, self._move if _add_lines(messages, ["x"]) is not None else ())
-        edited = {key: editor.edit_content(request[key]) for key in _BESIDE if key in request}
-        if messages:
-            edited[name] = _add_lines(editor.edit_messages(messages), editor.moved)
-        # Compare by identity first: NaN, which Python's JSON reader accepts, is not equal to itself.
-        return {key: new for key, new in edited.items() if new is not request[key] and new != request[key]}
+        move = self._move if _add_lines(messages, ["x"]) is not None else ()
+        moved: list[str] = []
 
+        def edit_text(text: Any) -> Any:
+            if not isinstance(text, str):
+                return text
+            kept: list[str] = []
+            for line in text.split("\n"):
+                if any(pattern.fullmatch(line) for pattern in self._drop):
+                    continue
+                is_moved = any(pattern.fullmatch(line) for pattern in move)
+                (moved if is_moved else kept).append(line)
+            return "\n".join(kept)
 
-_BESIDE = ("system", "instructions")
-
-
-class _Editor:
-    """Edits the texts of one request, and collects the lines that move."""
-
-    def __init__(self, drop: Sequence[re.Pattern[str]], move: Sequence[re.Pattern[str]]) -> None:
-        self.moved: list[str] = []
-        self._drop = drop
-        self._move = move
-
-    def edit_messages(self, messages: list[Any]) -> list[Any]:
-        edited = list(messages)
-        for index, message in enumerate(messages[:MAX_HEAD_MESSAGES]):
-            if not isinstance(message, dict) or not is_head(message):
-                break
-            if "content" in message:
-                edited[index] = {**message, "content": self.edit_content(message["content"])}
-        return edited
-
-    def edit_content(self, content: Any) -> Any:
-        if isinstance(content, list):
+        def edit_content(content: Any) -> Any:
+            if not isinstance(content, list):
+                return edit_text(content)
             return [
-                self.edit_content(part) if isinstance(part, str) else self._edit_part(part)
+                {**part, "text": edit_text(part["text"])} if _holds_text(part) else edit_text(part)
                 for part in content
             ]
-        return self._edit_text(content) if isinstance(content, str) else content
 
-    def _edit_part(self, part: Any) -> Any:
-        if _holds_text(part):
-            return {**part, "text": self._edit_text(part["text"])}
-        return part
-
-    def _edit_text(self, text: str) -> str:
-        kept = []
-        for line in text.split("\n"):
-            if any(pattern.fullmatch(line) for pattern in self._drop):
-                continue
-            if any(pattern.fullmatch(line) for pattern in self._move):
-                self.moved.append(line)
-                continue
-            kept.append(line)
-        return "\n".join(kept)
+        edited = {key: edit_content(request[key]) for key in ("system", "instructions") if key in request}
+        if messages:
+            after = list(messages)
+            for index, message in enumerate(messages[:MAX_HEAD_MESSAGES]):
+                if not isinstance(message, dict) or not is_head(message):
+                    break
+                if "content" in message:
+                    after[index] = {**message, "content": edit_content(message["content"])}
+            edited[name] = _add_lines(after, moved)
+        # Compare by identity first: NaN, which Python's JSON reader accepts, is not equal to itself.
+        return {key: new for key, new in edited.items() if new is not request[key] and new != request[key]}
 
 
 def read_head_lines(environment: Mapping[str, str]) -> HeadLines:
