@@ -87,21 +87,15 @@ class ControlAddresses:
         if is_job:
             job_id = address.removeprefix("jobs/").removesuffix("/release")
             return await self._ask_job(scope, headers, job_id, "release" if is_release else "job")
-        refusal = self._check_operator(headers, scope)
+        refusal = check_operator(headers.get("authorization", ""))
         if refusal is not None:
-            return refusal
+            status, error = refusal
+            if status == 401:
+                logger.warning("control: a request from %s had no valid operator's key", _get_address(scope))
+            return status, {"error": error}
         if method == "GET":
             return await _ask(scope, {"do": "ledger" if address == "ledger" else "status"})
         return await self._change(scope, headers, receive)
-
-    def _check_operator(self, headers: dict[str, str], scope: Scope) -> Answer | None:
-        refusal = check_operator(headers.get("authorization", ""))
-        if refusal is None:
-            return None
-        status, error = refusal
-        if status == 401:
-            logger.warning("control: a request from %s had no valid operator's key", _get_address(scope))
-        return status, {"error": error}
 
     async def _change(self, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         """Check the change on every rank; apply it on every rank if none refuses it.
@@ -137,9 +131,8 @@ class ControlAddresses:
         return status, answer
 
     async def _ask_job(self, scope: Scope, headers: dict[str, str], job_id: str, do: str) -> Answer:
-        query = dict(
-            part.partition("=")[::2] for part in scope.get("query_string", b"").decode("latin-1").split("&")
-        )
+        parts = scope.get("query_string", b"").decode("latin-1").split("&")
+        query = dict(part.partition("=")[::2] for part in parts)
         named = get_bounded_id(unquote(query.get("tenant", "")))
         if check_operator(headers.get("authorization", "")) is None:
             tenant = named
@@ -158,9 +151,8 @@ class ControlAddresses:
         if status != 200:
             return status, answer
         if do == "job":
-            told = [
-                {"rank": rank["rank"], **rank["job"]} for rank in answer["ranks"] if rank["job"] is not None
-            ]
+            ranks = [rank for rank in answer["ranks"] if rank["job"] is not None]
+            told = [{"rank": rank["rank"], **rank["job"]} for rank in ranks]
             return 200, {"job": job_id, "ranks": told} | ({} if told else {"note": UNKNOWN_JOB})
         return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
 

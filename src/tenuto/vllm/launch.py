@@ -14,7 +14,6 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.loader import get_engine_settings, load_policy
-from tenuto.core.policy import EngineSettings
 from tenuto.vllm.middleware import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tiers.files import prepare_folder
@@ -43,21 +42,22 @@ def build_command(
     Raises ConfigError or PolicyError before anything starts.
     """
     given, rest = _take_option(list(passed), "--additional-config")
-    if _take_option(list(rest), "--scheduler-cls")[0] is not None:
+    if _find_option(rest, "--scheduler-cls") is not None:
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
     config = _parse_config(given)
     tenuto = {**config.get("tenuto", {}), **settings}
-    wanted = _get_engine_settings({"tenuto": tenuto})
+    checked = read_settings({"tenuto": tenuto})
+    wanted = get_engine_settings(checked.policy, load_policy(checked.policy, checked.options))
     if tenuto:
         config["tenuto"] = tenuto
     command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     for name, flag in WANTED_FLAGS.items():
         value = getattr(wanted, name)
-        if value is not None and _take_option(list(rest), flag)[0] is None:
+        if value is not None and _find_option(rest, flag) is None:
             command += [flag, str(value)]
     if tiers is not None:
         for flag in OFFLOAD_FLAGS:
-            if _take_option(list(rest), flag)[0] is not None:
+            if _find_option(rest, flag) is not None:
                 raise ConfigError(f"--host-gb sets up vLLM's connector itself; leave out {flag}")
         command += ["--kv-transfer-config", json.dumps(tiers.get_transfer_config())]
     if config:
@@ -67,15 +67,16 @@ def build_command(
 
 def get_hints(command: Sequence[str]) -> list[str]:
     """Hints, one per line: options that only the operator can choose, and the retention interval."""
-    config = _parse_config(_take_option(list(command), "--additional-config")[0])
-    wanted = _get_engine_settings(config)
-    hints = []
-    if interval := _describe_interval(command, config):
-        hints.append(interval)
-    has_tier = any(_take_option(list(command), flag)[0] is not None for flag in OFFLOAD_FLAGS)
-    if wanted.offload is None or has_tier:
-        return hints
-    return [*hints, "this policy is meant to run with KV in host memory too: add --host-gb GIB"]
+    settings = read_settings(_parse_config(_find_option(command, "--additional-config")))
+    policy = load_policy(settings.policy, settings.options)
+    retains = settings.mode == "on" and policy.overrides("retain")
+    model, given = command[command.index("serve") + 1], _find_option(command, INTERVAL_FLAG)
+    interval = describe_interval(model, given, retains=retains)
+    hints = [] if interval is None else [interval]
+    has_tier = any(_find_option(command, flag) is not None for flag in OFFLOAD_FLAGS)
+    if get_engine_settings(settings.policy, policy).offload is not None and not has_tier:
+        hints.append("this policy is meant to run with KV in host memory too: add --host-gb GIB")
+    return hints
 
 
 def check_files(command: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ def check_files(command: Sequence[str]) -> None:
 
     Raises ConfigError naming the setting and the file.
     """
-    settings = read_settings(_parse_config(_take_option(list(command), "--additional-config")[0]))
+    settings = read_settings(_parse_config(_find_option(command, "--additional-config")))
     for name, path in (("trace", settings.trace), ("state", settings.state)):
         if path is None:
             continue
@@ -113,19 +114,16 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
     if plugins is not None and "tenuto" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
     for name in ("--data-parallel-size", "-dp"):
-        size = _take_option(list(passed), name)[0]
+        size = _find_option(passed, name)
         if size is not None and size.isdecimal() and int(size) > 1:
-            return {**environment, DP_SIZE_VARIABLE: size, **_get_dp_choice(passed)}
+            environment[DP_SIZE_VARIABLE] = size
+            # By load if only one process answers requests, because that process counts open turns. By default
+            # vLLM starts one API server for each rank.
+            counts = (_find_option(passed, each) for each in ("--api-server-count", "-asc"))
+            if "1" in counts:
+                environment[DP_CHOICE_VARIABLE] = "load"
+            break
     return environment
-
-
-def _get_dp_choice(passed: Sequence[str]) -> dict[str, str]:
-    """By load if only one process answers requests, because that process counts open turns.
-
-    By default vLLM starts one API server for each rank.
-    """
-    counts = (_take_option(list(passed), name)[0] for name in ("--api-server-count", "-asc"))
-    return {DP_CHOICE_VARIABLE: "load"} if "1" in counts else {}
 
 
 def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
@@ -141,16 +139,8 @@ def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]
     return None, arguments
 
 
-def _describe_interval(command: Sequence[str], config: Mapping[str, Any]) -> str | None:
-    settings = read_settings(config)
-    retains = settings.mode == "on" and load_policy(settings.policy, settings.options).overrides("retain")
-    model = command[command.index("serve") + 1]
-    return describe_interval(model, _take_option(list(command), INTERVAL_FLAG)[0], retains=retains)
-
-
-def _get_engine_settings(config: Mapping[str, Any]) -> EngineSettings:
-    settings = read_settings(config)
-    return get_engine_settings(settings.policy, load_policy(settings.policy, settings.options))
+def _find_option(arguments: Sequence[str], name: str) -> str | None:
+    return _take_option(list(arguments), name)[0]
 
 
 def _parse_config(text: str | None) -> dict[str, Any]:
@@ -181,14 +171,10 @@ class Tiers:
             "offload_prompt_only": False,
         }
         if self.disk is not None:
-            tier: dict[str, Any] = {
-                "type": "DiskTier",
-                "module_path": "tenuto.vllm.tiers.disk",
-                "folder": str(Path(self.disk).absolute()),
-            }
-            if self.disk_gb is not None:
-                tier["max_bytes"] = int(self.disk_gb * GIB)
-            extra["secondary_tiers"] = [tier]
+            folder = str(Path(self.disk).absolute())
+            tier = {"type": "DiskTier", "module_path": "tenuto.vllm.tiers.disk", "folder": folder}
+            limit = {} if self.disk_gb is None else {"max_bytes": int(self.disk_gb * GIB)}
+            extra["secondary_tiers"] = [{**tier, **limit}]
         return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -233,8 +219,12 @@ def read_layers(model: str) -> dict[str, int] | None:
 
     None if its config is not here or does not say it.
     """
-    config = _read_config(model)
-    if config is None:
+    path = find_config(model)
+    try:
+        config = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
         return None
     config = {**config, **config.get("text_config", {})}
     kinds = config.get("layer_types") or _guess_kinds(config)
@@ -273,14 +263,3 @@ def find_config(model: str) -> Path | None:
     except ValueError:
         return None
     return Path(found) if isinstance(found, str) else None
-
-
-def _read_config(model: str) -> dict[str, Any] | None:
-    path = find_config(model)
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) and isinstance(config.get("text_config", {}), dict) else None

@@ -72,8 +72,7 @@ class EngineMetrics(Collector):
                 # prometheus_client writes creation times as separate families.
                 if family.name.endswith("_created"):
                     continue
-                if family.name in families:
-                    families[family.name].samples.extend(family.samples)
-                else:
-                    families[family.name] = family
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
         return families.values()

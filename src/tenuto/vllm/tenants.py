@@ -48,7 +48,6 @@ _KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
-"""Prefix of a secret that was made at start."""
 
 _tenant: ContextVar[str | None] = ContextVar("tenuto_tenant", default=None)
 """The tenant of the request that is being answered. Tasks that vLLM starts for a request inherit it."""
@@ -71,7 +70,9 @@ class TenantReader:
     def get(self, headers: Mapping[str, str]) -> str | None:
         """The tenant, or None. Header names must be in lower case. A key is replaced by its name."""
         if self._header and self._header != "authorization":
-            return _get_own_name(headers.get(self._header))
+            name = get_bounded_id(headers.get(self._header))
+            # A header cannot name unverified tenants.
+            return None if name == UNVERIFIED else name
         given = headers.get("authorization", "")
         key = given.partition(" ")[2].strip()
         # vLLM checks keys only on some paths. On the others, clients can send any key.
@@ -99,9 +100,8 @@ def carry(tenant: str | None) -> Iterator[None]:
         _tenant.reset(token)
 
 
-def get_carried() -> str | None:
-    """The tenant of the request that is being answered."""
-    return _tenant.get()
+get_carried = _tenant.get
+"""Returns the tenant of the request that is being answered."""
 
 
 def stamp(sampling_params: Any) -> None:
@@ -143,7 +143,6 @@ class TenantVerifier:
         if self._has_tenants and (problem := find_secret_problem()):
             raise ConfigError(problem)
         self.num_unverified = 0
-        """Requests whose tenant could not be verified."""
         self._next_log_s = 0.0
 
     def read(self, xargs: Any) -> Mapping[str, Any] | None:
@@ -168,10 +167,8 @@ class TenantVerifier:
 
     def answer(self, text: str) -> str:
         """An API server says that it has tenants. The answer is JSON with `ok`, and maybe an `error`."""
-        if self._trusts_clients:
-            return json.dumps({"ok": True})
-        self._has_tenants = True
-        if self._verify(json.loads(text)) == _INTRODUCTION:
+        self._has_tenants |= not self._trusts_clients
+        if self._trusts_clients or self._verify(json.loads(text)) == _INTRODUCTION:
             return json.dumps({"ok": True})
         own = find_secret_problem() or f"the server and the engine have different values of {SECRET_VARIABLE}"
         return json.dumps({"ok": False, "error": own})
@@ -248,12 +245,6 @@ def find_secret_problem() -> str | None:
 def _make_digest(use: str, text: str, secret: str) -> str:
     # `use` separates names from signatures: the name of a key must never equal the signature of a tenant.
     return hmac.digest(secret.encode(), f"{use}\n{text}".encode(errors="replace"), "sha256").hex()
-
-
-def _get_own_name(value: Any) -> str | None:
-    """A header's value as a tenant. It never equals the name of unverified tenants."""
-    name = get_bounded_id(value)
-    return None if name is None or name == UNVERIFIED else name
 
 
 def _get_header_name() -> str:
