@@ -50,10 +50,11 @@ def make_tier() -> Any:
     """A host tier that did nothing yet."""
     link = SimpleNamespace(bytes_per_s=1e9)
     nothing = SimpleNamespace(num_too_many=0, num_held_blocks=0)
+    fetched = SimpleNamespace(num_used=0, num_wasted=0, num_skipped=0, num_blocks=0)
     return SimpleNamespace(
         get_views=lambda: [TierView("host", 100, 0, 1e-3, 0.0)], loads=link, stores=link, later=nothing,
         host=SimpleNamespace(num_refused=0, num_evicted=0, num_dropped=0),
-        num_declined_loads=0, num_events=0, prefetch=None,
+        num_declined_loads=0, num_events=0, prefetch=fetched,
     )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from tenuto.vllm.compat.scheduler import (
     get_num_cached_tokens,
     get_own_cached_blocks,
     has_content,
-    reads_cache,
     try_take_blocks,
 )
 
@@ -72,13 +71,13 @@ class VllmEngine:
             now_s=now_s,
             block_size=self._block_size,
             num_blocks=self._leased.num_blocks,
-            num_free_blocks=self._leased.get_num_free_blocks(),
+            num_free_blocks=max(0, self.get_num_free_blocks()),
             num_running=num_running,
             num_waiting=num_waiting - num_parked,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
             num_parked=num_parked,
             num_leases=num_leases,
-            num_leased_blocks=len(self._leased),
+            num_leased_blocks=self.get_num_leased_blocks(),
             tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
         )
 
@@ -122,14 +121,14 @@ class VllmEngine:
             self._found = get_own_cached_blocks(self._scheduler, request, num_known)
             return self._found
         self._cache_ends(request)
-        if not reads_cache(request):
+        if request.skip_reading_prefix_cache:
             return []
         return self._find(request.block_hashes, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
         """All groups' blocks of a prefix of a running request, and its tokens."""
         request = self._scheduler.requests[turn_id]
-        if not reads_cache(request):
+        if request.skip_reading_prefix_cache:
             return [], 0
         found = self._find(request.block_hashes, max_tokens)
         return found, found.num_tokens
@@ -190,10 +189,8 @@ class VllmEngine:
 
     def hold(self, blocks: list[Any]) -> None:
         """Take one reference to each block: the finishing request's own, if it has all of them."""
-        ended = self._ending
-        if ended is None or blocks is not self._found:
-            self._leased.hold(blocks)
-        elif try_take_blocks(self._scheduler, ended.request.request_id, blocks):
+        ended = self._ending if blocks is self._found else None
+        if ended is not None and try_take_blocks(self._scheduler, ended.request.request_id, blocks):
             self._leased.take_over(blocks)
         else:
             self._leased.hold(blocks)
@@ -220,11 +217,12 @@ class VllmEngine:
     def get_num_cached_tokens(self, turn_id: str) -> int:
         """Prompt tokens of a waiting request that are cached."""
         # vLLM queues a request before it lists it in `requests`.
-        return get_num_cached_tokens(self._scheduler, self._scheduler.get_waiting(turn_id))
+        return get_num_cached_tokens(self._scheduler, self._scheduler.order.get_request(turn_id))
 
     def reorder(self, turn_id: str) -> None:
         """Ask for a waiting request's key again."""
-        self._scheduler.reorder_waiting(turn_id)
+        if self._scheduler.order is not None:
+            self._scheduler.order.reorder(turn_id)
 
 
 def _count_common(most: int, is_common: Callable[[int], bool]) -> int:

@@ -7,10 +7,11 @@ In mode off, no hook is installed. In shadow mode, the policy is asked, but vLLM
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any
 
 from tenuto.core.driver import Driver
-from tenuto.core.engine import StepTokens, get_max_step_tokens, get_prompt_weight
+from tenuto.core.engine import StepClock, StepTokens, get_max_step_tokens, get_prompt_weight
 from tenuto.core.leases import describe_room
 from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Key, Policy
@@ -31,7 +32,6 @@ from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
-from tenuto.vllm.steps import StepReporter
 from tenuto.vllm.waiting import SplitQueue, TurnQueue
 
 MAX_RENEWALS = 32
@@ -83,12 +83,12 @@ class Hooks:
         self.asks_admission = asked.overrides("admit")
         self._asks_policy_budget = self.asks_budget and asked.overrides("step_budget")
         self._has_order = self.asks_admission or asked.overrides("queue_key")
+        self._keeps_blocks = asked.overrides("retain")
+        self._retains = self._keeps_blocks or asked.overrides("preempt_key")
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
         self.steps = StepReporter(self.driver) if self.driver.hears_steps else None
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
-        self._retains = asked.overrides("retain") or asked.overrides("preempt_key")
-        self._keeps_blocks = asked.overrides("retain")
         is_simple = engine.can_truncate and scheduler.connector is None
         self.frees_later = self._keeps_blocks and not self._is_shadow and is_simple
         """Whether a turn that ended keeps its blocks until the driver has been told, which may keep them."""
@@ -122,12 +122,9 @@ class Hooks:
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = get_max_step_tokens(self._step_tokens, scheduler.max_step_tokens)
-        if before is not None and before._pressure is not None:
-            before._pressure.remove()
-        if before is not None and before._spares is not None:
-            before._spares.remove()
-        if before is not None and before._checkpoints is not None:
-            before._checkpoints.remove()
+        for each in () if before is None else (before._pressure, before._spares, before._checkpoints):
+            if each is not None:
+                each.remove()
         waiting = list(scheduler.waiting)
         if self._has_order:
             # Not earlier: the driver may first have to take over another driver's turns.
@@ -144,22 +141,22 @@ class Hooks:
             scheduler.waiting = make_waiting_queue(scheduler)
             for request in sorted(waiting, key=self._get_place):
                 scheduler.waiting.add_request(request)
-        if self._retains and not self._is_shadow:
+        if self._is_shadow:
+            return
+        if self._retains:
             self._pressure = Pressure(scheduler)
-        if self._keeps_blocks and not self._is_shadow:
+        if self._keeps_blocks:
             self._spares = EndSpares(scheduler)
-        if self.driver.pins.max_blocks and not self._is_shadow:
+        if self.driver.pins.max_blocks:
             self._checkpoints = FirstCheckpoints(scheduler)
 
     def describe_pins(self) -> str | None:
         """How many shared prefixes can be pinned, as a text; None if nothing is pinned."""
-        if self._checkpoints is None:
+        made = self._checkpoints
+        if made is None:
             return None
         return describe_room(
-            self.driver.pins.max_blocks,
-            self._checkpoints.num_blocks,
-            self._checkpoints.full_blocks_per_token,
-            self._checkpoints.tokens,
+            self.driver.pins.max_blocks, made.num_blocks, made.full_blocks_per_token, made.tokens
         )
 
     def arrive(self, request: Any) -> None:
@@ -179,7 +176,7 @@ class Hooks:
                 self.first_tokens.start(request_id)
             if self._scheduler.connector is not None and not self.driver.has_started(request_id):
                 self.driver.load(request_id, get_hit_tokens(self._scheduler.requests[request_id])[1])
-            short_hit = self._scheduler.short_hits.get(request_id)
+            short_hit = self._scheduler.short_hits.found.get(request_id)
             self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
 
     def look(self, output: Any) -> None:
@@ -251,16 +248,10 @@ class Hooks:
 
     def _make_queue(self) -> TurnQueue:
         driver = self.driver
+        common = (self._get_key, self._is_gated, driver.settle, driver.make_order)
         if not self.settings.canary.is_on:
-            return TurnQueue(self._get_key, self._is_gated, driver.settle, driver.make_order)
-        return SplitQueue(
-            self._get_key,
-            self._is_gated,
-            driver.settle,
-            driver.make_order,
-            self._get_place,
-            lambda request: driver.runs_as_stock(request.request_id),
-        )
+            return TurnQueue(*common)
+        return SplitQueue(*common, self._get_place, lambda request: driver.runs_as_stock(request.request_id))
 
     def _get_key(self, request: Any) -> Key:
         return self.driver.get_queue_key(request.request_id, self._clock.monotonic())
@@ -299,13 +290,11 @@ class Pressure:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._guard = AllocationGuard(scheduler, self._allocate_with_leases)
+        self.remove = self._guard.remove
+        """Leaves vLLM's allocation as it was."""
         self._now_s = 0.0
         self._victims: list[str] | None = None
         """Running turns in order of preemption; None until this step needs the order."""
-
-    def remove(self) -> None:
-        """Leave vLLM's allocation as it was."""
-        self._guard.remove()
 
     def begin_step(self, now_s: float) -> None:
         """A step is about to be scheduled."""
@@ -354,8 +343,7 @@ class Pressure:
             driver = self._scheduler.driver
             self._victims = driver.get_victims([each.request_id for each in running], self._now_s)
         candidates = {each.request_id: each for each in running[running.index(request) :]}
-        victim_id = next((each for each in self._victims if each in candidates), None)
-        victim = candidates.get(victim_id) if victim_id is not None else None
+        victim = next((candidates[each] for each in self._victims if each in candidates), None)
         if victim is not None and victim is not running[-1]:
             running.remove(victim)
             running.append(victim)
@@ -396,3 +384,34 @@ class FirstTokens:
     def _observe(self, request_id: str, now_s: float) -> None:
         group = "stock" if self._driver.runs_as_stock(request_id) else "policy"
         self._driver.stats.groups[group].first_token_s.observe(now_s - self._pending.pop(request_id))
+
+
+class StepReporter:
+    """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._clock = StepClock()
+        self._scheduled: deque[tuple[Any, float, bool]] = deque()
+        """For each scheduled step: its output, when it was scheduled, and whether it uses the whole token
+        budget."""
+
+    def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
+        """A step was scheduled. A step without tokens is never computed, so it is not counted.
+
+        `is_full`: whether it uses its whole token budget.
+        """
+        if output.total_num_scheduled_tokens:
+            self._scheduled.append((output, now_s, is_full))
+
+    def finish(self, output: Any, now_s: float) -> None:
+        """The results of a step have arrived."""
+        # Steps that were in flight when this object was made are not in `_scheduled`.
+        if not self._scheduled or self._scheduled[0][0] is not output:
+            return
+        _, scheduled_s, is_full = self._scheduled.popleft()
+        num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        num_tokens = output.total_num_scheduled_tokens - num_drafts
+        num_requests = len(output.num_scheduled_tokens)
+        step = self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
+        self._driver.step(step)

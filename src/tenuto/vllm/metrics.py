@@ -44,7 +44,7 @@ from tenuto.core.exported_metrics import (
 )
 from tenuto.core.ledger import OTHER_TENANTS
 from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
-from tenuto.vllm.settings import Settings, read_settings
+from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tenants import TenantVerifier
 
 FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
@@ -124,10 +124,10 @@ TIERS = (
            lambda tier: tier.later.num_too_many),
     Metric("counter", "tier_prefetches",
            "Jobs about to return, by what became of their KV (skipped: it would have cost others).",
-           lambda tier: {name: getattr(tier.prefetch, f"num_{name}", 0) for name in _PREFETCHES},
+           lambda tier: {name: getattr(tier.prefetch, f"num_{name}") for name in _PREFETCHES},
            ("result",)),
     Metric("counter", "tier_prefetched_blocks", "Blocks loaded before their job returned.",
-           lambda tier: 0 if tier.prefetch is None else tier.prefetch.num_blocks),
+           lambda tier: tier.prefetch.num_blocks),
 )  # fmt: skip
 """What host memory and disk hold and do. They read `tenuto.vllm.tiers.host.HostTier`.
 
@@ -146,8 +146,7 @@ class Metrics:
         self._next_s = 0.0
         self._last_state: tuple[Any, ...] | None = None
         self._file = _get_file(engine_index)
-        self._has_failed = False
-        """Whether the last attempt to write the metrics' file failed."""
+        self._has_failed = False  # to write the file, at the last attempt
         self._registry = CollectorRegistry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
@@ -164,10 +163,12 @@ class Metrics:
                 setattr(stats, field, self._observe(histogram, group))
         self.shadow = DriverStats()
         self.shadow_stats = ShadowStats()
-        self._settings = read_settings(vllm_config.additional_config)
+        self.settings = read_settings(vllm_config.additional_config)
+        """The settings that are exported from the next refresh on."""
         self._num_changes: Totals[str] = Totals()
-        self._groups: tuple[str, ...] = ()
-        self._tenants: TenantVerifier | None = None
+        self.groups: tuple[str, ...] = ()
+        """The kinds of layer groups that can end hits early."""
+        self.tenants: TenantVerifier | None = None
         self._tier: Any = None
         self._tables = {
             "leases": self._make(LEASES),
@@ -181,22 +182,10 @@ class Metrics:
         if self._forward is not None:
             REGISTRY.register(self._forward)
 
-    def watch_tenants(self, tenants: TenantVerifier) -> None:
-        """Export the number of requests that `tenants` could not verify."""
-        self._tenants = tenants
-
     def watch_tier(self, tier: Any) -> None:
         """Export this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
         self._tier = tier
         self._tables["tiers"] = self._make(TIERS)
-
-    def watch_groups(self, names: Iterable[str]) -> None:
-        """Export which of these kinds of layer groups end hits early."""
-        self._groups = tuple(names)
-
-    def show(self, settings: Settings) -> None:
-        """Export these settings from the next refresh on."""
-        self._settings = settings
 
     def count_changes(self, changed: Iterable[str]) -> None:
         """An operator changed these settings."""
@@ -209,17 +198,10 @@ class Metrics:
             return
         self._next_s = now_s + REFRESH_S
         # An idle engine calls this often, usually without any change.
-        num_events, num_blocks = self.stats.num_events, driver.get_num_leased_blocks()
+        leases = len(driver.leases), driver.get_num_leased_blocks(), driver.get_next_deadline_s()
         num_copies = 0 if self._tier is None else self._tier.num_events
-        state = (
-            id(driver),
-            len(driver.leases),
-            num_blocks,
-            num_events,
-            num_copies,
-            driver.get_next_deadline_s(),
-        )
-        if state != self._last_state or self._has_failed or any(each.has_values for each in self._observed):
+        state = (id(driver), *leases, self.stats.num_events, num_copies)
+        if state != self._last_state or self._has_failed or any(each.values for each in self._observed):
             self._last_state = state
             self._refresh_now(driver, now_s)
 
@@ -233,7 +215,7 @@ class Metrics:
             self._forward = None
 
     def _refresh_now(self, driver: Driver, now_s: float) -> None:
-        view, settings = driver.get_view(now_s), self._settings
+        view, settings = driver.get_view(now_s), self.settings
         now, nothing = (len(driver.leases), driver.get_num_leased_blocks(), view.num_parked), (0, 0, 0)
         blocks = {} if driver.is_shadow else driver.get_tenant_blocks()
         sources = {
@@ -249,10 +231,10 @@ class Metrics:
                 tenant_blocks=blocks,
                 shown_tenants=_choose_tenants(blocks, shows_names=settings.tenant_labels),
                 get_unix_time_s=lambda at_s: time.time() + at_s - now_s,
-                groups=self._groups,
+                groups=self.groups,
                 shows_names=settings.tenant_labels,
             ),
-            "tenants": self._tenants,
+            "tenants": self.tenants,
             "shadow": self.shadow_stats,
             "groups": self.stats.groups,
             "tiers": self._tier,
@@ -297,19 +279,13 @@ class _Observed:
 
     def __init__(self, series: Any) -> None:
         self._series = series
-        self._values: list[float] = []
-        self.observe = self._values.append
-
-    @property
-    def has_values(self) -> bool:
-        """Whether values wait to be exported."""
-        return bool(self._values)
+        self.values: list[float] = []
+        self.observe = self.values.append
 
     def show(self) -> None:
-        """Export the values."""
-        for value in self._values:
+        for value in self.values:
             self._series.observe(value)
-        self._values.clear()
+        self.values.clear()
 
 
 class _Exported:
@@ -322,18 +298,15 @@ class _Exported:
         self._labels = labels
         name, text = f"tenuto:{prefix}{metric.name}", metric.text.replace("{}", note)
         names = (*ENGINE_LABELS, *metric.labels)
-        self._made: Any
-        if metric.kind == "gauge":
-            self._made = Gauge(name, text, names, registry=registry, multiprocess_mode="mostrecent")
-        else:
-            self._made = Counter(name, text, names, registry=registry)
-        self._totals: dict[tuple[str, ...], float] | None = None if metric.kind == "gauge" else {}
+        is_gauge = metric.kind == "gauge"
+        make: Any = functools.partial(Gauge, multiprocess_mode="mostrecent") if is_gauge else Counter
+        self._made = make(name, text, names, registry=registry)
+        self._totals: dict[tuple[str, ...], float] | None = None if is_gauge else {}
         self._shown: set[tuple[str, ...]] = set()
         if not metric.labels:
             self._set((), 0)
 
     def show(self, source: Any) -> None:
-        """Read the value from its source and export it."""
         value: Value = self._read(source)
         if not isinstance(value, Mapping):
             self._set((), value)
@@ -375,7 +348,6 @@ class _Forward(Collector):
         return ()
 
     def collect(self) -> Iterable[Any]:
-        """The engine's metrics."""
         return self._registry.collect()
 
 

@@ -25,7 +25,7 @@ from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.types import LeaseEnd
 from tenuto.records.prototype import LiveTimestamps
-from tenuto.records.trace import TraceWriter
+from tenuto.records.trace import StepState, TraceWriter
 from tenuto.vllm.compat.check import VERSION, check_attributes, find_problems
 from tenuto.vllm.compat.groups import ShortHits
 from tenuto.vllm.compat.process import find_engine_core, get_engine_index, offer_call, wake, watch_weights
@@ -34,6 +34,8 @@ from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
     PrivateHooks,
     SyncScheduler,
+    count_cached_blocks,
+    get_hit_tokens,
     get_reason_for_stock,
     get_started,
     get_stock_class,
@@ -50,7 +52,6 @@ from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.requests import OutputReader, describe, drop_deep_fields
 from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
 from tenuto.vllm.state import StateFile
-from tenuto.vllm.steps import StepTracer
 from tenuto.vllm.tenants import INTRODUCE, TenantVerifier, check_names
 
 logger = logging.getLogger("vllm.tenuto")
@@ -69,7 +70,6 @@ class _DrivenScheduler(PrivateHooks):
 
     _hooks: Any = None
     _is_handling = False
-    """Whether `_handle_queued` is running."""
     _has_partial_prompt = True
     """Whether the last step may have left part of a prompt uncomputed."""
     tier: Any = None
@@ -91,26 +91,29 @@ class _DrivenScheduler(PrivateHooks):
         engine_core = find_engine_core()
         engine_index = get_engine_index(engine_core)
         self.max_step_tokens = self.max_num_scheduled_tokens
-        self._state = _open_state(policy, settings, engine_index)
+        self._state: StateFile | None = None
+        if settings.state is not None:
+            path = _get_file(settings.state, engine_index)
+            self._state = StateFile(policy, settings.policy, path, settings.save_every_s)
         # Open the trace after the state is restored, because the trace's header contains that state.
-        trace_path = _get_file(settings.trace, engine_index) if settings.trace else None
         self._trace = self._timestamps = None
-        if trace_path:
+        if settings.trace:
             if folder := os.environ.get(OUTPUT_VARIABLE):
                 path = _get_file(os.path.join(folder, "scheduler_timestamps"), engine_index)
                 self._timestamps = LiveTimestamps(Path(path))
             name, facts = _get_header(settings)
             asked = Policy() if settings.mode == "off" else policy
-            self._trace = TraceWriter(trace_path, asked, name, settings.trace_options, facts)
+            path = _get_file(settings.trace, engine_index)
+            self._trace = TraceWriter(path, asked, name, settings.trace_options, facts)
         self._metrics = Metrics(vllm_config, engine_index)
         self.short_hits = ShortHits(self)
-        self._metrics.watch_tenants(self.tenants)
-        self._metrics.watch_groups(self.short_hits.names.values())
+        self._metrics.tenants = self.tenants
+        self._metrics.groups = tuple(self.short_hits.names.values())
         self.leased_blocks = LeasedBlocks(self, lambda: self._hooks.driver.limits.always_yield)
         self.tier = _find_tier(self, settings, policy)
         if self.tier is not None:
             self._metrics.watch_tier(self.tier)
-        self._hooks = self._make_hooks(settings, policy)
+        self._hooks = self.prepare(settings, policy)
         self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
         reads_output = self._hooks.reads_output or bool(os.environ.get(ADMIN_VARIABLE))
@@ -225,7 +228,6 @@ class _DrivenScheduler(PrivateHooks):
         self._handle_end(ended)
 
     def keeps_for_now(self, request: Any) -> bool:
-        """Whether a request that ended keeps its blocks until the driver has been told of its end."""
         if self._hooks.frees_later:
             self.leased_blocks.free_later(request)
             self._queue(self.leased_blocks.free_next)
@@ -233,7 +235,6 @@ class _DrivenScheduler(PrivateHooks):
         return False
 
     def on_turn_preempting(self, request: Any) -> None:
-        """A running request is about to be preempted."""
         self.driver.preempt(request.request_id, time.monotonic(), request.num_computed_tokens)
         self._hooks.engine.forget(request.request_id)
 
@@ -243,7 +244,9 @@ class _DrivenScheduler(PrivateHooks):
             return True
         self._handle_queued()
         now_s = time.monotonic()
-        deadline_s = self._get_next_deadline_s()
+        # To end a lease, or to prefetch the KV of a job.
+        deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
+        deadline_s = min((each for each in deadlines if each is not None), default=None)
         if deadline_s is not None and deadline_s <= now_s:
             return True
         if deadline_s is not None and self._idle_timer is not None:
@@ -284,11 +287,6 @@ class _DrivenScheduler(PrivateHooks):
             self._timestamps.save()
         super().shutdown()  # type: ignore[misc]
 
-    def _get_next_deadline_s(self) -> float | None:
-        """When an idle engine must run a step: to end a lease, or to prefetch the KV of a job."""
-        deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
-        return min((each for each in deadlines if each is not None), default=None)
-
     # Events for the driver are queued, and most can wait until the GPU computes. The driver must be told of
     # all of them, in order, before it is asked anything.
 
@@ -303,7 +301,6 @@ class _DrivenScheduler(PrivateHooks):
         self._queued.append((handle, facts))
 
     def _handle_queued(self) -> None:
-        """Tell the driver about all queued events."""
         if self._is_handling:
             return
         self._is_handling = True
@@ -315,7 +312,6 @@ class _DrivenScheduler(PrivateHooks):
             self._is_handling = self._has_queued_step = False
 
     def _use_free_time(self) -> None:
-        """Do work that no step waits for."""
         self._handle_queued()
         now_s = time.monotonic()
         self._hooks.use_free_time(now_s)
@@ -331,19 +327,17 @@ class _DrivenScheduler(PrivateHooks):
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
 
     def _handle_step(self, output: Any, now_s: float, max_tokens: int) -> None:
-        """A step was scheduled with a budget of `max_tokens`."""
         hooks = self._hooks
         if hooks.steps is not None:
             hooks.steps.schedule(output, now_s, is_full=output.total_num_scheduled_tokens >= max_tokens)
         hooks.driver.settle()
         hooks.start(list(get_started(output)), now_s)
         hooks.look(output)
-        self.short_hits.forget()
+        self.short_hits.found.clear()
         if self._steps is not None:
             self._steps.record(output, now_s, max_tokens)
 
     def _handle_result(self, output: Any, now_s: float) -> None:
-        """The results of a step arrived."""
         if self._hooks.steps is not None:
             self._hooks.steps.finish(output, now_s)
         if self._steps is not None:
@@ -368,39 +362,32 @@ class _DrivenScheduler(PrivateHooks):
 
     def get_num_parked(self) -> int:
         """Number of waiting requests that admission holds back."""
-        order = self._hooks.order if self._hooks is not None else None
-        return order.num_parked if order is not None else 0
+        return self.order.num_parked if self.order is not None else 0
 
-    def get_waiting(self, request_id: str) -> Any:
-        """A request in the policy's waiting queue. Raises KeyError if it is not there."""
-        return self._hooks.order.get_request(request_id)
-
-    def reorder_waiting(self, request_id: str) -> None:
-        """A waiting request's key may have changed."""
-        if self._hooks.order is not None:
-            self._hooks.order.reorder(request_id)
+    @property
+    def order(self) -> Any:
+        """The waiting requests in the policy's order; None if it has none."""
+        return self._hooks.order if self._hooks is not None else None
 
     # Called by the operator's control (`tenuto.core.control.Controlled`).
 
     @property
     def settings(self) -> Settings:
-        """The settings in force now."""
         settings: Settings = self._hooks.settings
         return settings
 
     @property
     def configured_policy(self) -> Policy:
-        """The configured policy, even while the mode is off."""
         policy: Policy = self._hooks.policy
         return policy
 
     def count_changes(self, changed: Iterable[str]) -> None:
-        """Count on `/metrics` that an operator changed these settings."""
         self._metrics.count_changes(changed)
 
     def prepare(self, settings: Settings, policy: Policy) -> Hooks:
         """Make the hooks of these settings without installing them. Raises if a setting is wrong."""
-        return self._make_hooks(settings, policy)
+        log = self._write_record if self._trace else None
+        return Hooks(self, settings, policy, self._metrics, log, time)
 
     def switch(self, hooks: Hooks) -> None:
         """Run these hooks from now on; waiting and running requests are not affected.
@@ -421,23 +408,17 @@ class _DrivenScheduler(PrivateHooks):
         if self.tier is not None:
             self.tier.follow_policy(hooks.settings, hooks.policy)
         hooks.install(before)
-        self._metrics.show(hooks.settings)
+        self._metrics.settings = hooks.settings
         self._metrics.refresh(self.driver, now_s, idle=True)
 
     def get_now_s(self) -> float:
-        """The time on the engine's clock."""
         return time.monotonic()
 
     def release(self, job_id: str) -> bool:
-        """End a job that its client says is complete; return whether it was known."""
         released: bool = self.driver.release(job_id, time.monotonic())
         return released
 
     # Internal.
-
-    def _make_hooks(self, settings: Settings, policy: Policy) -> Hooks:
-        log = self._write_record if self._trace else None
-        return Hooks(self, settings, policy, self._metrics, log, time)
 
     def _write_record(self, record: dict[str, Any]) -> None:
         assert self._trace is not None
@@ -501,13 +482,6 @@ def _find_tier(scheduler: Any, settings: Settings, policy: Policy) -> Any:
     return try_make_tier(scheduler, settings, policy, time)
 
 
-def _open_state(policy: Policy, settings: Settings, engine_index: int) -> StateFile | None:
-    if settings.state is None:
-        return None
-    path = _get_file(settings.state, engine_index)
-    return StateFile(policy, settings.policy, path, settings.save_every_s)
-
-
 def _get_file(path: str, engine_index: int) -> str:
     """The file of one data-parallel engine; the first engine uses the path unchanged."""
     return path if engine_index == 0 else f"{path}.engine{engine_index}"
@@ -521,41 +495,96 @@ def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
     return "stock" if settings.mode == "off" else settings.policy, facts
 
 
+class StepTracer:
+    """Writes one `step` record per step, and one `admission` record per turn it starts."""
+
+    def __init__(self, trace: TraceWriter, scheduler: Any) -> None:
+        self._trace = trace
+        self._scheduler = scheduler
+        self._num_in_flight = 0
+        """Scheduled steps with tokens that have not ended."""
+
+    def finish(self, output: Any) -> None:
+        """The results of a step have arrived."""
+        if output.total_num_scheduled_tokens:
+            self._num_in_flight = max(0, self._num_in_flight - 1)
+
+    def record(self, output: Any, now_s: float, max_tokens: int) -> None:
+        """Record one step, after the driver was told of it; the trace's step number increases by one.
+
+        `max_tokens`: the step's token budget.
+        """
+        scheduler = self._scheduler
+        connector = scheduler.connector
+        new: list[str] = []
+        resumed: list[str] = []
+        for request_id, num_hit_tokens in get_started(output):
+            request = scheduler.requests[request_id]
+            (resumed if request.num_preemptions else new).append(request_id)
+            local, external = get_hit_tokens(request)
+            self._trace.write(
+                {
+                    "kind": "admission",
+                    "turn": request_id,
+                    "now_s": now_s,
+                    "num_prompt_tokens": request.num_prompt_tokens,
+                    "num_hit_tokens": num_hit_tokens,
+                    "num_local_hit_tokens": local,
+                    "num_external_hit_tokens": external,
+                    **({} if connector is None else {"connector": type(connector).__name__}),
+                }
+            )
+        driver = scheduler.driver
+        leases = () if driver.is_shadow else driver.leases
+        self._trace.write(
+            StepState(
+                now_s=now_s,
+                num_in_flight=self._num_in_flight,
+                running=(request.request_id for request in scheduler.running),
+                requests=scheduler.requests,
+                num_waiting=scheduler.get_request_counts()[1],
+                retained_jobs=(lease.job_id for lease in leases),
+                num_retained_blocks=0 if driver.is_shadow else driver.get_num_leased_blocks(),
+                num_blocks=scheduler.leased_blocks.num_blocks,
+                num_free_blocks=scheduler.leased_blocks.get_num_free_blocks(),
+                num_cached_blocks=count_cached_blocks(scheduler),
+                max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
+                max_tokens=max_tokens,
+                tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
+                new=new,
+                resumed=resumed,
+                preempted=output.preempted_req_ids or (),
+                num_tokens=output.num_scheduled_tokens,
+            ).describe()
+        )
+        self._num_in_flight += bool(output.total_num_scheduled_tokens)
+        self._trace.end_step()
+
+
 class IdleTimer:
-    """Wakes a sleeping engine when the armed deadline (monotonic clock) has passed. One daemon thread."""
+    """Wakes a sleeping engine when the armed deadline (monotonic clock) has passed."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._deadline_s: float | None = None
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
 
     def arm(self, deadline_s: float) -> None:
         """Wake at this time; replaces the deadline armed before."""
-        with self._changed:
-            if self._deadline_s == deadline_s or self._stopped:
-                return
-            self._deadline_s = deadline_s
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tenuto-idle-timer", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+        if self._deadline_s == deadline_s:
+            return
+        self.stop()
+        self._deadline_s = deadline_s
+        self._timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), self._fire)
+        self._timer.daemon = True
+        self._timer.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        """Do not wake any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._stopped:
-                    return
-                wait_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
-                if wait_s is None or wait_s > 0:
-                    self._changed.wait(wait_s)
-                    continue
-                self._deadline_s = None
-            self._wake()
+    def _fire(self) -> None:
+        # First, so that a woken engine can arm the same deadline again.
+        self._deadline_s = None
+        self._wake()

@@ -14,15 +14,14 @@ effects of that are unknown.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tenuto.core.driver import Driver
 from tenuto.core.fairness import BlockRefCounts
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import ShadowStats
-from tenuto.core.types import EngineView
 from tenuto.vllm.engine import GroupedBlocks, VllmEngine
 from tenuto.vllm.waiting import TurnQueue
 
@@ -45,14 +44,6 @@ class ShadowEngine(VllmEngine):
     def __init__(self, scheduler: Any) -> None:
         self._seen = BlockRefCounts()
         super().__init__(scheduler)
-
-    def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
-        """The state that the engine would have if the leases were real."""
-        view = super().get_view(now_s, num_leases)
-        num_free_blocks = max(0, self.get_num_free_blocks())
-        return dataclasses.replace(
-            view, num_free_blocks=num_free_blocks, num_leased_blocks=self.get_num_leased_blocks()
-        )
 
     can_store = False
 
@@ -107,22 +98,16 @@ def _see(blocks: Iterable[Any]) -> list[SeenBlock]:
     return [SeenBlock(block.block_id, block.block_hash) for block in blocks]
 
 
+@dataclass(eq=False)
 class Shadow:
     """Compares what a driver in shadow mode decides with what vLLM does."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        engine: ShadowEngine,
-        stats: ShadowStats,
-        log: DecisionLog | None,
-    ) -> None:
-        self.order: TurnQueue | None = None
-        """The waiting requests in the policy's order, if it has one."""
-        self._driver = driver
-        self._engine = engine
-        self._stats = stats
-        self._log = log
+    _driver: Driver
+    _engine: ShadowEngine
+    _stats: ShadowStats
+    _log: DecisionLog | None
+    order: TurnQueue | None = None
+    """The waiting requests in the policy's order, if it has one."""
 
     def arrive(self, request: Any) -> None:
         """A request arrived; the driver knows it already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -28,7 +29,8 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "w", encoding="utf-8", opener=_open_private) as file:
+        # Only the server's user may read the file, because a state names tenants.
+        with open(partial, "w", encoding="utf-8", opener=functools.partial(os.open, mode=0o600)) as file:
             # `dump` encodes in pieces. `dumps` would hold the interpreter lock for the whole text.
             record = {"format": FORMAT, "policy": policy_name, "state": state}
             json.dump(record, file, allow_nan=False, separators=(",", ":"))
@@ -40,12 +42,9 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only the server's user may read, because a state names tenants."""
-    return os.open(path, flags, 0o600)
+    # Make the renaming durable, so that it survives a power failure. Some file systems do not support this.
+    with contextlib.suppress(OSError):
+        sync_folder(path.parent)
 
 
 def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
@@ -169,11 +168,10 @@ class StateFile:
             )
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming durable, so that it survives a power failure."""
-    with contextlib.suppress(OSError):  # some file systems do not support this
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync_folder(folder: Path) -> None:
+    """Make renamings in a folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -138,8 +138,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         for order in (self._ready, self._parked):
-            for request_id in order:
-                yield self._requests[request_id]
+            yield from map(self._requests.__getitem__, order)
 
 
 class SplitQueue(TurnQueue):
@@ -178,7 +177,10 @@ class SplitQueue(TurnQueue):
         """Remove and return the request that was peeked last. It takes the first place."""
         request = self._get_first()
         if request.request_id in self._places:
-            self._take_first_place(request.request_id)
+            owner = self._places.get_first()
+            assert owner is not None
+            self._taken[request.request_id] = self._places.get_key(owner)
+            self._places.push(owner, self._places.get_key(request.request_id))
         self.remove_request(request)
         return request
 
@@ -187,12 +189,6 @@ class SplitQueue(TurnQueue):
         super().remove_request(request)
         self._stock.discard(request.request_id)
         self._places.discard(request.request_id)
-
-    def _take_first_place(self, request_id: str) -> None:
-        owner = self._places.get_first()
-        assert owner is not None
-        self._taken[request_id] = self._places.get_key(owner)
-        self._places.push(owner, self._places.get_key(request_id))
 
     def _make_ready(self, request: Any) -> None:
         place = self._get_place(request)
@@ -216,6 +212,5 @@ class SplitQueue(TurnQueue):
         return len(self._ready) > 0 or len(self._stock) > 0
 
     def __iter__(self) -> Iterator[Any]:
-        for request_id in self._stock:
-            yield self._requests[request_id]
+        yield from map(self._requests.__getitem__, self._stock)
         yield from super().__iter__()

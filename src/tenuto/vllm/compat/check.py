@@ -33,16 +33,19 @@ _HOST = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
 _TIER = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
 _WORKER = "vllm.v1.kv_offload.base:OffloadingWorker"
 
+
+def _list(owner: str, names: str) -> dict[str, str]:
+    """Callables of a class, none of whose parameters we rely on by name."""
+    return {f"{owner}.{name}": "" for name in names.split()}
+
+
 NAMES = {
     # callable: parameters we rely on
-    f"{_SCHEDULER}.schedule": "",
+    **_list(_SCHEDULER, "schedule has_requests shutdown finish_requests"),
     f"{_SCHEDULER}.add_request": "request",
     f"{_SCHEDULER}.get_grammar_bitmask": "scheduler_output",
     f"{_SCHEDULER}.update_from_output": "scheduler_output",
-    f"{_SCHEDULER}.has_requests": "",
     f"{_SCHEDULER}.reset_prefix_cache": "reset_running_requests reset_connector",
-    f"{_SCHEDULER}.shutdown": "",
-    f"{_SCHEDULER}.finish_requests": "",
     f"{_SCHEDULER}._free_request": "request",
     f"{_SCHEDULER}._free_blocks": "request",
     f"{_SCHEDULER}._preempt_request": "request timestamp",
@@ -73,15 +76,9 @@ NAMES = {
     f"{_POOL}.touch": "blocks",
     f"{_POOL}.free_blocks": "ordered_blocks",
     f"{_POOL}.get_new_blocks": "num_blocks",
-    f"{_POOL}.get_num_free_blocks": "",
-    f"{_POOL}.get_usage": "",
-    f"{_WAITING}.add_request": "",
-    f"{_WAITING}.pop_request": "",
-    f"{_WAITING}.peek_request": "",
-    f"{_WAITING}.prepend_request": "",
-    f"{_WAITING}.prepend_requests": "",
-    f"{_WAITING}.remove_request": "",
-    f"{_WAITING}.remove_requests": "",
+    **_list(_POOL, "get_num_free_blocks get_usage"),
+    **_list(_WAITING, "add_request pop_request peek_request prepend_request prepend_requests"),
+    **_list(_WAITING, "remove_request remove_requests"),
 }
 
 PUBLIC = {
@@ -126,46 +123,29 @@ FIELDS = {
 }
 
 ATTRIBUTES = (
-    "requests",
-    "running",
-    "waiting",
-    "kv_cache_manager.block_pool.cached_block_hash_to_block._cache",
-    "kv_cache_manager.coordinator.single_type_managers",
-    "kv_cache_config.kv_cache_groups",
-    "max_num_scheduled_tokens",
-    "max_model_len",
-    "block_size",
-    "is_encoder_decoder",
-    "need_mamba_block_aligned_split",
-    "policy.value",
-    "scheduler_config.long_prefill_token_threshold",
+    "requests running waiting kv_cache_manager.block_pool.cached_block_hash_to_block._cache"
+    " kv_cache_manager.coordinator.single_type_managers kv_cache_config.kv_cache_groups"
+    " max_num_scheduled_tokens max_model_len block_size is_encoder_decoder need_mamba_block_aligned_split"
+    " policy.value scheduler_config.long_prefill_token_threshold"
 )
 """Attributes of a started scheduler."""
 
 OFFLOADING_NAMES = {
-    f"{_CONNECTOR}.get_num_new_matched_tokens": "",
-    f"{_CONNECTOR}.update_state_after_alloc": "",
-    f"{_CONNECTOR}.update_connector_output": "",
-    f"{_CONNECTOR}.get_transfer_results": "",
-    f"{_CONNECTOR}.has_pending_push_work": "",
+    **_list(_CONNECTOR, "get_num_new_matched_tokens update_state_after_alloc update_connector_output"),
+    **_list(_CONNECTOR, "get_transfer_results has_pending_push_work"),
     f"{_HOST}.prepare_store": "keys req_context",
     f"{_HOST}._prepare_load": "keys req_context record_access",
-    f"{_HOST}._free_chunk": "",
-    f"{_HOST}._get_num_free_chunks": "",
+    **_list(_HOST, "_free_chunk _get_num_free_chunks"),
     f"{_HOST}.on_request_finished": "req_context",
     f"{_TIER}.on_new_request": "req_context",
     f"{_TIER}.lookup": "key req_context",
     f"{_TIER}.submit_store": "job_metadata",
     f"{_TIER}.submit_load": "job_metadata",
-    f"{_TIER}.get_finished_jobs": "",
-    f"{_TIER}.has_pending_work": "",
-    f"{_TIER}.drain_jobs": "",
-    f"{_TIER}.shutdown": "",
+    **_list(_TIER, "get_finished_jobs has_pending_work drain_jobs shutdown"),
     f"{_WORKER}.submit_store": "job_id src_spec dst_spec",
     f"{_WORKER}.submit_load": "job_id src_spec dst_spec",
-    f"{_WORKER}.get_finished": "",
+    **_list(_WORKER, "get_finished shutdown"),
     f"{_WORKER}.wait": "job_ids",
-    f"{_WORKER}.shutdown": "",
 }
 """As `NAMES`, for servers that use the OffloadingConnector."""
 
@@ -185,16 +165,8 @@ OFFLOADING_PUBLIC = {
 """As `PUBLIC`, for offloading."""
 
 CONNECTOR_ATTRIBUTES = (
-    "config",
-    "manager",
-    "_req_status",
-    "_jobs",
-    "_generate_job_id",
-    "_build_store_jobs",
-    "_chunks_being_loaded",
-    "_block_id_to_pending_jobs",
-    "_current_batch_allocated_block_ids",
-    "_current_batch_jobs_to_flush",
+    "config manager _req_status _jobs _generate_job_id _build_store_jobs _chunks_being_loaded"
+    " _block_id_to_pending_jobs _current_batch_allocated_block_ids _current_batch_jobs_to_flush"
 )
 """Attributes of an OffloadingConnector in the scheduler's process. Without the last four, copies could
 overwrite each other."""
@@ -227,7 +199,6 @@ def check_connector(side: Any) -> None:
 def _find_missing(
     needed: Iterable[tuple[str, str]], what: str, get_names: Callable[[Any], Collection[str]]
 ) -> list[str]:
-    """Which of the needed objects are missing, or lack a name."""
     problems = []
     for path, names in needed:
         found = _try_get(path)
@@ -263,8 +234,8 @@ def _try_get(path: str) -> Any | None:
         return None
 
 
-def _check(owner: str, found: Any, names: tuple[str, ...]) -> None:
-    missing = [name for name in names if not _has(found, name)]
+def _check(owner: str, found: Any, names: str) -> None:
+    missing = [name for name in names.split() if not _has(found, name)]
     if missing:
         raise IncompatibleError(f"vLLM's {owner} has no {', '.join(missing)}")
 

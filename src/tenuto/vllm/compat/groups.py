@@ -90,7 +90,6 @@ def get_tokens_per_block(scheduler: Any) -> int | None:
 
 
 def _count_full_blocks_per_token(scheduler: Any) -> float:
-    """Blocks that a token takes in all full-attention groups."""
     managers = _get_managers(scheduler)
     return sum(1 / int(each.block_size) for each in managers if isinstance(each, FullAttentionManager))
 
@@ -108,7 +107,8 @@ class ShortHits:
             kind[1][0]: _name(kind[0]) for kind in kinds if not isinstance(kind[0], FullAttentionSpec)
         }
         """The kinds of groups that can end a hit, by the number of each kind's first group."""
-        self._found: dict[str, ShortHit] = {}
+        self.found: dict[str, ShortHit] = {}
+        """By request: the group that cut short its hit, in the look-ups of this step. Some did not start."""
         if len(kinds) < 2:
             self.names = {}
             return
@@ -118,26 +118,17 @@ class ShortHits:
             found = look_up(request, *args, **kwargs)
             # Before 0.31, a look-up returned no boundary.
             if len(found) > 2 and found[2] > found[1]:
-                self._found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
+                self.found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
             return found
 
         manager.get_computed_blocks = get_computed_blocks
 
-    def forget(self) -> None:
-        """The driver was told of a step: forget its look-ups, also those of requests that did not start."""
-        self._found.clear()
-
-    def get(self, request_id: str) -> ShortHit | None:
-        """The group that cut short the hit of a request that this step started; None if none did."""
-        return self._found.get(request_id)
-
     def _find(self, request: Any, most_tokens: int) -> str:
         if len(self.names) == 1:
             return next(iter(self.names.values()))
-        _, hits = self._manager.coordinator.find_longest_cache_hit_per_group(
-            request.block_hashes, most_tokens
-        )
-        return self.names[min(self.names, key=lambda group: hits[group])]
+        find_hits = self._manager.coordinator.find_longest_cache_hit_per_group
+        _, hits = find_hits(request.block_hashes, most_tokens)
+        return self.names[min(self.names, key=hits.__getitem__)]
 
 
 def _name(spec: Any) -> str:
@@ -171,7 +162,9 @@ class EndSpares:
 
     def __init__(self, scheduler: Any) -> None:
         managers = _get_managers(scheduler)
-        self._windows = {each: _count_spares(scheduler, each) for each in managers if _is_window(each)}
+        windows = (each for each in managers if type(each) is SlidingWindowManager)
+        with_spares = (each for each in windows if hasattr(each, "extra_retained_tokens"))
+        self._windows = {each: _count_spares(scheduler, each) for each in with_spares}
         self._states = [each for each in managers if _is_state(each)]
         num_wanted = sum(self._count_longest(scheduler, each) for each in managers)
         if num_wanted > scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1:
@@ -255,10 +248,6 @@ def cache_ends(scheduler: Any, request: Any) -> None:
                 block_size=each.block_size,
                 kv_cache_group_id=each.kv_cache_group_id,
             )
-
-
-def _is_window(manager: Any) -> bool:
-    return type(manager) is SlidingWindowManager and hasattr(manager, "extra_retained_tokens")
 
 
 def _is_state(manager: Any) -> bool:

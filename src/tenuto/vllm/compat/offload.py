@@ -9,6 +9,7 @@ Needs vLLM 0.32 or later. The connector's calls in the scheduler's process:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import secrets
@@ -101,8 +102,7 @@ class Chains:
 
     def get_all(self, keys: Sequence[bytes]) -> list[Place]:
         """The places of chunks. A chunk that vLLM has not numbered has none before it."""
-        get = self._places.get
-        return [get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
+        return [self._places.get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
 
     def extend(self, positions: dict[bytes, int]) -> None:
         """Add the keys that vLLM has numbered since the last call. Takes time for the new keys only."""
@@ -158,18 +158,6 @@ def try_get_name(key: bytes, req_context: Any) -> bytes | None:
 # Host memory.
 
 
-class _Owners(dict[int, Hashable]):
-    """The owner of a job's chunks in each layer group; None for a request that belongs to no job."""
-
-    def __init__(self, job_id: str | None) -> None:
-        super().__init__()
-        self._job_id = job_id
-
-    def __missing__(self, group: int) -> Hashable:
-        owner = self[group] = None if self._job_id is None else (self._job_id, group)
-        return owner
-
-
 class OrderedChunks(CachePolicy):  # type: ignore[misc]
     """What host memory holds, and what it evicts first: the policy's order, tails before prefixes."""
 
@@ -182,14 +170,17 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         self._chunks: dict[Any, Any] = {}
         self._chains = Chains()
         self._use = Use()
-        self._owners = _Owners(None)
+        self._get_owner: Callable[[int], Hashable] = lambda group: None
+        """The owner of the job's chunks in a layer group; None for a request that belongs to no job."""
         self._number = 0
 
     def begin(self, chains: Chains, use: Use) -> None:
         """The next calls are for the request with these chains of chunks."""
         self._chains, self._use = chains, use
         self._number = self.order.begin_use()
-        self._owners = _Owners(use.owner)
+        # Many chunks share one owner.
+        job_id = use.owner
+        self._get_owner = functools.cache(lambda group: None if job_id is None else (job_id, group))
 
     # Called by vLLM's host manager.
 
@@ -205,7 +196,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
             key,
             before,
             (self._use.key, self._number, -end, group),
-            owner=self._owners[group],
+            owner=self._get_owner(group),
             needs_before=group not in self.windowed_groups,
             num_pins=0 if chunk.ref_cnt == 0 else 1,
         )
@@ -219,10 +210,10 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
         """These chunks were used, in this order."""
-        chunks, key, number, owners = self._chunks, self._use.key, self._number, self._owners
+        chunks, key, number, get_owner = self._chunks, self._use.key, self._number, self._get_owner
         present = [each for each in keys if each in chunks]
         for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
-            self.order.rank(each, (key, number, -end, group), owners[group])
+            self.order.rank(each, (key, number, -end, group), get_owner(group))
             if self._use.wished:
                 self._keep(each, end)
 
@@ -306,7 +297,7 @@ class HostManagerHooks:
     it. So host memory never holds chunks that cannot be hit.
     """
 
-    _policy: Any
+    _policy: OrderedChunks
     _num_chunks: int
     _num_evictable_cache_chunks: int
     events: list[Any] | None
@@ -324,12 +315,21 @@ class HostManagerHooks:
 
     def take_changes(self) -> dict[Hashable, int]:
         """By job and group: the change in its number of chunks since the last call."""
-        changes: dict[Hashable, int] = self._policy.order.changes.take()
-        return changes
+        return self._policy.order.changes.take()
 
     def _make_room(self, keys: Any, req_context: Any) -> Any:
+        """Let vLLM's manager store those of these chunks that are stored or may be stored now."""
         self._begin(req_context)
-        wanted = self._get_wanted(list(keys))
+        policy, keys = self._policy, list(keys)
+        policy.touch(keys, None)
+        room = policy.make_room(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
+        for key in room.evicted:
+            self._free(key)
+        self._report_removed(room.evicted)
+        self.num_evicted += len(room.evicted)
+        self.num_refused += room.num_refused
+        new = set(room.new)
+        wanted = [key for key in keys if key in new or policy.get(key) is not None]
         return super().prepare_store(wanted, req_context)  # type: ignore[misc]
 
     def _prepare_load(self, keys: Any, req_context: Any, *, record_access: bool) -> Any:
@@ -412,25 +412,11 @@ class HostManagerHooks:
         self._policy.begin(chains, use)
         return chains
 
-    def _get_wanted(self, keys: list[bytes]) -> list[bytes]:
-        """The keys whose chunks are stored or may be stored now."""
-        policy = self._policy
-        policy.touch(keys, None)
-        room = policy.make_room(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
-        for key in room.evicted:
-            self._free(key)
-        self._report_removed(room.evicted)
-        self.num_evicted += len(room.evicted)
-        self.num_refused += room.num_refused
-        new = set(room.new)
-        return [key for key in keys if key in new or policy.get(key) is not None]
-
-    def _free(self, key: bytes) -> None:
-        """The chunk of this key was evicted: free its place."""
+    def _free(self, key: Hashable) -> None:
         self._free_chunk(self._policy.take(key))  # type: ignore[attr-defined]
         self._num_evictable_cache_chunks -= 1
 
-    def _report_removed(self, keys: list[bytes]) -> None:
+    def _report_removed(self, keys: list[Hashable]) -> None:
         if keys and self.events is not None:
             self.events.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True))
 
@@ -581,7 +567,6 @@ def remove_left_memory() -> None:
 
 
 def _is_mapped(name: str) -> bool:
-    """Whether a visible process maps a file of this name."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         # The process has ended, or may not be inspected. If it maps the file, it keeps the memory even after
         # the file is removed.
@@ -634,11 +619,9 @@ def report_failures() -> None:
 
 def find_connector(scheduler: Any) -> Any | None:
     """The OffloadingConnector with our host manager, alone or in a MultiConnector; None if there is none."""
-    found = scheduler.connector
-    for each in [found, *getattr(found, "sub_connectors", ())] if found is not None else []:
-        if isinstance(each, OffloadingConnector) and get_host_manager(each.connector_scheduler.manager):
-            return each
-    return None
+    connectors = (scheduler.connector, *getattr(scheduler.connector, "sub_connectors", ()))
+    found = (each for each in connectors if isinstance(each, OffloadingConnector))
+    return next((each for each in found if get_host_manager(each.connector_scheduler.manager)), None)
 
 
 def _get_window(group: Any) -> int | None:
@@ -679,7 +662,14 @@ class ConnectorPort:
 
     def __init__(self, connector: Any, scheduler: Any) -> None:
         self._connector = connector
-        self._pool = scheduler.kv_cache_manager.block_pool
+        self._pool = pool = scheduler.kv_cache_manager.block_pool
+        self.num_blocks = int(pool.num_gpu_blocks)
+        self.get_num_free_blocks: Callable[[], int] = pool.get_num_free_blocks
+        """Returns the number of blocks that an allocation could take now."""
+        self.take_blocks: Callable[[int], list[Any]] = pool.get_new_blocks
+        """Allocates free blocks; their content is lost."""
+        self.hold_blocks: Callable[[Sequence[Any]], None] = pool.touch
+        """Takes one reference to each block."""
         self._scheduler = connector.connector_scheduler
         check_connector(self._scheduler)
         self._manager: Any = self._scheduler.manager
@@ -701,7 +691,6 @@ class ConnectorPort:
         """Whether each block holds exactly the KV of its tokens, for all layers."""
         self._loads: dict[str, Copy] = {}
         """Our loads that the workers have not reported yet. After a reset, vLLM no longer knows them."""
-        self._take_reports()
         if scheduler.connector is not connector:
             self._watch_loads_of_others(scheduler.connector)
 
@@ -824,7 +813,11 @@ class ConnectorPort:
         return status is not None and any(not jobs[each].is_store for each in status.transfer_jobs)
 
     def on_copied(self, told: Callable[[bool, int, float], None]) -> None:
-        """Call `told(is_load, bytes, seconds)` for each copy that the workers report."""
+        """Call `told(is_load, bytes, seconds)` for each copy that the workers report.
+
+        Our loads are removed from the reports, because vLLM would look for their requests. Only `_loads`
+        tells which are ours: a client may choose any request id.
+        """
         update = self._connector.update_connector_output
 
         def update_connector_output(output: Any) -> None:
@@ -834,18 +827,20 @@ class ConnectorPort:
                     if not stats.is_empty():
                         told(is_load, stats.bytes, stats.time)
             update(output)
+            ended = self._loads.keys() & (output.finished_recving or set())
+            for load_id in ended:
+                self._loads.pop(load_id).has_failed = load_id in output.failed_recving
+            if ended:
+                output.finished_recving = output.finished_recving - ended
 
         self._connector.update_connector_output = update_connector_output
 
     def count_moving(self) -> tuple[int, int]:
         """The number of chunks in loads in flight, and in stores in flight."""
-        loads = stores = 0
+        moving: Counter[bool] = Counter()
         for job in self._scheduler._jobs.values():
-            if job.is_store:
-                stores += len(job.keys)
-            else:
-                loads += len(job.keys)
-        return loads, stores
+            moving[bool(job.is_store)] += len(job.keys)
+        return moving[False], moving[True]
 
     @property
     def can_prefetch(self) -> bool:
@@ -858,25 +853,6 @@ class ConnectorPort:
 
     # The GPU's blocks.
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of the GPU's blocks."""
-        return int(self._pool.num_gpu_blocks)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Number of blocks that an allocation could take now."""
-        return int(self._pool.get_num_free_blocks())
-
-    def take_blocks(self, number: int) -> list[Any]:
-        """Allocate free blocks; their content is lost."""
-        taken: list[Any] = self._pool.get_new_blocks(number)
-        return taken
-
-    def hold_blocks(self, blocks: Sequence[Any]) -> None:
-        """Take one reference to each block."""
-        self._pool.touch(blocks)
-
     def give_back_blocks(self, blocks: Sequence[Any]) -> None:
         """Release one reference to each block; the last block will be evicted first."""
         self._pool.free_blocks(list(reversed(blocks)))
@@ -886,23 +862,6 @@ class ConnectorPort:
     def is_moving(self, job_id: int) -> bool:
         """Whether this copy is in flight."""
         return job_id in self._scheduler._jobs
-
-    def _take_reports(self) -> None:
-        """Remove our loads from the workers' reports, because vLLM would look for their requests.
-
-        Only `_loads` tells which are ours: a client may choose any request id.
-        """
-        update = self._connector.update_connector_output
-
-        def update_connector_output(output: Any) -> None:
-            update(output)
-            ended = self._loads.keys() & (output.finished_recving or set())
-            for load_id in ended:
-                self._loads.pop(load_id).has_failed = load_id in output.failed_recving
-            if ended:
-                output.finished_recving = output.finished_recving - ended
-
-        self._connector.update_connector_output = update_connector_output
 
     # Loads that no request asked for.
 

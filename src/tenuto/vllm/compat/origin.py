@@ -63,15 +63,6 @@ def get_origin(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -
     return hashlib.blake2b(text.encode(), digest_size=NUM_DIGEST_BYTES).hexdigest()
 
 
-def get_files_digest(path: Path) -> str:
-    """A digest of the names, sizes and times of a file, or of all files below a folder. Raises OSError.
-
-    It includes the inode's change time (ctime), because a program can set the modification time back, but not
-    the ctime. Links are followed, as they are when weights are read.
-    """
-    return _get_files(path)[0]
-
-
 def get_name(vllm_config: Any) -> str:
     """The name under which the model is served."""
     config = vllm_config.model_config
@@ -131,7 +122,7 @@ def _get_weights(model_config: Any, load_config: Any) -> list[str]:
     if load_format not in LOCAL_FORMATS:
         raise UnknownOriginError(f"--load-format {load_format} may read its weights from anywhere")
     folder = _find_model(model_config, load_config)
-    digest, changed_s = _get_files(folder)
+    digest, changed_s = get_files_digest(folder)
     if changed_s >= _get_start_s():
         # The weights in memory may be those from before or after the change.
         raise UnknownOriginError(f"files of {folder} changed since the engine began to start")
@@ -156,8 +147,13 @@ def _find_model(model_config: Any, load_config: Any) -> Path:
     return folder
 
 
-def _get_files(path: Path) -> tuple[str, float]:
-    """The digest of `get_files_digest`, and when a file, the folder or a link to them last changed."""
+def get_files_digest(path: Path) -> tuple[str, float]:
+    """A digest of the names, sizes and times of a file, or of all files below a folder. Raises OSError.
+
+    It includes the inode's change time (ctime), because a program can set the modification time back, but not
+    the ctime. Links are followed, as they are when weights are read. The second value is when a file, the
+    folder or a link to them last changed.
+    """
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path, followlinks=True, onerror=_raise):

@@ -91,11 +91,6 @@ def load_tokenizer(vllm_config: Any) -> Any | None:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def get_connector_name(scheduler: Any) -> str | None:
-    """The class name of the connector that loads KV from outside the GPU; None without one."""
-    return None if scheduler.connector is None else type(scheduler.connector).__name__
-
-
 # Hooks and steps.
 
 
@@ -106,16 +101,12 @@ class PrivateHooks:
     """
 
     requests: dict[str, Any]
-
-    def on_turn_finishing(self, request: Any) -> None:
-        """A request has its final status and still has its blocks."""
-
-    def on_turn_preempting(self, request: Any) -> None:
-        """A running request is about to lose its blocks."""
-
-    def keeps_for_now(self, request: Any) -> bool:
-        """Whether a request that ended keeps its blocks for now; then `LeasedBlocks` must free them later."""
-        return False
+    on_turn_finishing: Callable[[Any], None]
+    """A request has its final status and still has its blocks."""
+    on_turn_preempting: Callable[[Any], None]
+    """A running request is about to lose its blocks."""
+    keeps_for_now: Callable[[Any], bool]
+    """Whether a request that ended keeps its blocks for now; then `LeasedBlocks` must free them later."""
 
     def _free_blocks(self, request: Any) -> None:
         if self.keeps_for_now(request):
@@ -237,11 +228,6 @@ def has_release_hint(request: Any) -> bool:
         return False
     actions = getattr(envelope, "actions", None) or ()
     return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
-
-
-def reads_cache(request: Any) -> bool:
-    """Whether a request may hit the prefix cache."""
-    return not request.skip_reading_prefix_cache
 
 
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
@@ -491,7 +477,6 @@ class AllocationGuard:
             return blocks if blocks is not None else retry(allocate, request, num_new_tokens, kwargs)
 
         self._guarded = allocate_slots
-        self._is_on = False
         # This bound does not include the blocks that a connector reserves for its loads.
         self._always = scheduler.connector is not None
 
@@ -500,20 +485,14 @@ class AllocationGuard:
         manager = self._manager
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups
-        is_tight = self._always or manager.block_pool.get_num_free_blocks() < bound
-        if is_tight == self._is_on:
-            return
-        self._is_on = is_tight
-        if is_tight:
+        if self._always or manager.block_pool.get_num_free_blocks() < bound:
             manager.allocate_slots = self._guarded
         else:
-            del manager.allocate_slots
+            self.remove()
 
     def remove(self) -> None:
         """Remove the wrapper from vLLM's allocation."""
-        if self._is_on:
-            self._is_on = False
-            del self._manager.allocate_slots
+        vars(self._manager).pop("allocate_slots", None)
 
 
 def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:

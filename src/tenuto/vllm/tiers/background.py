@@ -91,16 +91,12 @@ class LaterStores:
         self._uses = uses
         self._queue: deque[_Wanted] = deque()
         self._moving: dict[int, Sequence[Any]] = {}
-        self._num_held = 0
+        self.num_held_blocks = 0
+        """Blocks in the queue; a block that is in it twice counts twice."""
         self.num_too_many = 0
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._moving)
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Blocks in the queue; a block that is in it twice counts twice."""
-        return self._num_held
 
     def add(self, blocks: Sequence[Any], use: Use) -> None:
         """Queue a prompt's leading blocks for storing. They stay allocated until they are stored."""
@@ -108,11 +104,11 @@ class LaterStores:
         blocks = blocks[: len(blocks) // size * size]
         if not blocks:
             return
-        if self._num_held + len(blocks) > MAX_HELD_SHARE * self._port.num_blocks:
+        if self.num_held_blocks + len(blocks) > MAX_HELD_SHARE * self._port.num_blocks:
             self.num_too_many += 1
             return
         self._port.hold_blocks(blocks)
-        self._num_held += len(blocks)
+        self.num_held_blocks += len(blocks)
         self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
@@ -137,9 +133,8 @@ class LaterStores:
 
     def collect(self) -> None:
         """Free the blocks whose copies have ended."""
-        if self._moving:
-            for job_id in [each for each in self._moving if not self._port.is_moving(each)]:
-                self._give_back(self._moving.pop(job_id))
+        for job_id in [each for each in self._moving if not self._port.is_moving(each)]:
+            self._give_back(self._moving.pop(job_id))
 
     def cancel(self) -> None:
         """Free all blocks at once. Copies in flight continue, and vLLM protects their blocks."""
@@ -151,7 +146,7 @@ class LaterStores:
         self._queue.clear()
 
     def _give_back(self, blocks: Sequence[Any]) -> None:
-        self._num_held -= len(blocks)
+        self.num_held_blocks -= len(blocks)
         self._port.give_back_blocks(blocks)
 
 
@@ -218,9 +213,9 @@ class Prefetch:
         if away.tool is not None:
             self._tools.observe(away.tool, max(0.0, now_s - away.since_s))
         if away.is_fetched:
-            last = self._port.find_cached(away.hashes[away.num_blocks - 1])
-            self.num_used += last is not None
-            self.num_wasted += last is None
+            is_there = self._port.find_cached(away.hashes[away.num_blocks - 1]) is not None
+            self.num_used += is_there
+            self.num_wasted += not is_there
 
     def _guess(self, tool: str | None, expected_s: float | None) -> float | None:
         """Seconds from the tool's start to the load; None if nothing is known."""
@@ -273,7 +268,7 @@ class Prefetch:
         found = [self._port.find_cached(each) for each in away.hashes[: away.num_blocks]]
         first = found.index(None) if None in found else len(found)
         num_loadable = self._port.count_loadable(away.hashes, first, away.num_blocks)
-        num_free = self._port.num_free_blocks - num_loadable - first
+        num_free = self._port.get_num_free_blocks() - num_loadable - first
         if not num_loadable:
             return
         if num_free < MIN_FREE_SHARE * self._port.num_blocks:

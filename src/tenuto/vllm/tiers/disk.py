@@ -39,17 +39,18 @@ from tenuto.vllm.compat.offload import (
     try_get_chains,
     try_get_name,
 )
+from tenuto.vllm.state import sync_folder
 from tenuto.vllm.tiers.background import LinkSpeed
 from tenuto.vllm.tiers.files import (
     HEADER,
     DamagedError,
     get_engine_name,
     is_chunk,
-    is_ours,
     list_folders,
     prepare_folder,
     read_chunk,
     remove_chunks,
+    scan,
     try_read_name,
     write_chunk,
 )
@@ -200,11 +201,7 @@ class DiskTier(SecondaryTier):
             return
         gone = self._engine / f"once-{uuid.uuid4().hex}"
         os.rename(space.folder, gone)
-        descriptor = os.open(self._engine, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self._engine)
         self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
         self._pool.submit(remove_chunks, gone)
 
@@ -378,7 +375,7 @@ class DiskTier(SecondaryTier):
         """Add the complete files of an earlier server to the index, the least recently written first."""
         assert self._space is not None
         found: list[tuple[float, bytes]] = []
-        for entry, facts in _scan(self._space.folder):
+        for entry, facts in scan(self._space.folder):
             key = try_read_name(entry.name)
             # Files that cannot be removed stay, and so do files of another size.
             with contextlib.suppress(OSError):
@@ -401,7 +398,7 @@ class DiskTier(SecondaryTier):
             if _ONCE.fullmatch(folder.name) or (_ORIGIN.fullmatch(folder.name) and self._max_bytes is None):
                 self._pool.submit(remove_chunks, folder)
             elif _ORIGIN.fullmatch(folder.name):
-                files = [facts for _, facts in _scan(folder)]
+                files = [facts for _, facts in scan(folder)]
                 used_s = max((each.st_mtime for each in files), default=0.0)
                 self._older.append((used_s, folder, sum(each.st_size for each in files)))
         self._older.sort()
@@ -473,12 +470,10 @@ class DiskTier(SecondaryTier):
 
     def _store(self, each: _Job) -> None:
         """Write the chunks of a job; `good` gets those that are on the disk afterwards."""
-        for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
-            name = each.names[key]
-            path = each.space.get_path(name)
+        for key, name, path, chunk in self._get_chunks(each):
             try:
                 if not is_chunk(path, self._file_bytes):
-                    write_chunk(path, name, self._get_chunk(chunk), each.space.origin)
+                    write_chunk(path, name, chunk, each.space.origin)
                 each.good.add(key)
             except OSError as error:
                 # The disk is full, for example. The chunk is still in host memory.
@@ -487,11 +482,9 @@ class DiskTier(SecondaryTier):
 
     def _load(self, each: _Job) -> None:
         """Read the chunks of a job; `good` gets those that are intact."""
-        for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
-            name = each.names[key]
-            path = each.space.get_path(name)
+        for key, name, path, chunk in self._get_chunks(each):
             try:
-                read_chunk(path, name, self._get_chunk(chunk), each.space.origin)
+                read_chunk(path, name, chunk, each.space.origin)
                 each.good.add(key)
             except (DamagedError, OSError) as error:
                 self.num_damaged += 1
@@ -501,16 +494,9 @@ class DiskTier(SecondaryTier):
                     if stat.S_ISREG(path.lstat().st_mode):
                         path.unlink()
 
-    def _get_chunk(self, chunk: int) -> memoryview:
-        first = int(chunk) * self.block_size_bytes
-        return self._view[first : first + self.block_size_bytes]
-
-
-def _scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Our files in the subfolders of a folder, without unreadable ones and those that are not plain files."""
-    for below in list_folders(folder):
-        with contextlib.suppress(OSError), os.scandir(below) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if is_ours(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield entry, entry.stat(follow_symlinks=False)
+    def _get_chunks(self, each: _Job) -> Iterator[tuple[bytes, bytes, Path, memoryview]]:
+        """For each chunk of a job: its key, its file's name and path, and its place in host memory."""
+        size = self.block_size_bytes
+        for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
+            first, name = int(chunk) * size, each.names[key]
+            yield key, name, each.space.get_path(name), self._view[first : first + size]

@@ -14,6 +14,7 @@ import struct
 import tempfile
 import threading
 import zlib
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -133,11 +134,6 @@ def is_chunk(path: Path, num_bytes: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file of this name is one of ours, complete or not."""
-    return _NAME.fullmatch(name) is not None
-
-
 def try_read_name(name: str) -> bytes | None:
     """The key of the chunk in a file of this name; None if it is incomplete or not ours."""
     found = _NAME.fullmatch(name)
@@ -149,16 +145,22 @@ def remove_chunks(folder: Path) -> None:
 
     What cannot be read or removed stays.
     """
+    for entry, _ in scan(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(entry.path)
+    for each in (*list_folders(folder), folder):
+        with contextlib.suppress(OSError):
+            each.rmdir()
+
+
+def scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Our files in the subfolders of a folder, without unreadable ones and those that are not plain files."""
     for below in list_folders(folder):
         with contextlib.suppress(OSError), os.scandir(below) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    if is_ours(entry.name) and entry.is_file(follow_symlinks=False):
-                        os.unlink(entry.path)
-        with contextlib.suppress(OSError):
-            below.rmdir()
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        yield entry, entry.stat(follow_symlinks=False)
 
 
 def list_folders(folder: Path) -> list[Path]:

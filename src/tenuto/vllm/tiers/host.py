@@ -50,13 +50,14 @@ class HostTier:
         self._scheduler = scheduler
         self._clock = clock
         self._port = port
+        self.host: HostManagerHooks = port.host
         self._block_size = port.tokens_per_chunk // port.blocks_per_chunk
         chunk_bytes, num_workers = port.host.sizes
         self.loads = LinkSpeed(chunk_bytes, num_workers)
         self.stores = LinkSpeed(chunk_bytes, num_workers)
         self._uses: dict[str, Use] = {}
         self.later = LaterStores(port, self._uses)
-        self.prefetch = Prefetch(port, self._uses) if port.can_prefetch else None
+        self.prefetch = Prefetch(port, self._uses)
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0
@@ -71,22 +72,16 @@ class HostTier:
         port.on_step(self._begin_step, self._holds_back, self._add_later)
 
     @property
-    def host(self) -> HostManagerHooks:
-        """The manager of host memory."""
-        return self._port.host
-
-    @property
     def num_events(self) -> int:
         """Copies and prefetches so far, skipped ones included. It shows whether an idle engine did work."""
-        fetches = 0 if self.prefetch is None else self.prefetch.num_begun + self.prefetch.num_skipped
-        return self._num_copies + fetches
+        return self._num_copies + self.prefetch.num_begun + self.prefetch.num_skipped
 
     # Called by the scheduler.
 
     def arrive(self, request_id: str) -> None:
         """A request arrived; vLLM's connector already knows it."""
         turn = self._get_turn(request_id)
-        if self.prefetch is not None and turn is not None:
+        if turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
         adapter = self._scheduler.requests[request_id].lora_request if self._port.disks else None
         if adapter is not None:
@@ -104,16 +99,15 @@ class HostTier:
         if (turn.ends_job and wish is None) or turn.is_aborted:
             self._port.end_stores(request.request_id)
         use = self._uses[request.request_id] = self._make_use(turn, wish)
-        if self.prefetch is not None and not (turn.is_last or turn.is_aborted):
+        if self._port.can_prefetch and not (turn.is_last or turn.is_aborted):
             num_blocks = (request.num_tokens - 1) // self._block_size
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
 
     def end_job(self, job_id: str) -> None:
         """A job is complete: drop the chunks that only it used."""
-        if self.prefetch is not None:
-            self.prefetch.come_back(job_id, self._clock.monotonic())
+        self.prefetch.come_back(job_id, self._clock.monotonic())
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
-            self._port.host.drop(job_id)
+            self.host.drop(job_id)
             self._report_held()
 
     def follow_policy(self, settings: Settings, policy: Policy) -> None:
@@ -122,17 +116,16 @@ class HostTier:
         mode = settings.offload or get_engine_settings(settings.policy, policy).offload
         # With several layer groups, a lease's blocks do not map to tokens one by one, so all KV is stored.
         self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
-        self._port.host.forget_keys()
+        self.host.forget_keys()
         limits = settings.limits
-        for tier in (self._port.host, *self._port.disks):
+        for tier in (self.host, *self._port.disks):
             tier.limit_kept(limits.max_wished_share, limits.tenant_weights or {})
         self._uses.clear()
 
     def reset(self) -> None:
         """The prefix cache is about to be reset: cancel the stores that wait."""
         self.later.cancel()
-        if self.prefetch is not None:
-            self.prefetch.cancel()
+        self.prefetch.cancel()
 
     def end_reset(self, *, is_whole: bool, is_clean: bool) -> None:
         """The prefix cache was reset. `is_whole`: host memory and disk too. `is_clean`: so was the GPU.
@@ -178,7 +171,7 @@ class HostTier:
 
     def get_next_due_s(self) -> float | None:
         """When an idle engine must run a step for a prefetch; None if it need not."""
-        return None if self.prefetch is None else self.prefetch.get_next_s()
+        return self.prefetch.get_next_s()
 
     def store(self, blocks: Sequence[Any], turn: Turn, wish: Wish | None = None) -> None:
         """Store blocks that the policy releases, of a turn or a lease. They stay allocated until then."""
@@ -187,7 +180,7 @@ class HostTier:
 
     def get_views(self) -> tuple[TierView, ...]:
         """The tiers as a policy sees them."""
-        num_chunks, num_used = self._port.host.count_chunks()
+        num_chunks, num_used = self.host.count_chunks()
         loads, stores = self._port.count_moving()
         size = self._port.blocks_per_chunk
         wait_s = loads * self.loads.s_per_chunk + stores * self.stores.s_per_chunk
@@ -199,14 +192,12 @@ class HostTier:
 
     def get_use(self, request_id: str) -> Use:
         """The job whose chunks a request stores and loads, and the policy's key for them."""
-        use = self._uses.get(request_id)
-        if use is None:
+        if request_id not in self._uses:
             turn = self._get_turn(request_id)
-            use = Use()
-            if turn is not None:
-                use = self._make_use(turn, self._scheduler.driver.get_wish(request_id))
-                self._uses[request_id] = use
-        return use
+            if turn is None:
+                return Use()
+            self._uses[request_id] = self._make_use(turn, self._scheduler.driver.get_wish(request_id))
+        return self._uses[request_id]
 
     def end_use(self, request_id: str) -> None:
         """The manager will not ask for this request again."""
@@ -224,7 +215,7 @@ class HostTier:
     def _report_held(self) -> None:
         """Tell the driver how each job's number of chunks in the tiers has changed since the last call."""
         now_s = self._clock.monotonic()
-        for place, tier in (("host", self._port.host), *(("disk", each) for each in self._port.disks)):
+        for place, tier in (("host", self.host), *(("disk", each) for each in self._port.disks)):
             for owner, num_chunks in tier.take_changes().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner
                 num_blocks = num_chunks * self._port.blocks_per_chunk
@@ -282,10 +273,9 @@ class HostTier:
         (self.loads if is_load else self.stores).observe(num_bytes, seconds)
 
     def _begin_step(self) -> None:
-        self._port.host.expire_kept(self._clock.monotonic())
+        self.host.expire_kept(self._clock.monotonic())
         self.later.collect()
-        if self.prefetch is not None:
-            self.prefetch.collect()
+        self.prefetch.collect()
 
     def _holds_back(self) -> bool:
         """Whether new stores must wait for loads or earlier stores."""
@@ -295,19 +285,18 @@ class HostTier:
     def _add_later(self, meta: Any) -> None:
         self._report_held()
         self.later.begin(meta, lambda: not self._holds_back())
-        if self.prefetch is not None:
-            loads, _ = self._port.count_moving()
-            _, num_waiting = self._scheduler.get_request_counts()
-            is_free = self._is_followed and not loads and not num_waiting
-            self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
+        loads, _ = self._port.count_moving()
+        _, num_waiting = self._scheduler.get_request_counts()
+        is_free = self._is_followed and not loads and not num_waiting
+        self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
 
     def _has_work(self) -> bool:
         """Whether an idle engine must keep running steps."""
-        return len(self.later) > 0 or (self.prefetch is not None and len(self.prefetch) > 0)
+        return len(self.later) > 0 or len(self.prefetch) > 0
 
 
 def _try_get_digest(path: str) -> str | None:
     try:
-        return get_files_digest(Path(path))
+        return get_files_digest(Path(path))[0]
     except (OSError, UnknownOriginError):
         return None

@@ -182,12 +182,9 @@ class Copies:
     def _choose(self) -> Job:
         """The job whose next part is copied. At least one job must be queued."""
         queues = (self._loads, self._stores)
-        for queue in queues if self._urgent else ():
-            first = _get_first(queue, self._urgent)
-            if first is not None:
-                return first
-        queue = self._loads or self._stores
-        return next(iter(queue.values()))
+        urgent = (each for each in queues if not self._urgent.isdisjoint(each))
+        # Jobs of one kind keep their order, so the first job goes before the urgent one behind it.
+        return next(iter(next(urgent, self._loads or self._stores).values()))
 
     def _advance(self, job: Job) -> None:
         """Copy one more part of a job, unless the job was failed meanwhile."""
@@ -223,11 +220,6 @@ class Copies:
             change(job.chunks)
         num_bytes = sum(part.num_bytes for part in job.parts[: job.num_done])
         self._done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s, job.has_failed))
-
-
-def _get_first(queue: OrderedDict[int, Job], urgent: set[int]) -> Job | None:
-    """The first job of a queue, if the queue has an urgent one. Jobs of one kind keep their order."""
-    return next(iter(queue.values())) if not urgent.isdisjoint(queue) else None
 
 
 def get_rows(chunks: Array, first: int, num_blocks: int, blocks_per_chunk: int) -> tuple[Array, Array]:
