@@ -230,6 +230,11 @@ def has_release_hint(request: Any) -> bool:
     return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
 
 
+def reads_cache(request: Any) -> bool:
+    """Whether a request may hit the prefix cache."""
+    return not request.skip_reading_prefix_cache
+
+
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
     """Tokens of a waiting request that are in the prefix cache now."""
     return int(scheduler.kv_cache_manager.get_computed_blocks(request)[1])
