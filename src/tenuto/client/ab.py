@@ -56,7 +56,7 @@ from tenuto.records.text import write_csv
 from tenuto.vllm.launch import find_vllm
 from tenuto.workload.load import make_workload
 
-_UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv")
+_UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv", "model")
 """Options of bench that do not define the comparison, or that differ between runs."""
 ANSWER_S = 30.0
 """Time limit for a server to list its models, in seconds."""
@@ -89,12 +89,13 @@ def run_ab(options: AbOptions) -> int:
             say("interrupted; the same command continues from here")
         except TenutoError as error:
             failure = error
-        is_whole = _show(options, folder, conclude(options, folder, slots))
+        found = conclude(options, folder, slots)
+        _show(options, folder, found)
         if failure is not None:
             raise failure
     if is_interrupted:
         return 130
-    return 0 if is_whole else 1
+    return 0 if found.is_whole else 1
 
 
 def describe(options: AbOptions) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def describe(options: AbOptions) -> dict[str, Any]:
         "keep_up": options.keep_up,
         "warmup_jobs": options.warmup_jobs,
         **bench.pop("load"),
-        **{name: value for name, value in bench.items() if name != "model"},
+        **bench,
     }
 
 
@@ -129,17 +130,15 @@ def run_slots(
             say(f"repeat {slot.repeat + 1} of {options.repeats}: {slot.arm}")
             folder.clear(slot)
             with servers.open(arms[slot.arm]) as server:
-                _run_slot(options, folder, slot, server)
+                _run_slot(options, folder, slot, arms[slot.arm], server)
                 if not after(slot, server):
                     return
 
 
-def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, server: Ready) -> None:
+def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, arm: Arm, server: Ready) -> None:
     """Make one run, and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
-    arm = next(arm for arm in options.arms if arm.name == slot.arm)
-    run_options = options.get_run_options(
-        arm, server.url, slot.repeat, f"ab-{secrets.token_hex(4)}-{slot.name}"
-    )
+    run_id = f"ab-{secrets.token_hex(4)}-{slot.name}"
+    run_options = options.get_run_options(arm, server.url, slot.repeat, run_id)
     if server.is_fresh and options.warmup_jobs:
         _warm_up(run_options, options.warmup_jobs)
     is_emptied = empty_cache(run_options.urls, run_options.api_key, run_options.engine_urls)
@@ -169,7 +168,7 @@ def measure_run(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
         result = asyncio.run(measure(options, make_workload(options.load), files))
     finally:
         # The event loop resets the signal handlers to their defaults.
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if result["client"]["interrupted"]:
         raise KeyboardInterrupt
     return result
@@ -220,10 +219,9 @@ def _describe_verdict(options: AbOptions, found: Conclusion) -> dict[str, Any]:
     }
 
 
-def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> bool:
-    """Print the verdict so far. Return whether all turns of all existing runs were answered."""
+def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> None:
     if not any(found.done.values()):
-        return True
+        return
     if options.csv:
         write_csv(options.csv, [each.to_json() for each in found.comparisons])
     if options.as_json:
@@ -231,7 +229,6 @@ def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> bool:
     else:
         print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
     say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
-    return found.is_whole
 
 
 def _describe_terms(options: AbOptions) -> dict[str, Any]:
@@ -251,27 +248,22 @@ def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dic
     pairs = []
     for repeat in range(repeats):
         slots = [Slot(repeat, arm.name) for arm in arms]
-        if all(folder.has_run(slot) for slot in slots):
-            pair = read_pair({slot.arm: folder.get_run(slot) for slot in slots})
-            if pair is None:
-                say(f"repeat {repeat + 1}: no job finished on all arms; it does not count")
-            else:
+        if all(map(folder.has_run, slots)):
+            if pair := read_pair({slot.arm: folder.get_run(slot) for slot in slots}):
                 pairs.append(pair)
+            else:
+                say(f"repeat {repeat + 1}: no job finished on all arms; it does not count")
     return pairs
 
 
 @contextmanager
 def sigterm_as_sigint() -> Iterator[None]:
     """Make SIGTERM end the comparison like Ctrl-C does, so that the servers are stopped."""
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 class Slot(NamedTuple):
@@ -445,8 +437,7 @@ class Servers:
         self._last: tuple[str, LocalServer] | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Servers:
-        """Start nothing yet; a server starts when it is needed."""
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -459,7 +450,7 @@ class Servers:
             is_fresh = self._last is None or self._last[0] != arm.name
             if self._last is None or is_fresh:
                 self._stop_last()
-                self._last = arm.name, self._stack.enter_context(self._start(arm, self._options.port))
+                self._last = arm.name, self._start(arm, self._options.port)
             try:
                 yield Ready(self._last[1].url, is_fresh, self._last[1])
             finally:
@@ -476,41 +467,35 @@ class Servers:
 
     def _keep(self, arm: Arm) -> LocalServer:
         if arm.name not in self._kept:
-            port = self._options.port + len(self._kept)
-            self._kept[arm.name] = self._stack.enter_context(self._start(arm, port))
+            self._kept[arm.name] = self._start(arm, self._options.port + len(self._kept))
         return self._kept[arm.name]
 
-    @contextmanager
-    def _start(self, arm: Arm, port: int) -> Iterator[LocalServer]:
+    def _start(self, arm: Arm, port: int) -> LocalServer:
         options = self._options
         check_port(port)
         serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
         command = make_command(arm, options.model or "", port, serve_args)
         log = self._make_log_path(arm.name)
-        self._say(f"{arm.name}: {shlex.join(redact(command))}")
-        with ExitStack() as stack:
-            try:
-                server = stack.enter_context(
-                    run_server(
-                        command,
-                        port,
-                        log,
-                        env=ENVIRONMENT,
-                        say=lambda text: self._say(f"{arm.name}: {text}"),
-                        limit_s=options.start_limit_s,
-                    )
-                )
-            except FileNotFoundError:
-                raise TenutoError(
-                    f"--arm {arm.name}: there is no `vllm` command here; install it with: "
-                    "pip install 'tenuto[vllm]'"
-                ) from None
-            except ServerError as error:
-                raise ServerError(
-                    f"--arm {arm.name}: {error}\nThe whole log: {log}. Arguments for the server go into "
-                    "--serve-args or --arm-args; --start-limit gives it more time."
-                ) from error
-            yield server
+
+        def say_of_arm(text: str) -> None:
+            self._say(f"{arm.name}: {text}")
+
+        say_of_arm(shlex.join(redact(command)))
+        server = run_server(
+            command, port, log, env=ENVIRONMENT, say=say_of_arm, limit_s=options.start_limit_s
+        )
+        try:
+            return self._stack.enter_context(server)
+        except FileNotFoundError:
+            raise TenutoError(
+                f"--arm {arm.name}: there is no `vllm` command here; install it with: "
+                "pip install 'tenuto[vllm]'"
+            ) from None
+        except ServerError as error:
+            raise ServerError(
+                f"--arm {arm.name}: {error}\nThe whole log: {log}. Arguments for the server go into "
+                "--serve-args or --arm-args; --start-limit gives it more time."
+            ) from error
 
 
 def check_arm(arm: Arm, api_key: str | None) -> None:
@@ -541,7 +526,7 @@ def check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((_HOST, port))
         except OSError as error:
             raise ConfigError(
                 f"port {port} is not free ({os.strerror(error.errno or 0)}); choose with --port"

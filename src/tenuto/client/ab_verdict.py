@@ -70,7 +70,8 @@ def estimate_ratio(ratios: Sequence[float]) -> Estimate:
     ratio = get_geometric_mean(ratios)
     if len(logs) < 2:
         return Estimate(ratio, None, None, len(logs), None)
-    low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else _get_students_interval(logs)
+    mean, reach = fmean(logs), get_reach(logs, len(logs))
+    low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else (mean - reach, mean + reach)
     return Estimate(ratio, math.exp(low), math.exp(high), len(logs), _plan(stdev(logs)))
 
 
@@ -88,10 +89,9 @@ def _bootstrap(logs: Sequence[float]) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def _get_students_interval(logs: Sequence[float]) -> tuple[float, float]:
-    num = len(logs)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, num - 1)) * stdev(logs) / math.sqrt(num)
-    return fmean(logs) - reach, fmean(logs) + reach
+def get_reach(logs: Sequence[float], num_pairs: int) -> float:
+    """Half of Student's interval of the mean of `num_pairs` logarithms that vary as these do."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, num_pairs - 1)) * stdev(logs) / math.sqrt(num_pairs)
 
 
 def _plan(deviation: float) -> int:
@@ -161,7 +161,6 @@ def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
 
 
 def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str], folder: Path) -> Values:
-    """Compute the measures of some jobs from their times and their answered turns."""
     stats = {
         "job": summarise(record.job_times_s[job] for job in jobs),
         "ttft": summarise(turn.ttft_s for turn in turns),
@@ -242,7 +241,7 @@ def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
 def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """A note if the client's delays were so large that its times do not describe the servers."""
     lags = [run["client"]["send_lag_s"] for runs in results.values() for run in runs]
-    worst_s = max((lag["p99"] for lag in lags if lag is not None), default=0.0)
+    worst_s = max((lag["p99"] for lag in lags if lag), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:
         return []
     return [
@@ -340,10 +339,7 @@ class Comparison:
 def compare(
     pairs: Sequence[Mapping[str, Values]], threshold: float, *, is_valid: bool = True
 ) -> list[Comparison]:
-    """Make all comparisons. Each pair contains the values of all arms, with the baseline first.
-
-    `is_valid`: whether no run's figures are INVALID. Otherwise nothing is proved.
-    """
+    """Make all comparisons. Each pair contains the values of all arms, with the baseline first."""
     if not pairs:
         return []
     baseline, *others = pairs[0]
@@ -405,12 +401,11 @@ def _format_table(comparisons: Sequence[Comparison]) -> list[str]:
 
 def _format_row(comparison: Comparison, width: int) -> str:
     estimate, unit = comparison.estimate, comparison.measure.unit
-    cells = [
-        f"{_format_value(fmean(values), unit):>{width}}"
-        for values in (comparison.baseline_values, comparison.values)
-    ]
+    means = (fmean(comparison.baseline_values), fmean(comparison.values))
+    texts = [format_time_s(mean) if unit == "s" else f"{mean:.2f}/s" for mean in means]
+    cells = "".join(f"{text:>{width}}" for text in texts)
     interval = "–" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-    return f"{comparison.measure.title:<16}{''.join(cells)}{estimate.ratio:>9.3f}   {interval}"
+    return f"{comparison.measure.title:<16}{cells}{estimate.ratio:>9.3f}   {interval}"
 
 
 def _format_sentences(comparisons: Sequence[Comparison]) -> list[str]:
@@ -449,7 +444,3 @@ def _get_word(ratio: float, *, is_time: bool) -> str:
 def _format_percent(ratio: float) -> str:
     percent = abs(ratio - 1) * 100
     return f"{percent:.1f} %" if percent < 10 else f"{percent:.0f} %"
-
-
-def _format_value(value: float, unit: str) -> str:
-    return format_time_s(value) if unit == "s" else f"{value:.2f}/s"

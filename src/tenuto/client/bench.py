@@ -87,7 +87,7 @@ def get_status(result: Mapping[str, Any], *, is_written: bool) -> int:
     return INVALID if result["client"]["invalid"] else 0
 
 
-async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> dict[str, Any]:
+async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> Result:
     """Run a workload against a server and return the record. SIGINT and SIGTERM end the run early."""
     started_s = time.monotonic()
     if options.run_commands:
@@ -227,6 +227,9 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
         interruption.on_signal = load.stop
         await _drive(load, companions)
         growth = await _get_growth(setup.engines, setup.server, interruption)
+    fleet = setup.engines.summarise() if growth is not None else None
+    if fleet is not None and isinstance(setup.servers, RoutedServers):
+        fleet |= setup.servers.summarise()
     return Outcome(
         workload=setup.workload,
         records=records,
@@ -238,16 +241,8 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
         loop_lags_s=lags_s,
         itl_s=load.gaps.summarise(),
         commands=commands,
-        fleet=_summarise(setup) if growth is not None else None,
+        fleet=fleet,
     )
-
-
-def _summarise(setup: _Setup) -> dict[str, Any] | None:
-    """What the engines did, and what the router did if the bench routed the turns itself."""
-    fleet = setup.engines.summarise()
-    if fleet is not None and isinstance(setup.servers, RoutedServers):
-        fleet |= setup.servers.summarise()
-    return fleet
 
 
 async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -273,19 +268,21 @@ async def _get_growth(engines: Engines, server: Server, interruption: Interrupti
     """Growth of the server's metrics; None if the server does not report them, or if the user interrupts."""
     if server.totals is None:
         return None
+    settle_s = SETTLE_S
     if interruption.has_come:
         say("interrupted; asking the server for its last counts (Ctrl-C again skips that)")
-    question = asyncio.create_task(_ask_totals(engines, 0.0 if interruption.has_come else SETTLE_S))
+        settle_s = 0.0
+
+    async def ask() -> Totals:
+        await asyncio.sleep(settle_s)
+        return await engines.get_totals()
+
+    question = asyncio.create_task(ask())
     interruption.on_signal = question.cancel
     await asyncio.wait([question])
     if question.cancelled() or isinstance(question.exception(), RequestFailed):
         return None
     return get_growth(server.totals, question.result())
-
-
-async def _ask_totals(engines: Engines, settle_s: float) -> Totals:
-    await asyncio.sleep(settle_s)
-    return await engines.get_totals()
 
 
 def _get_settings(setup: _Setup) -> dict[str, object]:
@@ -476,10 +473,15 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
             is_written = False
         results.append(result)
         if options.out:
-            _write_results(options.out / RESULTS, results)
+            with writing(path := options.out / RESULTS):
+                write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
         if result["client"]["interrupted"]:
             break
-    _print(results, runs[0])
+    if options.csv:
+        write_csv(options.csv, results)
+    print(json.dumps(results) if options.as_json else format_sweep(results))
+    if options.out and not options.as_json:
+        say(f"all results: {options.out}; charts: tenuto report {options.out}")
     if results[-1]["client"]["interrupted"]:
         return 130
     statuses = [get_status(result, is_written=is_written) for result in results]
@@ -501,22 +503,6 @@ def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
             "command"
         )
     return values
-
-
-def _write_results(path: Path, results: Sequence[Result]) -> None:
-    with writing(path):
-        write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
-
-
-def _print(results: Sequence[Result], options: BenchOptions) -> None:
-    if options.csv:
-        write_csv(options.csv, results)
-    if options.as_json:
-        print(json.dumps(results))
-        return
-    print(format_sweep(results))
-    if options.out:
-        say(f"all results: {options.out}; charts: tenuto report {options.out}")
 
 
 COLUMNS = (

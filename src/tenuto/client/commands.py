@@ -13,6 +13,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class CommandRunner:
     def __init__(self, limit_s: float, on_record: Callable[[CommandRecord], None]) -> None:
         self._limit_s = limit_s
         self._on_record = on_record
-        self._folders: dict[str, Path] = {}
+        self._folders = defaultdict[str, Path](lambda: Path(tempfile.mkdtemp(dir=self._root.name)))
 
     def __enter__(self) -> Self:
         # A command may leave files that even their owner cannot remove directly.
@@ -85,7 +86,7 @@ class CommandRunner:
         status: int | None = None
         with _Output() as output:
             try:
-                end, status = await self._run(command, self._get_folder(job.job_id), output)
+                end, status = await self._run(command, self._folders[job.job_id], output)
             finally:
                 output.drain()
                 seconds = time.monotonic() - started_s
@@ -98,7 +99,12 @@ class CommandRunner:
             process = await asyncio.create_subprocess_exec(
                 *("/bin/sh", "-c", command),
                 cwd=folder,
-                env=_make_environment(folder),
+                env={
+                    "PATH": os.environ.get("PATH", os.defpath),
+                    "HOME": str(folder),
+                    "TMPDIR": str(folder),
+                    "LANG": "C.UTF-8",
+                },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output.write_end,
                 stderr=output.write_end,
@@ -110,7 +116,8 @@ class CommandRunner:
         try:
             end = await self._watch(process, output)
         finally:
-            _kill_group(process.pid)
+            with contextlib.suppress(ProcessLookupError):  # the command left no process behind
+                os.killpg(process.pid, signal.SIGKILL)
             status = await process.wait()
         return end, status
 
@@ -124,11 +131,6 @@ class CommandRunner:
         if output.is_too_much.is_set():
             return "too much output"
         return "exited" if done else "timeout"
-
-    def _get_folder(self, job_id: str) -> Path:
-        if job_id not in self._folders:
-            self._folders[job_id] = Path(tempfile.mkdtemp(dir=self._root.name))
-        return self._folders[job_id]
 
 
 class _Output:
@@ -167,7 +169,7 @@ class _Output:
             pass
 
     def _read(self) -> int:
-        """Read one piece, add its length to the count and return the length."""
+        """Count one piece; return its length."""
         try:
             length = len(os.read(self._read_end, PIECE_BYTES))
         except BlockingIOError:
@@ -178,17 +180,3 @@ class _Output:
         if self.num_bytes > MAX_OUTPUT_BYTES:
             self.is_too_much.set()
         return length
-
-
-def _make_environment(folder: Path) -> dict[str, str]:
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(folder),
-        "TMPDIR": str(folder),
-        "LANG": "C.UTF-8",
-    }
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the command left no process behind
-        os.killpg(pid, signal.SIGKILL)

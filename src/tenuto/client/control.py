@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import getpass
 import io
@@ -19,6 +20,7 @@ from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
+from tenuto.records.files import writing
 from tenuto.records.text import format_table
 
 if TYPE_CHECKING:
@@ -160,15 +162,9 @@ class ControlOptions(_ServerOptions):
             return "somebody"
 
     def _get_settings(self) -> dict[str, Any]:
-        canary = {
-            name: value
-            for name, value in (
-                ("share", self.canary_share),
-                ("tenants", list(self.canary_tenants) or None),
-                ("groups", list(self.canary_groups) or None),
-            )
-            if value is not None
-        }
+        canary: dict[str, Any] = {} if self.canary_share is None else {"share": self.canary_share}
+        groups = {"tenants": list(self.canary_tenants), "groups": list(self.canary_groups)}
+        canary |= {name: values for name, values in groups.items() if values}
         if canary and self.no_canary:
             raise ConfigError("--no-canary and the other options of a canary exclude each other")
         change: dict[str, Any] = {
@@ -199,7 +195,10 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
     status = 0 if response.status_code == 200 else 1
     if options.as_json:
         return status, json.dumps(answer)
-    return status, _format_release(answer) if options.action == "release" else format_status(answer)
+    if options.action == "release":
+        what = "released" if answer["released"] else "nothing was kept for it"
+        return status, f"job {answer['job']}: {what}"
+    return status, format_status(answer)
 
 
 def format_status(answer: Mapping[str, Any]) -> str:
@@ -232,21 +231,14 @@ def format_status(answer: Mapping[str, Any]) -> str:
 
 
 def _read(response: httpx.Response, url: str) -> dict[str, Any]:
-    try:
+    with contextlib.suppress(ValueError):
         answer = response.json()
-    except ValueError:
-        answer = None
-    is_ours = isinstance(answer, dict) and ("ranks" in answer or "error" in answer or "released" in answer)
-    if not is_ours:
-        raise TenutoError(
-            f"{url} has no /tenuto/ addresses (status {response.status_code}); is it vLLM with "
-            "--middleware tenuto.vllm.Middleware?"
-        )
-    return dict(answer)
-
-
-def _format_release(answer: Mapping[str, Any]) -> str:
-    return f"job {answer['job']}: " + ("released" if answer["released"] else "nothing was kept for it")
+        if isinstance(answer, dict) and ("ranks" in answer or "error" in answer or "released" in answer):
+            return answer
+    raise TenutoError(
+        f"{url} has no /tenuto/ addresses (status {response.status_code}); is it vLLM with "
+        "--middleware tenuto.vllm.Middleware?"
+    )
 
 
 def _list(values: Mapping[str, Any]) -> str:
@@ -282,8 +274,7 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
         if options.job is None:
             return join_ranks(ranks)
         told = [rank["ledger"] for rank in ranks]
-        row = {"kind": "job", "tenant": None, "job": options.job, **add_figures(told)}
-        return ([row] if told else []), answer.get("note")
+        return ([_make_row("job", None, options.job, told)] if told else []), answer.get("note")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise TenutoError(
             f"{url} does not say what jobs used (status {response.status_code}); is it Tenuto's?"
@@ -301,26 +292,14 @@ def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | Non
             jobs.setdefault((job["tenant"], job["job"]), []).append(job)
     num_left_out = sum(int(rank["jobs_left_out"]) for rank in ranks)
     note = f"{num_left_out} earlier jobs are left out" if num_left_out else None
-    return make_rows([rank["total"] for rank in ranks], tenants, jobs), note
+    rows = [_make_row("total", None, None, [rank["total"] for rank in ranks])]
+    rows += [_make_row("tenant", name or None, None, each) for name, each in tenants.items()]
+    rows += [_make_row("job", tenant, name, each) for (tenant, name), each in jobs.items()]
+    return rows, note
 
 
-def make_rows(
-    totals: Iterable[Mapping[str, float]],
-    tenants: Mapping[str, Iterable[Mapping[str, float]]],
-    jobs: Mapping[tuple[str | None, str], Iterable[Mapping[str, float]]],
-) -> list[Row]:
-    """A row for the total, for each tenant, and for each job."""
-    return [
-        {"kind": "total", "tenant": None, "job": None, **add_figures(totals)},
-        *(
-            {"kind": "tenant", "tenant": name or None, "job": None, **add_figures(each)}
-            for name, each in tenants.items()
-        ),
-        *(
-            {"kind": "job", "tenant": tenant, "job": name, **add_figures(each)}
-            for (tenant, name), each in jobs.items()
-        ),
-    ]
+def _make_row(kind: str, tenant: str | None, job: str | None, figures: Iterable[Mapping[str, float]]) -> Row:
+    return {"kind": kind, "tenant": tenant, "job": job, **add_figures(figures)}
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
@@ -332,10 +311,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     if str(path) == "-":
         sys.stdout.write(text.getvalue())
         return
-    try:
+    with writing(path, "--csv"):
         path.write_text(text.getvalue(), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--csv: cannot write {path}: {error.strerror or error}") from error
 
 
 def _bound(value: Any) -> Any:

@@ -116,12 +116,14 @@ class Client:
         self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Self:
-        _raise_file_limit()
+        # Each connection is an open file. Many systems allow only 1,024 by default.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             headers={"Content-Type": "application/json", **self._headers},
             timeout=aiohttp.ClientTimeout(total=None),
-            raise_for_status=False,
         )
         return self
 
@@ -181,18 +183,14 @@ async def _read_refusal(response: aiohttp.ClientResponse) -> RequestFailed:
         message = get_error_message(json.loads(body))
     except (ValueError, RecursionError):
         message = None
-    status = response.status
+    status, pause = response.status, response.headers.get("Retry-After", "")
     return RequestFailed(
         f"http {status}",
         message or body.strip() or response.reason or "without a word",
         can_retry=status >= 500 or status in _RETRIED_STATUS,
-        retry_after_s=_parse_seconds(response.headers.get("Retry-After")),
+        # HTTP also allows a date here, but no inference server sends one.
+        retry_after_s=float(pause) if pause.isdecimal() else None,
     )
-
-
-def _parse_seconds(text: str | None) -> float | None:
-    # HTTP also allows a date here, but no inference server sends one.
-    return float(text) if text is not None and text.isdecimal() else None
 
 
 def _explain(error: Exception, timeout_s: float) -> RequestFailed:
@@ -204,13 +202,6 @@ def _explain(error: Exception, timeout_s: float) -> RequestFailed:
     if isinstance(error, aiohttp.InvalidURL):
         return RequestFailed("connect", f"not a URL: {error}", can_retry=False)
     return RequestFailed(kind, str(error) or type(error).__name__)
-
-
-def _raise_file_limit() -> None:
-    # Each connection is an open file. Many systems allow only 1,024 by default.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class AnswerStream:
@@ -468,9 +459,6 @@ def _make_bytes(name: str, num_bytes: int) -> bytes:
     return shake_128(name.encode(errors="surrogatepass")).digest(num_bytes)
 
 
-REGEX = "regex:"
-
-
 def read_format(text: str) -> dict[str, Any]:
     """Make the request's `structured_outputs` from an option's text. Raises ConfigError.
 
@@ -478,8 +466,15 @@ def read_format(text: str) -> dict[str, Any]:
     """
     if text == "json":
         return {"json_object": True}
-    if text.startswith(REGEX):
-        return {"regex": _check_pattern(text.removeprefix(REGEX))}
+    if text.startswith("regex:"):
+        pattern = text.removeprefix("regex:")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--force-format: {pattern!r} is not a regular expression: {error}") from error
+        if not pattern:
+            raise ConfigError("--force-format: the regular expression is empty")
+        return {"regex": pattern}
     try:
         schema = json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -489,13 +484,3 @@ def read_format(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ConfigError(f"--force-format: {text} holds no JSON schema: not an object")
     return {"json": schema}
-
-
-def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"--force-format: {pattern!r} is not a regular expression: {error}") from error
-    if not pattern:
-        raise ConfigError("--force-format: the regular expression is empty")
-    return pattern

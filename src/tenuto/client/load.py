@@ -148,8 +148,12 @@ class Load:
     async def _fetch_answer(self, flight: Flight) -> None:
         """Send the turn until it succeeds or no retry is allowed."""
         job, index, _ = flight.due
-        prompt = self._get_conversation(job).write_prompt(job.turns[index])
-        body, headers = self._writer.write_body(job, index, prompt), self._writer.write_headers(job, index)
+        family, writer = self._get_family(job), self._writer
+        if job.job_id not in family.conversations:
+            started = Conversation(job, writer.form, writer.run_id, family.answers)
+            family.conversations[job.job_id] = started
+        prompt = family.conversations[job.job_id].write_prompt(job.turns[index])
+        body, headers = writer.write_body(job, index, prompt), writer.write_headers(job, index)
         if job.job_id in self._last_finished:
             flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()
@@ -179,14 +183,6 @@ class Load:
 
     def _get_family(self, job: Job) -> _Family:
         return self._families.setdefault(self._turns.get_root(job.job_id), _Family())
-
-    def _get_conversation(self, job: Job) -> Conversation:
-        family = self._get_family(job)
-        if job.job_id not in family.conversations:
-            family.conversations[job.job_id] = Conversation(
-                job, self._writer.form, self._writer.run_id, family.answers
-            )
-        return family.conversations[job.job_id]
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1

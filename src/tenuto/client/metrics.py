@@ -14,7 +14,6 @@ import json
 import math
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -209,7 +208,7 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
     except DataError as error:
         raise DataError(f"{client.base_url}: {error}") from None
     sizes = {
-        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks"))
+        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks") - 1)
         for labels, _ in page.samples.get("vllm:cache_config_info", ())
     }
     usage = {
@@ -223,13 +222,13 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
     engines = tuple(sorted(sizes))
     which = {} if engine is None else {"engine": engine}
     sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
-    num_used = sum(usage.get(engine, 0.0) * (blocks - 1) for engine, (_, blocks) in sizes.items())
+    num_used = sum(usage.get(engine, 0.0) * blocks for engine, (_, blocks) in sizes.items())
     retained = page.total("tenuto:retained_blocks", **which)
     policies = page.active("tenuto:info", "policy")
     modes = page.active("tenuto:mode", "mode")
     return CacheState(
         block_size=next(iter(sizes.values()))[0],
-        num_blocks=sum(blocks - 1 for _, blocks in sizes.values()),
+        num_blocks=sum(blocks for _, blocks in sizes.values()),
         num_used_blocks=round(num_used),
         num_retained_blocks=None if retained is None else round(retained),
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
@@ -249,15 +248,13 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
     if len(states) == 1:
         return first
     retained = [state.num_retained_blocks for state in states if state.num_retained_blocks is not None]
-    sums = {
-        name: sum(getattr(state, name) for state in states)
-        for name in ("num_blocks", "num_used_blocks", "num_faults")
-    }
     # A fleet usually has one policy. If policies differ, one that promises nothing decides what is expected.
     policies = [state.policy for state in states]
     return replace(
         first,
-        **sums,
+        num_blocks=sum(state.num_blocks for state in states),
+        num_used_blocks=sum(state.num_used_blocks for state in states),
+        num_faults=sum(state.num_faults for state in states),
         num_retained_blocks=sum(retained) if retained else None,
         policy=None if None in policies else first.policy,
         mode=next((state.mode for state in states if state.mode != "on"), "on"),
@@ -313,22 +310,16 @@ def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
 
 def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
     """The sum of what several engines hold for a job."""
-    told = [job for job in jobs if job.news is not None]
+    told = next((job for job in reversed(jobs) if job.news is not None), OwnJob())
+    short = [job.num_short_tokens for job in jobs if job.num_short_tokens is not None]
+    groups = dict.fromkeys(group for each in short for group in each)
     return OwnJob(
         sum(job.num_leased_blocks for job in jobs),
-        told[-1].news if told else None,
-        told[-1].reason if told else None,
+        told.news,
+        told.reason,
         sum(job.num_cached_tokens for job in jobs),
-        add_short_tokens([job.num_short_tokens for job in jobs if job.num_short_tokens is not None]),
+        {group: sum(each.get(group, 0.0) for each in short) for group in groups} if short else None,
     )
-
-
-def add_short_tokens(counts: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
-    """The sums by group; None if the server does not report them."""
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total) if counts else None
 
 
 def _get_int(labels: Mapping[str, str], name: str) -> int:

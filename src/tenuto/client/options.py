@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -189,21 +190,13 @@ def parse_arm(text: str) -> Arm:
     return Arm(name, "sim" if kind == "sim" else "policy", target, tuple(options))
 
 
-def _read_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
-    return tuple(map(parse_arm, texts))
-
-
-def _read_serve_args(text: str) -> tuple[str, ...]:
-    return tuple(_split("--serve-args", text))
-
-
 def _read_arm_args(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, equals, arguments = text.partition("=")
         if not equals:
             raise ConfigError(f"--arm-args wants NAME=TEXT, got {text!r}")
-        found[name] = found.get(name, ()) + tuple(_split("--arm-args", arguments))
+        found[name] = (*found.get(name, ()), *_split("--arm-args", arguments))
     return found
 
 
@@ -218,11 +211,14 @@ def _read_engine_urls(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _split(flag: str, text: str) -> list[str]:
+def _split(flag: str, text: str) -> tuple[str, ...]:
     try:
-        return shlex.split(text)
+        return tuple(shlex.split(text))
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}: {text!r}") from error
+
+
+_read_serve_args = partial(_split, "--serve-args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +234,7 @@ class ArmOptions(Options):
         flag="--arm",
         metavar="NAME=…",
         is_repeatable=True,
-        read=_read_arms,
+        read=lambda texts: tuple(map(parse_arm, texts)),
     )
     model: str | None = option(
         None,
@@ -284,10 +280,9 @@ class ArmOptions(Options):
             raise ConfigError("name at least two arms: --arm A=… --arm B=…")
         if len(set(names)) != len(names):
             raise ConfigError(f"two arms have one name: {', '.join(names)}")
-        if unknown := self.arm_args.keys() - set(names):
-            raise ConfigError(f"--arm-args: there is no arm {min(unknown)!r}")
-        if unknown := self.engine_urls.keys() - set(names):
-            raise ConfigError(f"--engine-url: there is no arm {min(unknown)!r}")
+        for flag, given in (("--arm-args", self.arm_args), ("--engine-url", self.engine_urls)):
+            if unknown := given.keys() - set(names):
+                raise ConfigError(f"{flag}: there is no arm {min(unknown)!r}")
         if self.model is None and (local := [arm.name for arm in self.arms if arm.is_local]):
             raise ConfigError(f"--model: say which model the server of {local[0]!r} shall serve")
         if self.port > (highest := 65535 - len(names)):
@@ -332,17 +327,13 @@ class AbOptions(ArmOptions):
 
     def get_run_options(self, arm: Arm, url: str, repeat: int, run_id: str) -> BenchOptions:
         """The options of one run. Repeats are counted from 0."""
-        load = replace(self.bench.load, seed=self.bench.load.seed + repeat)
-        # A server started here serves one model. --serve-args may give it any name.
-        is_named = not any(each.is_local for each in self.arms)
-        model = self.model if is_named else None
-        engines = self.engine_urls.get(arm.name, ())
         return replace(
             self.bench,
             urls=tuple(url.split(",")),
-            engine_urls=engines,
-            load=load,
-            model=model,
+            engine_urls=self.engine_urls.get(arm.name, ()),
+            load=replace(self.bench.load, seed=self.bench.load.seed + repeat),
+            # A server started here serves one model. --serve-args may give it any name.
+            model=None if any(each.is_local for each in self.arms) else self.model,
             run_id=run_id,
             policy=arm.name,
         )

@@ -90,16 +90,14 @@ async def probe_server(
 
 def check_lengths(workload: Workload, server: Server) -> None:
     """Raise ConfigError if a turn does not fit into the model's context length."""
-    if server.max_model_len is None:
-        return
-    for job in workload.jobs:
-        for index, turn in enumerate(job.turns):
-            num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
-            if num_tokens > server.max_model_len:
-                raise ConfigError(
-                    f"{workload.name}: job {job.job_id!r} turn {index + 1} has {num_tokens} tokens, "
-                    f"the server takes {server.max_model_len}; shorten the texts with --scale-lengths"
-                )
+    turns = ((job, number, turn) for job in workload.jobs for number, turn in enumerate(job.turns, 1))
+    for job, number, turn in turns:
+        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+        if server.max_model_len is not None and num_tokens > server.max_model_len:
+            raise ConfigError(
+                f"{workload.name}: job {job.job_id!r} turn {number} has {num_tokens} tokens, "
+                f"the server takes {server.max_model_len}; shorten the texts with --scale-lengths"
+            )
 
 
 async def _get_model(client: Client, wanted: str | None) -> tuple[str, int | None]:

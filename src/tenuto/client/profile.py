@@ -176,12 +176,9 @@ def make_plan(step_tokens: int, max_context: int, max_batch: int, num_kv_tokens:
 
 def get_max_context(wanted: int | None, max_model_len: int | None, num_kv_tokens: int | None) -> int:
     """The longest prompt that can be sent and leaves room for its answer, in tokens."""
-    bounds = [wanted or DEFAULT_MAX_CONTEXT]
-    if max_model_len is not None:
-        bounds.append(max_model_len - OUTPUT_TOKENS - 1)
-    if num_kv_tokens is not None:
-        bounds.append(num_kv_tokens // 2)
-    return min(bounds)
+    of_model = math.inf if max_model_len is None else max_model_len - OUTPUT_TOKENS - 1
+    of_cache = math.inf if num_kv_tokens is None else num_kv_tokens // 2
+    return int(min(wanted or DEFAULT_MAX_CONTEXT, of_model, of_cache))
 
 
 def _double(first: int, last: int) -> list[int]:
@@ -320,15 +317,18 @@ async def time_copies(
     observations: list[dict[str, Any]] = []
     for repeat in range(repeats):
         name = f"copies{repeat}"
-        prompts = {n: (Span(f"{name}/{n}", n),) for n in lengths}
-        hit_s: dict[int, float] = {}
-        for length, prompt in prompts.items():
+        hits_s: dict[Prompt, float] = {}
+        for length in lengths:
+            prompt: Prompt = (Span(f"{name}/{length}", length),)
             await asker.ask(name, prompt, 1)
-            hit_s[length] = await _time(asker, name, prompt)
-        await _fill(asker, name, num_kv_tokens, max(lengths))
-        for length, prompt in prompts.items():
+            hits_s[prompt] = await _time(asker, name, prompt)
+        # Send other prompts until nothing older can be left on the GPU.
+        for number in range(int(MARGIN * num_kv_tokens / max(lengths)) + 1):
+            filler = f"{name}/filler{number}"
+            await asker.ask(filler, (Span(filler, max(lengths)),), 1)
+        for prompt, hit_s in hits_s.items():
             before = (await read_totals()).get(LOADED, 0.0)
-            seconds = await _time(asker, name, prompt) - hit_s[length]
+            seconds = await _time(asker, name, prompt) - hit_s
             num_bytes = int((await read_totals()).get(LOADED, 0.0) - before)
             if num_bytes > 0 and seconds > 0:
                 observations.append({"num_bytes": num_bytes, "seconds": seconds})
@@ -345,9 +345,3 @@ async def _time(asker: Asker, name: str, prompt: Prompt) -> float:
     """Seconds to the first token."""
     sent_s, answer = await asker.ask(name, prompt, 1)
     return answer.first_token_s - sent_s
-
-
-async def _fill(asker: Asker, name: str, num_kv_tokens: int, length: int) -> None:
-    """Send other prompts until nothing older can be left on the GPU."""
-    for number in range(int(MARGIN * num_kv_tokens / length) + 1):
-        await asker.ask(f"{name}/filler{number}", (Span(f"{name}/filler{number}", length),), 1)

@@ -161,18 +161,17 @@ def find_invalid(
         return ()
     floor_s = FLOOR_S / (server.speed if server else 1.0)
     seen_s, without_s = [seen for seen, _ in pairs], [without for _, without in pairs]
-    reasons = []
-    for name, one, other in (
-        ("the mean", fmean(seen_s), fmean(without_s)),
-        ("P95", get_percentile(seen_s, 95), get_percentile(without_s, 95)),
-    ):
-        if _spoils(one - other, one, floor_s):
-            reasons.append(
-                f"this client sent turns late: {name} of TTFT is {_ms(one)}, without its own delay "
-                f"{_ms(other)}. Its machine is too busy, with the server or with others"
-            )
-            break
     mean_s = fmean(seen_s)
+    measures = (
+        ("the mean", mean_s, fmean(without_s)),
+        ("P95", get_percentile(seen_s, 95), get_percentile(without_s, 95)),
+    )
+    reasons = [
+        f"this client sent turns late: {name} of TTFT is {_ms(one)}, without its own delay {_ms(other)}. Its "
+        "machine is too busy, with the server or with others"
+        for name, one, other in measures
+        if _spoils(one - other, one, floor_s)
+    ][:1]
     if loop_lags_s and _spoils(late_s := fmean(loop_lags_s), mean_s, floor_s):
         reasons.append(
             f"this client read answers late, by {_ms(late_s)} on average at a TTFT of {_ms(mean_s)}. Its "
@@ -382,13 +381,11 @@ def make_result(
     )
 
 
-def _format_simulated_server(server: Mapping[str, Any] | None) -> list[str]:
-    if server is None:
-        return []
+def _describe_simulated(server: Mapping[str, Any]) -> str:
     speed, lag_s = server["speed"], server["mean_lag_s"]
     scale = f": times here are real seconds, 1/{speed:g} of the simulated ones" if speed != 1 else ""
     late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late on average"
-    return [f"server       simulated, at speed {speed:g}{scale}{late}"]
+    return f"server       simulated, at speed {speed:g}{scale}{late}"
 
 
 def _summarise(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -402,16 +399,14 @@ def format_result(result: Mapping[str, Any]) -> str:
     lines = [
         *(f"INVALID      {reason}." for reason in client["invalid"]),
         format_run(result) + ("\ninterrupted" if client["interrupted"] else ""),
-        *_format_simulated_server(client["simulated_server"]),
+        *([_describe_simulated(client["simulated_server"])] if client["simulated_server"] else []),
         f"client lag   sending: {format_stats(client['send_lag_s'])}; "
         f"event loop: {format_stats(client['event_loop_lag_s'])}",
     ]
     if client["commands"]["run"]:
         ends = ", ".join(f"{count} {end}" for end, count in client["commands"].items())
         lines.append(f"commands     {ends}; {format_stats(client['command_s'])}")
-    for title, groups in (
-        ("failed attempts", client["failed_attempts"]),
-        ("complaints", client["complaints"]),
-    ):
-        lines += [f"{title}: {group['count']} × {kind}: {group['first']}" for kind, group in groups.items()]
+    for title in ("failed attempts", "complaints"):
+        groups = client[title.replace(" ", "_")].items()
+        lines += [f"{title}: {group['count']} × {kind}: {group['first']}" for kind, group in groups]
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from scipy import stats
 
 from tenuto.client.ab import (
     AbFolder,
@@ -54,8 +53,8 @@ from tenuto.client.ab import (
     run_slots,
     sigterm_as_sigint,
 )
+from tenuto.client.ab_verdict import MEASURES as AB_MEASURES
 from tenuto.client.ab_verdict import (
-    CONFIDENCE,
     Comparison,
     Measure,
     Values,
@@ -65,11 +64,11 @@ from tenuto.client.ab_verdict import (
     describe_faults,
     describe_lag,
     find_invalid,
+    get_reach,
 )
-from tenuto.client.ab_verdict import MEASURES as AB_MEASURES
 from tenuto.client.address import ServerError
 from tenuto.client.metrics import connect, read_cache_state
-from tenuto.client.options import AbOptions, Arm, BenchOptions, ProfileOptions, ValidateOptions
+from tenuto.client.options import AbOptions, Arm, BenchOptions, Kind, ProfileOptions, ValidateOptions
 from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
 from tenuto.client.verify import read_model, verify
@@ -146,12 +145,11 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
 
 
 def find_throttling() -> list[str]:
-    """A sentence if a GPU is throttled because it is hot, else None."""
+    """A sentence if a GPU is throttled because it is hot."""
     reasons = ("hw_thermal_slowdown", "sw_thermal_slowdown")
     rows = _ask_gpus("--query-gpu=" + ",".join(f"clocks_throttle_reasons.{each}" for each in reasons))
-    if any("Active" in row for row in rows):
-        return ["a GPU was throttled because of heat: check its cooling"]
-    return []
+    is_hot = any("Active" in row for row in rows)
+    return ["a GPU was throttled because of heat: check its cooling"] if is_hot else []
 
 
 def _ask_gpus(query: str) -> list[list[str]]:
@@ -167,10 +165,10 @@ def _ask_gpus(query: str) -> list[list[str]]:
 
 
 def _read_cpu() -> str | None:
+    found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return found[1] if found else platform.machine()
-    return platform.machine()
+    return found[1] if found else platform.machine()
 
 
 # The server.
@@ -201,11 +199,10 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
     scheduler = config.get("scheduler_config") or {}
 
     def get(name: str) -> int:
-        value = scheduler.get(name)
+        value, flag = scheduler.get(name), f"--{name.replace('_', '-')}"
         if type(value) is not int:
-            value = _get_number(options.serve_args, f"--{name.replace('_', '-')}")
+            value = _get_number(options.serve_args, flag)
         if value is None:
-            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"the server does not say its {name}: add {flag} N to --serve-args")
         return value
 
@@ -214,8 +211,7 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
             f"the server has {len(state.engines)} engines (data parallel); validate one of them: leave "
             "--data-parallel-size out of --serve-args"
         )
-    parallel = config.get("parallel_config") or {}
-    gpus = parallel.get("world_size")
+    gpus = (config.get("parallel_config") or {}).get("world_size")
     return ValidatedServer(
         engine=options.engine,
         version=str(version) if version is not None else None,
@@ -320,12 +316,6 @@ class Forecast:
     setup: Setup
     """Stock with its own settings."""
 
-    def get_setup(self, arm: str, step_tokens: int | None) -> Setup:
-        """The simulated machine of an arm."""
-        if arm == TENUTO:
-            return replace(self.setup, policy="tenuto")
-        return replace(self.setup, step_tokens=step_tokens)
-
     def choose_load(self, options: ValidateOptions, run_s: float) -> LoadOptions:
         """The load under which stock is just about full, for a run of `run_s` seconds. Raises ConfigError."""
         longest = min(self.setup.max_model_len or math.inf, (self.setup.kv_tokens or 0) / 2)
@@ -371,7 +361,9 @@ class Forecast:
 
     def simulate(self, arm: str, step_tokens: int | None, load: LoadOptions, repeat: int) -> dict[str, Any]:
         """The record of one simulated run."""
-        return simulate(self.get_setup(arm, step_tokens), replace(load, seed=load.seed + repeat)).record
+        change: dict[str, Any] = {"policy": "tenuto"} if arm == TENUTO else {"step_tokens": step_tokens}
+        setup = replace(self.setup, **change)
+        return simulate(setup, replace(load, seed=load.seed + repeat)).record
 
 
 # The validation.
@@ -475,10 +467,19 @@ class _Validation:
     loads: list[float] = field(default_factory=list)
     """The load average after each run."""
 
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of --minutes that are left."""
+        return self.options.limit_s - self.passed_s
+
     def say(self, text: str) -> None:
         """Print a message with the elapsed and the remaining time."""
-        passed_s = time.monotonic() - self.started_s
-        left_s = max(0.0, self.options.limit_s - passed_s)
+        passed_s, left_s = self.passed_s, max(0.0, self.left_s)
         clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
         console.say(f"validate {clock}", text)
 
@@ -489,30 +490,22 @@ class _Validation:
         os.kill(os.getpid(), signal.SIGTERM)
 
     @property
-    def left_s(self) -> float:
-        """Seconds of --minutes that are left."""
-        return self.options.limit_s - (time.monotonic() - self.started_s)
-
-    @property
     def ab(self) -> AbOptions:
         """The options of `tenuto ab` for the runs."""
         record, options = self.record, self.options
         arms = record.arms if record else (ValidatedArm(name=STOCK), ValidatedArm(name=TENUTO))
-        kind: Any = "vllm" if options.engine == "vllm" else "sim"
-        made: list[Arm] = []
-        arm_args: dict[str, tuple[str, ...]] = {}
-        for arm in arms:
-            if arm.name == TENUTO:
-                made.append(Arm(TENUTO, "policy" if kind == "vllm" else "sim", "tenuto"))
-                continue
-            made.append(Arm(arm.name, kind, "" if kind == "vllm" else STOCK_POLICY))
-            if arm.step_tokens is not None:
-                arm_args[arm.name] = ("--max-num-batched-tokens", str(arm.step_tokens))
+        is_sim = options.engine == "sim"
+        stock: tuple[Kind, str] = ("sim", STOCK_POLICY) if is_sim else ("vllm", "")
+        tenuto: tuple[Kind, str] = ("sim" if is_sim else "policy", "tenuto")
         return AbOptions(
-            arms=tuple(made),
+            arms=tuple(Arm(arm.name, *(tenuto if arm.name == TENUTO else stock)) for arm in arms),
             model=options.model,
             serve_args=options.serve_args,
-            arm_args=arm_args,
+            arm_args={
+                arm.name: ("--max-num-batched-tokens", str(arm.step_tokens))
+                for arm in arms
+                if arm.step_tokens is not None
+            },
             port=options.port,
             start_limit_s=options.start_limit_s,
             bench=BenchOptions(urls=("http://127.0.0.1",), load=self.load, gpu=self.machine.gpu),
@@ -524,12 +517,14 @@ class _Validation:
     @property
     def load(self) -> LoadOptions:
         """The load of the first repeat."""
-        found = self.record.load if self.record else None
-        load = LoadOptions(workload=self.options.workload, jps=1.0, seed=self.options.seed)
-        if found is None:
-            return load
-        return replace(
-            load, jps=found.jps, window_s=found.window_s, scale_lengths=found.scale_lengths, seed=found.seed
+        if self.record is None or (found := self.record.load) is None:
+            return LoadOptions(workload=self.options.workload, jps=1.0, seed=self.options.seed)
+        return LoadOptions(
+            workload=self.options.workload,
+            jps=found.jps,
+            window_s=found.window_s,
+            scale_lengths=found.scale_lengths,
+            seed=found.seed,
         )
 
     @cached_property
@@ -604,7 +599,7 @@ class _Validation:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """In this context, add advice to the error of a server that lacks memory."""
+        """Add advice to the error of a server that lacks memory."""
         try:
             yield
         except ServerError as error:
@@ -810,7 +805,7 @@ class _Validation:
             record,
             verdict=judge(ratios),
             stopped=self.stopped,
-            minutes=round(record.minutes + (time.monotonic() - self.started_s) / 60, 1),
+            minutes=round(record.minutes + self.passed_s / 60, 1),
             machine=replace(record.machine, load_mean=round(load, 2)),
             ratios=tuple(ratios),
             disturbances=tuple(dict.fromkeys((*record.disturbances, *self.disturbances))),
@@ -887,8 +882,7 @@ def is_hopeless(ratios: Sequence[float], num_planned: int) -> bool:
     if not MIN_PAIRS // 2 <= len(ratios) < num_planned:
         return False
     logs = [math.log(ratio) for ratio in ratios]
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, num_planned - 1)) * statistics.stdev(logs)
-    reach /= math.sqrt(num_planned)
+    reach = get_reach(logs, num_planned)
     return reach > math.log1p(WIDEST) and abs(statistics.fmean(logs)) < reach
 
 

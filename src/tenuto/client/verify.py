@@ -218,14 +218,13 @@ class _Check:
         promise = get_promise(before.policy)
         # A policy that promises to hold blocks may learn during the check that this job is not worth it. But
         # it must have held them in some gap.
-        forgives = promise == "may" or (
-            promise == "idle" and any(t.gap in ("held", "expired") for t in turns)
-        )
-        if forgives:
-            turns = [replace(t, ok=t.ok or is_own_choice(t)) for t in turns]
+        has_held = any(t.gap in ("held", "expired") for t in turns)
+        if promise == "may" or (promise == "idle" and has_held):
+            # Where it asked for no lease, no block may be lost.
+            own = [t.gap == "not granted" and t.cached_tokens >= t.min_cached_tokens for t in turns]
+            turns = [replace(t, ok=t.ok or is_own) for t, is_own in zip(turns, own, strict=True)]
         num_faults = int(self._read_state().num_faults - before.num_faults)
         ok = all(t.ok for t in turns) and not num_faults
-        groups = tuple(before.num_short_tokens)
         return Verdict(
             ok,
             self._model,
@@ -235,7 +234,7 @@ class _Check:
             before.policy,
             num_faults,
             is_disturbed=not ok and not num_faults and is_disturbed(turns),
-            groups=groups,
+            groups=tuple(before.num_short_tokens),
         )
 
     def _check_room(self) -> None:
@@ -249,7 +248,9 @@ class _Check:
     def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
         block_size = self._before.block_size
         is_last = number == len(TOOLS) - 1
-        self._extend(PROMPT_BLOCKS[number] * block_size - self._count_so_far(turns))
+        num_before = turns[-1].prompt_tokens + turns[-1].output_tokens if turns else 0
+        num_new = PROMPT_BLOCKS[number] * block_size - num_before
+        self._extend(max(2, int(num_new / self._tokens_per_word)))
         job_before = self._read_job()
         short_before = self._read_short(job_before)
         started_s = time.monotonic()
@@ -306,18 +307,12 @@ class _Check:
 
     def _measure_tokens_per_word(self) -> float:
         # Tokenizers differ. The chat template's tokens make the result slightly too large, which is safe.
-        self._extend_words(PROBE_WORDS)
+        self._extend(PROBE_WORDS)
         answer = self._send(len(TOOLS) - 1, is_last=True)
         self._messages.clear()
         return float(answer["usage"]["prompt_tokens"]) / PROBE_WORDS
 
-    def _count_so_far(self, turns: list[TurnCheck]) -> int:
-        return turns[-1].prompt_tokens + turns[-1].output_tokens if turns else 0
-
-    def _extend(self, num_tokens: int) -> None:
-        self._extend_words(max(2, int(num_tokens / self._tokens_per_word)))
-
-    def _extend_words(self, num_words: int) -> None:
+    def _extend(self, num_words: int) -> None:
         # Use words that no other check has sent, so that nothing is cached by chance.
         words = [f"{uuid.uuid4().int % 900 + 100}" for _ in range(num_words)]
         self._messages.append({"role": "user", "content": " ".join(words)})
@@ -422,11 +417,6 @@ def find_short_group(before: Mapping[str, float], after: Mapping[str, float]) ->
     new = {group: number - before.get(group, 0.0) for group, number in after.items()}
     group = max(new, key=lambda each: new[each], default=None)
     return group if group is not None and new[group] > 0 else None
-
-
-def is_own_choice(turn: TurnCheck) -> bool:
-    """Whether the policy asked for no lease and no blocks were lost."""
-    return turn.gap == "not granted" and turn.cached_tokens >= turn.min_cached_tokens
 
 
 def get_promise(policy: str | None) -> Promise:
