@@ -8,8 +8,9 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, TextIO, cast
@@ -92,10 +93,6 @@ def drop_commands(jobs: Sequence[Job]) -> tuple[Job, ...]:
     return tuple(replace(job, turns=tuple(map(drop, job.turns))) for job in jobs)
 
 
-def _keep_names(jobs: Sequence[Job]) -> dict[str, str] | None:
-    return {job.job_id: job.job_id for job in jobs}
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """How jobs are converted to rows."""
@@ -103,7 +100,9 @@ class Format:
     make_rows: Callable[[Sequence[Job], int], Rows]
     """Makes rows from jobs and the number of tokens per block id."""
     block_size: int = 64
-    get_names: Callable[[Sequence[Job]], dict[str, str] | None] = _keep_names
+    get_names: Callable[[Sequence[Job]], dict[str, str] | None] = lambda jobs: {
+        j.job_id: j.job_id for j in jobs
+    }
     """Gives each job's name when the file is read again. None if jobs become single requests."""
     has_sessions: bool = False
     """Whether each row is a whole session, which is usually stored in a file of its own."""
@@ -177,31 +176,26 @@ def _write_folder(out: Path, rows: Rows) -> None:
         (out / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")
 
 
-@dataclass(slots=True)
-class _Loss:
-    """How often a property changed, and the first change."""
-
-    num_changed: int = 0
-    first: str = ""
-
-
-@dataclass(slots=True)
 class _Losses:
-    found: dict[str, _Loss] = field(default_factory=dict)
+    """How often each property changed, and its first change."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
 
     def compare(self, what: str, was: Any, now: Any) -> None:
         """Count one change, unless the values are equal."""
         are_times = isinstance(was, float) and isinstance(now, float)
         if was == now or (are_times and math.isclose(was, now, rel_tol=0, abs_tol=TOLERANCE_S)):
             return
-        loss = self.found.setdefault(what, _Loss())
-        loss.num_changed += 1
-        loss.first = loss.first or f"{_show(was)} → {_show(now)}"
+        self._counts[what] += 1
+        if what not in self._first:
+            self._first[what] = f"{_show(was)} → {_show(now)}"
 
     def describe(self) -> Iterator[str]:
         """Describe each loss in words."""
-        for what, loss in self.found.items():
-            yield f"{what}: changed {loss.num_changed:,} times, first {loss.first}"
+        for what, first in self._first.items():
+            yield f"{what}: changed {self._counts[what]:,} times, first {first}"
 
 
 def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:

@@ -149,14 +149,23 @@ class Workload:
             raise DataError(f"{self.name}: several jobs are called {counts.most_common(1)[0][0]!r}")
         find_roots(self.name, self.jobs)
         for job in self.jobs:
-            _check_events(self.name, job, jobs)
+            for event in (event for turn in job.turns for event in turn.after):
+                if event.job_id not in jobs or not 0 <= event.turn < len(jobs[event.job_id].turns):
+                    raise DataError(
+                        f"{self.name}: job {job.job_id!r} waits for {event}, but there is no such turn"
+                    )
         if (stuck := find_circle(self.jobs)) is not None:
             job_id, index = stuck
             raise DataError(
                 f"{self.name}: job {job_id!r} turn {index}: turns wait for each other in a circle"
             )
         if self.loop == "open":
-            _check_recorded_times(self.name, self.jobs)
+            turns = ((job, index, turn) for job in self.jobs for index, turn in enumerate(job.turns))
+            for job, index, turn in turns:
+                if index and turn.at_s is None:
+                    raise ConfigError(
+                        f"{self.name}: no open loop: job {job.job_id!r} has no recorded time for turn {index}"
+                    )
 
 
 def find_roots(name: str, jobs: Sequence[Job]) -> dict[str, str]:
@@ -199,22 +208,6 @@ def count_reusable(
 def _check_seconds(what: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise DataError(f"{what} must be a finite number of seconds, 0 or more, got {value!r}")
-
-
-def _check_events(name: str, job: Job, jobs: Mapping[str, Job]) -> None:
-    for turn in job.turns:
-        for event in turn.after:
-            if event.job_id not in jobs or not 0 <= event.turn < len(jobs[event.job_id].turns):
-                raise DataError(f"{name}: job {job.job_id!r} waits for {event}, but there is no such turn")
-
-
-def _check_recorded_times(name: str, jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        for index, turn in enumerate(job.turns[1:], 1):
-            if turn.at_s is None:
-                raise ConfigError(
-                    f"{name}: no open loop: job {job.job_id!r} has no recorded time for turn {index}"
-                )
 
 
 def find_circle(jobs: Sequence[Job]) -> tuple[str, int] | None:

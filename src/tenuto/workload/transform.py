@@ -52,16 +52,20 @@ def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
     # List the jobs first: otherwise zip would draw a time that no job uses.
     for job, time_s in zip((job for job in workload.jobs if job.parent is None), times, strict=False):
         shifts[job.job_id] = time_s - job.arrival_s
-    moved = (_shift(job, shifts[roots[job.job_id]]) for job in workload.jobs if roots[job.job_id] in shifts)
+
+    def shift(job: Job) -> Job:
+        shift_s = shifts[roots[job.job_id]]
+        # Rounding may make a time slightly negative.
+        return _move(job, lambda at_s: max(0.0, at_s + shift_s))
+
+    moved = (shift(job) for job in workload.jobs if roots[job.job_id] in shifts)
     return replace(workload, jobs=tuple(moved))
 
 
-def _shift(job: Job, shift_s: float) -> Job:
-    # Rounding may make a time slightly negative.
-    turns = tuple(
-        turn if turn.at_s is None else replace(turn, at_s=max(0.0, turn.at_s + shift_s)) for turn in job.turns
-    )
-    return replace(job, arrival_s=max(0.0, job.arrival_s + shift_s), turns=turns)
+def _move(job: Job, move: Callable[[float], float]) -> Job:
+    """The job with its arrival and its recorded times changed."""
+    turns = (turn if turn.at_s is None else replace(turn, at_s=move(turn.at_s)) for turn in job.turns)
+    return replace(job, arrival_s=move(job.arrival_s), turns=tuple(turns))
 
 
 def _add_up(draw_gap_s: Callable[[], float]) -> Iterator[float]:
@@ -163,8 +167,7 @@ def scale_lengths(workload: Workload, factor: float) -> Workload:
     def scale_turn(turn: TurnSpec) -> TurnSpec:
         return replace(turn, prompt=tuple(map(scale, turn.prompt)), output=scale(turn.output))
 
-    jobs = tuple(replace(job, turns=tuple(map(scale_turn, job.turns))) for job in workload.jobs)
-    return replace(workload, jobs=jobs)
+    return _change_turns(workload, scale_turn)
 
 
 def scale_turns(workload: Workload, factor: float) -> Workload:
@@ -205,13 +208,8 @@ def _extend(job: Job, num_turns: int) -> Job:
         number = models[(index - len(own)) % len(models)]
         model, before = own[number], own[max(0, number - 1)]
         # The latest turn is no longer the last, so it gets the tool of the turn before the model turn.
-        called = before if number else None
-        turns[-1] = replace(
-            turns[-1],
-            tool=called.tool if called else None,
-            command=called.command if called else None,
-            tool_s=called.tool_s if called else 0.0,
-        )
+        tool, command, tool_s = (before.tool, before.command, before.tool_s) if number else (None, None, 0.0)
+        turns[-1] = replace(turns[-1], tool=tool, command=command, tool_s=tool_s)
         num_known = before.num_prompt_tokens + before.num_output_tokens if number else 0
         new_text = Span(f"{job.job_id}/more{index}", max(1, model.num_prompt_tokens - num_known))
         output = Span(f"{job.job_id}/out-more{index}", model.num_output_tokens)
@@ -227,13 +225,7 @@ def scale_rate(workload: Workload, factor: float) -> Workload:
     """
     _check_factor(factor)
 
-    def scale_turn(turn: TurnSpec) -> TurnSpec:
-        return turn if turn.at_s is None else replace(turn, at_s=turn.at_s / factor)
-
-    def scale_job(job: Job) -> Job:
-        return replace(job, arrival_s=job.arrival_s / factor, turns=tuple(map(scale_turn, job.turns)))
-
-    return replace(workload, jobs=tuple(map(scale_job, workload.jobs)))
+    return replace(workload, jobs=tuple(_move(job, lambda at_s: at_s / factor) for job in workload.jobs))
 
 
 def scale_tools(workload: Workload, factor: float) -> Workload:
@@ -243,10 +235,11 @@ def scale_tools(workload: Workload, factor: float) -> Workload:
     """
     _check_factor(factor)
 
-    def scale_turn(turn: TurnSpec) -> TurnSpec:
-        return replace(turn, tool_s=turn.tool_s * factor)
+    return _change_turns(workload, lambda turn: replace(turn, tool_s=turn.tool_s * factor))
 
-    jobs = tuple(replace(job, turns=tuple(map(scale_turn, job.turns))) for job in workload.jobs)
+
+def _change_turns(workload: Workload, change: Callable[[TurnSpec], TurnSpec]) -> Workload:
+    jobs = tuple(replace(job, turns=tuple(map(change, job.turns))) for job in workload.jobs)
     return replace(workload, jobs=jobs)
 
 

@@ -279,11 +279,11 @@ def find_plays(jobs: Sequence[Job]) -> list[list[Job]]:
     plays: dict[str, list[Job]] = {}
     for job in jobs:
         plays.setdefault(find(job.job_id), []).append(job)
-    return [sorted(members, key=_waits) for members in plays.values()]
 
+    def waits(job: Job) -> bool:
+        return job.parent is not None or bool(job.turns[0].after)
 
-def _waits(job: Job) -> bool:
-    return job.parent is not None or bool(job.turns[0].after)
+    return [sorted(members, key=waits) for members in plays.values()]
 
 
 def _name_play(members: Sequence[Job]) -> tuple[str, dict[str, str]]:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, write_message
+from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, read_choice, write_message
 from tenuto.workload.schema import Job
 
 _SESSIONS = ("session_id", "session", "conversation_id", "user_session")
@@ -105,10 +105,7 @@ def _read_answer(record: Fields) -> tuple[Mapping[str, Any] | None, Mapping[str,
     response = record.values.get("response")
     source = response if isinstance(response, dict) else record.values
     usage = source.get("usage")
-    choices = source.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    message = first.get("message") if isinstance(first, dict) else None
-    return message if isinstance(message, dict) else None, usage if isinstance(usage, dict) else {}
+    return read_choice(source), usage if isinstance(usage, dict) else {}
 
 
 def _read_time(record: Fields) -> float | None:

@@ -233,6 +233,14 @@ def cut(prompt: Prompt, num_tokens: int) -> Prompt:
     return tuple(spans)
 
 
+def read_choice(response: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The message of a response's first choice; None if it has none."""
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    message = first.get("message") if isinstance(first, dict) else None
+    return message if isinstance(message, dict) else None
+
+
 def cut_text(text: str) -> list[str]:
     """A text in pieces of one length; only the last may be shorter."""
     return [text[at : at + TEXT_PIECE_CHARS] for at in range(0, len(text), TEXT_PIECE_CHARS)]
@@ -276,15 +284,10 @@ def get_plain_tool(tool: ToolCall) -> str:
 
     A shell command's first word may be an assignment (of a key, say) or a path with a user's name in it.
     """
-    name = tool.name
-    if "=" in name and tool.command is not None:
-        words = _skip_assignments(tool.command).split(None, 1)
-        name = words[0] if words else ""
+    name, command = tool.name, tool.command
+    if "=" in name and command is not None:
+        while match := _ASSIGNMENT.match(command):
+            command = command[match.end() :]
+        name = next(iter(command.split(None, 1)), "")
     name = name.rsplit("/", 1)[-1]
     return name if _PLAIN_NAME.fullmatch(name) else "other"
-
-
-def _skip_assignments(command: str) -> str:
-    while match := _ASSIGNMENT.match(command):
-        command = command[match.end() :]
-    return command

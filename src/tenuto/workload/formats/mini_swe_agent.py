@@ -24,7 +24,7 @@ from typing import Any
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, write_message
+from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, read_choice, write_message
 from tenuto.workload.schema import Job
 
 FORMAT = "trajectory_format"
@@ -66,7 +66,7 @@ def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
             if pending is not None:
                 yield pending
             sent_s = _get_seconds(response.get("created")) if ended_s is None else ended_s
-            answer = _get_message(message.values, response, is_answer)
+            answer = message.values if is_answer else read_choice(response) or {}
             usage, calls = _get(response, "usage"), _get_calls(extra)
             pending = LoggedTurn(tuple(pieces), answer, usage, sent_s, calls=calls)
             answered_s = now_s
@@ -86,16 +86,6 @@ def _get_calls(extra: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         for action in (actions if isinstance(actions, list) else [])
         if isinstance(action, dict) and isinstance(action.get("command"), str)
     )
-
-
-def _get_message(
-    message: Mapping[str, Any], response: Mapping[str, Any], is_answer: bool
-) -> Mapping[str, Any]:
-    if is_answer:
-        return message
-    choices = response.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    return _get(first, "message")
 
 
 def _get(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -144,18 +144,14 @@ def _read_span(fields: Fields) -> _Span:
         trace, span = fields.text("traceId"), fields.text("spanId")
         parent = fields.optional(fields.string, "parentSpanId")
         attributes = _read_attributes(fields)
-    trace = _read_id(trace)
+    trace = trace.removeprefix("0x")
     return _Span(
         fields=fields,
-        key=(trace, _read_id(span)),
-        parent=(trace, _read_id(parent)) if parent else None,
+        key=(trace, span.removeprefix("0x")),
+        parent=(trace, parent.removeprefix("0x")) if parent else None,
         attributes=attributes,
         operation=attributes.values.get("gen_ai.operation.name"),
     )
-
-
-def _read_id(text: str) -> str:
-    return text.removeprefix("0x")
 
 
 def _read_attributes(fields: Fields) -> Fields:
@@ -371,15 +367,12 @@ def _read_whole(fields: Fields, key: str, high: int) -> int:
 
 def _read_times(fields: Fields) -> tuple[int, int]:
     """Start and end of a span, in nanoseconds since 1970."""
-    if "startTimeUnixNano" in fields:
-        end = "endTimeUnixNano"
-        start_ns, end_ns = (
-            _read_whole(fields, "startTimeUnixNano", _MAX_NS),
-            _read_whole(fields, end, _MAX_NS),
-        )
+    start, end = "startTimeUnixNano", "endTimeUnixNano"
+    if start in fields:
+        start_ns, end_ns = _read_whole(fields, start, _MAX_NS), _read_whole(fields, end, _MAX_NS)
     else:
-        end = "end_time"
-        start_ns, end_ns = read_time_ns(fields, "start_time"), read_time_ns(fields, end)
+        start, end = "start_time", "end_time"
+        start_ns, end_ns = read_time_ns(fields, start), read_time_ns(fields, end)
     if end_ns < start_ns:
         raise fields.error(end, "is before the span's start; spans that have not ended cannot be read")
     return start_ns, end_ns

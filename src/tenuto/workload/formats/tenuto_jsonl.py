@@ -79,7 +79,10 @@ def _read_job(session: str, rows: list[Fields], hashed: Mapping[str, Prompt]) ->
         turns.append(
             TurnSpec(
                 prompt=_read_prompt(row, session, turns, hashed),
-                output=_read_output(row, session, index),
+                output=Span(
+                    row.optional(row.text, "output") or f"{session}/out{index}",
+                    row.integer("output_length", low=1),
+                ),
                 tool=row.optional(row.text, "tool"),
                 command=row.optional(row.text, "command"),
                 tool_s=rows[index + 1].milliseconds("delay") if index + 1 < len(rows) else 0.0,
@@ -164,12 +167,6 @@ def _make_hashed_prompts(records: Sequence[Fields]) -> dict[str, Prompt]:
         prompts = make_prompts([hashed for _, hashed in rows], block_size, scope=f"block{block_size}/")
         made.update(zip((place for place, _ in rows), prompts, strict=True))
     return made
-
-
-def _read_output(row: Fields, session: str, index: int) -> Span:
-    return Span(
-        row.optional(row.text, "output") or f"{session}/out{index}", row.integer("output_length", low=1)
-    )
 
 
 def _read_event(entry: Fields) -> After:

@@ -203,7 +203,14 @@ def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], 
 def _make_turns(job_id: str, requests: list[_Request], prompts: Iterator[Prompt]) -> list[TurnSpec]:
     return [
         TurnSpec(
-            prompt=(*prompt, *_make_tail(f"{job_id}/tail{index}", request)),
+            prompt=(
+                *prompt,
+                *(
+                    [Span(f"{job_id}/tail{index}", request.num_tail_tokens)]
+                    if request.num_tail_tokens
+                    else []
+                ),
+            ),
             output=Span(f"{job_id}/out{index}", request.num_output_tokens),
             tool=TOOL if request.calls_tool else None,
             tool_s=_gap_s(request, requests[index + 1]) if index + 1 < len(requests) else 0.0,
@@ -213,10 +220,6 @@ def _make_turns(job_id: str, requests: list[_Request], prompts: Iterator[Prompt]
         # Requests first: zip would otherwise take a prompt of the next stream.
         for index, (request, prompt) in enumerate(zip(requests, prompts, strict=False))
     ]
-
-
-def _make_tail(content_id: str, request: _Request) -> Prompt:
-    return (Span(content_id, request.num_tail_tokens),) if request.num_tail_tokens else ()
 
 
 def _after_last(agents: list[_SubAgent], request: _Request) -> tuple[After, ...]:
@@ -252,9 +255,8 @@ def make_weka(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object
     times = {job_id: list(accumulate(sent, max)) for job_id, sent in get_sent_times(jobs).items()}
     ends = _find_ends(jobs, times, sub_agents)
     for job in jobs:
-        if job.job_id in sub_agents:
-            continue
-        yield _Session(job, block_size, times, ends).make(children.get(job.job_id, []))
+        if job.job_id not in sub_agents:
+            yield _Session(job, block_size, times, ends).make(children.get(job.job_id, []))
 
 
 def _find_sub_agents(jobs: Sequence[Job]) -> dict[str, Job]:

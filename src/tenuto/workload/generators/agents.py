@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,9 +109,9 @@ def _draw_lengths(
     # The drawn lengths are scaled so that the counts add up to num_tokens. In the sum over all turns, a text
     # that appears at turn k is counted again in every later turn; in the last context it counts once.
     counts_again = family.tokens_are == "sum"
-    task = _draw_length(family.task_tokens, rng)
-    outputs = [_draw_length(family.output_tokens, rng) for _ in range(num_turns)]
-    tool_outputs = [_draw_length(family.tool_output_tokens, rng) for _ in range(num_turns - 1)]
+    task = draw(rng, family.task_tokens)
+    outputs = [draw(rng, family.output_tokens) for _ in range(num_turns)]
+    tool_outputs = [draw(rng, family.tool_output_tokens) for _ in range(num_turns - 1)]
     num_times = num_turns if counts_again else 1
     drawn = num_times * task
     for first, lengths in ((0, outputs), (1, tool_outputs)):
@@ -127,13 +127,13 @@ def _draw_lengths(
     return fit(task), [fit(length) for length in outputs], [fit(length) for length in tool_outputs]
 
 
-def _draw_length(mean: float, rng: random.Random) -> float:
-    return rng.lognormvariate(*_lognormal(mean, TEXT_CV))
-
-
 def _draw_tool_s(tool: Tool, rng: random.Random) -> float:
-    mean_s = tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s
-    return rng.lognormvariate(*_lognormal(mean_s, PART_CV))
+    return draw(rng, tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s, PART_CV)
+
+
+def draw(rng: random.Random, mean: float, cv: float = TEXT_CV) -> float:
+    """Draw from a log-normal distribution with this mean and this deviation, as a share of the mean."""
+    return rng.lognormvariate(*_lognormal(mean, cv))
 
 
 def _lognormal(mean: float, cv: float) -> tuple[float, float]:
@@ -185,16 +185,6 @@ SWE_BENCH_CONTEXTS = dataclasses.replace(
 )
 
 
-def swe_bench_contexts_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """One job per arrival time in seconds; the published tokens are its last context's."""
-    return agent_jobs(SWE_BENCH_CONTEXTS, arrivals, seed)
-
-
-def swe_bench_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """One job per arrival time in seconds."""
-    return agent_jobs(SWE_BENCH, arrivals, seed)
-
-
 BFCL = Family(
     name="bfcl",
     turns_mean=6.3,
@@ -238,11 +228,10 @@ BFCL_CONTEXTS = dataclasses.replace(
 )
 
 
-def bfcl_contexts_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """One job per arrival time in seconds; the published tokens are its last context's."""
-    return agent_jobs(BFCL_CONTEXTS, arrivals, seed)
+def _make_generator(family: Family) -> Callable[[Iterable[float], int], list[Job]]:
+    return lambda arrivals, seed: agent_jobs(family, arrivals, seed)
 
 
-def bfcl_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
-    """One job per arrival time in seconds."""
-    return agent_jobs(BFCL, arrivals, seed)
+swe_bench_jobs, swe_bench_contexts_jobs = map(_make_generator, (SWE_BENCH, SWE_BENCH_CONTEXTS))
+bfcl_jobs, bfcl_contexts_jobs = map(_make_generator, (BFCL, BFCL_CONTEXTS))
+"""They make one job per arrival time in seconds, from a seed."""

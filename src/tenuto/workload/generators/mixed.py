@@ -44,13 +44,12 @@ The shares are ours.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import NamedTuple
 
-from tenuto.workload.generators.agents import bfcl_jobs, swe_bench_jobs
+from tenuto.workload.generators.agents import bfcl_jobs, draw, swe_bench_jobs
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 Generate = Callable[[Iterable[float], int], list[Job]]
@@ -111,12 +110,6 @@ def _independent(name: str) -> Callable[[Callable[[random.Random], _Drawn]], Gen
         return generate
 
     return decorate
-
-
-def draw(rng: random.Random, mean: float, cv: float = 1.0) -> float:
-    """Draw from a log-normal distribution with this mean and this deviation, as a share of the mean."""
-    variance = math.log(1 + cv**2)
-    return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
 
 
 def draw_tokens(rng: random.Random, mean: float, cv: float = 1.0, *, most: int = 100_000) -> int:
