@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -154,7 +155,6 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, arm: Arm, server
 
 
 def _warm_up(options: BenchOptions, num_jobs: int) -> None:
-    """Run a few jobs with content of their own; their times are not used."""
     load = replace(options.load, max_jobs=min(num_jobs, options.load.max_jobs or num_jobs))
     say(f"warming up with {num_jobs} job{'s' if num_jobs > 1 else ''}")
     warm_up = replace(options, load=load, run_id=f"{options.run_id}-warm-up")
@@ -193,17 +193,15 @@ class Conclusion(NamedTuple):
 
 def conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> Conclusion:
     """Compare the runs so far. Write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
-    folder.write_results(slots, _describe_terms(options))
-    pairs = _read_pairs(options.arms, folder, options.repeats)
     done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
-    for slot in slots:
-        if folder.has_run(slot):
-            done[slot.arm].append(folder.read_result(slot))
+    for slot, result in folder.write_results(slots, _describe_terms(options)).items():
+        done[slot.arm].append(result)
+    pairs = _read_pairs(options.arms, folder, options.repeats)
     if not any(done.values()):
         return Conclusion(done, (), (), ())
     comparisons = compare(pairs, options.threshold, is_valid=not find_invalid(done))
     found = Conclusion(done, pairs, comparisons, make_notes(done))
-    folder.write_verdict(_describe_verdict(options, found))
+    folder.write(VERDICT, json.dumps(_describe_verdict(options, found), indent=1) + "\n")
     return found
 
 
@@ -337,14 +335,13 @@ class AbFolder:
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"{self.path / SETTINGS} was not written by tenuto ab; name another --out")
-        if differing := [
-            name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)
-        ]:
-            name = differing[0]
-            raise ConfigError(
-                f"--out {self.path} holds a comparison with another {name}: {before.get(name)!r} there, "
-                f"{self._settings.get(name)!r} now; name another folder, or repeat the same command"
-            )
+        for name in {**before, **self._settings}:
+            was, now = before.get(name), self._settings.get(name)
+            if was != now:
+                raise ConfigError(
+                    f"--out {self.path} holds a comparison with another {name}: {was!r} there, {now!r} now; "
+                    "name another folder, or repeat the same command"
+                )
 
     def get_run(self, slot: Slot) -> Path:
         """The folder for a run's files. It may not exist yet."""
@@ -377,32 +374,28 @@ class AbFolder:
             raise DataError(f"{error}; remove its folder to run it again") from error
         return fields.values
 
-    def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> None:
-        """Rewrite results.jsonl with all complete runs among the slots. Raises ConfigError.
+    def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> dict[Slot, dict[str, Any]]:
+        """Rewrite results.jsonl with all complete runs among the slots; return them. Raises TenutoError.
 
         `terms`: what a reader of one record needs to know about the comparison.
         """
+        results = {slot: self.read_result(slot) for slot in filter(self.has_run, slots)}
         rows = [
-            {**self.read_result(slot), "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
-            for slot in slots
-            if self.has_run(slot)
+            {**result, "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
+            for slot, result in results.items()
         ]
-        self._write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
+        self.write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
+        return results
 
-    def write_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Write verdict.json. Raises ConfigError."""
-        self._write(VERDICT, json.dumps(verdict, indent=1) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Write one of the folder's files. Raises ConfigError."""
         with writing(self.path / name):
             write_whole(self.path / name, text)
 
 
 def _find_free(folder: Path, name: str, suffix: str) -> Path:
-    number = 1
-    while (path := folder / f"{name}-{number}{suffix}").exists():
-        number += 1
-    return path
+    paths = (folder / f"{name}-{number}{suffix}" for number in count(1))
+    return next(path for path in paths if not path.exists())
 
 
 @dataclass(frozen=True)
@@ -432,9 +425,8 @@ class Servers:
         self._options = options
         self._make_log_path = make_log_path
         self._say = say
-        self._kept: dict[str, LocalServer] = {}
+        self._up: dict[str, LocalServer] = {}
         self._used: set[str] = set()
-        self._last: tuple[str, LocalServer] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -446,29 +438,24 @@ class Servers:
     @contextmanager
     def open(self, arm: Arm) -> Iterator[Ready]:
         """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
-        if arm.is_local and not self._options.keep_up:
-            is_fresh = self._last is None or self._last[0] != arm.name
-            if self._last is None or is_fresh:
-                self._stop_last()
-                self._last = arm.name, self._start(arm, self._options.port)
-            try:
-                yield Ready(self._last[1].url, is_fresh, self._last[1])
-            finally:
-                if self._options.runs_per_start == 1:
-                    self._stop_last()
-            return
-        local = self._keep(arm) if arm.is_local else None
-        yield Ready(local.url if local else arm.target, arm.name not in self._used, local)
+        options = self._options
+        if arm.is_local and arm.name not in self._up:
+            if not options.keep_up:
+                self._stop_all()
+            self._up[arm.name] = self._start(arm, options.port + len(self._up))
+        local = self._up.get(arm.name)
+        is_fresh = arm.name not in self._used
         self._used.add(arm.name)
+        try:
+            yield Ready(local.url if local else arm.target, is_fresh, local)
+        finally:
+            if local and not options.keep_up and options.runs_per_start == 1:
+                self._stop_all()
 
-    def _stop_last(self) -> None:
+    def _stop_all(self) -> None:
         self._stack.close()
-        self._last = None
-
-    def _keep(self, arm: Arm) -> LocalServer:
-        if arm.name not in self._kept:
-            self._kept[arm.name] = self._start(arm, self._options.port + len(self._kept))
-        return self._kept[arm.name]
+        self._used -= self._up.keys()
+        self._up.clear()
 
     def _start(self, arm: Arm, port: int) -> LocalServer:
         options = self._options

@@ -55,7 +55,6 @@ _MAX_SIGNALS = 2
 """Number of signals handled here. The next one has its default effect: it ends the process without a
 result."""
 Result = dict[str, Any]
-"""A run's record in JSON types."""
 say = partial(console.say, "bench")
 
 
@@ -102,9 +101,10 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         runs_commands=options.run_commands,
     )
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(_make_client(options, url)) for url in options.urls]
+        make_client = partial(Client, api_key=options.api_key, timeout_s=options.timeout_s)
+        clients = [await stack.enter_async_context(make_client(url)) for url in options.urls]
         urls = [url for client in clients for url in await ask_engines(client, options.engine_urls)]
-        behind = [await stack.enter_async_context(_make_client(options, url)) for url in dict.fromkeys(urls)]
+        behind = [await stack.enter_async_context(make_client(url)) for url in dict.fromkeys(urls)]
         setup = await _prepare(clients, Engines(behind or clients), options, workload)
         where = ", ".join(client.url for client in clients)
         say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {where}")
@@ -126,8 +126,6 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """The settings that are fixed before the load starts."""
-
     options: BenchOptions
     workload: Workload
     server: Server
@@ -136,10 +134,6 @@ class _Setup:
     """The engines whose metrics are read: the server itself, or the engines behind a router."""
     servers: OneServer | RoutedServers
     """The server, or servers, to which turns are sent."""
-
-
-def _make_client(options: BenchOptions, url: str) -> Client:
-    return Client(url, api_key=options.api_key, timeout_s=options.timeout_s)
 
 
 async def _prepare(
@@ -246,7 +240,6 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
 
 
 async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the load, with the companions running at the same time."""
     tasks = [asyncio.create_task(companion) for companion in companions]
     # Garbage collection takes up to 0.1 s, during which nothing is sent or read. Reference counting frees
     # almost all memory of a run.

@@ -169,7 +169,6 @@ class _Output:
             pass
 
     def _read(self) -> int:
-        """Count one piece; return its length."""
         try:
             length = len(os.read(self._read_end, PIECE_BYTES))
         except BlockingIOError:

@@ -73,9 +73,7 @@ class _ServerOptions(Options):
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         with client or httpx.Client(timeout=self.timeout_s, trust_env=False) as http:
             try:
-                if body is None:
-                    return http.get(url, headers=headers)
-                return http.post(url, headers=headers, json=body)
+                return http.request("GET" if body is None else "POST", url, headers=headers, json=body)
             except httpx.HTTPError as error:
                 raise TenutoError(
                     f"no answer from {self.base_url}: {error or type(error).__name__}"

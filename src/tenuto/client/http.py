@@ -213,7 +213,6 @@ class AnswerStream:
 
     def __init__(self, form: Format) -> None:
         self.is_done = False
-        """The server said that the stream is complete."""
         self._format = form
         self._num_bytes = 0
         self._lines = LineReader()
@@ -304,7 +303,6 @@ class RequestWriter:
     run_id: str
     """Prefix of every job id that is sent, so that a server distinguishes the jobs of two runs."""
     say_hints: SayHints = say_job
-    """What the client says about a job."""
     quotes_answers: bool = True
     """Later prompts quote the answers, so ask for token ids. vLLM then repeats the prompt's token ids too."""
     forced_format: Mapping[str, Any] | None = None
@@ -450,7 +448,6 @@ class Words:
 
 
 Form = TokenIds | Words
-"""How a prompt is sent to the server."""
 FORMS: dict[str, type[TokenIds] | type[Words]] = {"ids": TokenIds, "words": Words}
 
 

@@ -74,7 +74,6 @@ class Load:
         """Seconds between the tokens of each answer."""
         self._commands = commands
         self._last_finished: dict[str, int] = {}
-        """The index of each job's most recently finished turn."""
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,7 +145,6 @@ class Load:
             self._schedule(self._turns.on_returned(job.job_id, index, self.get_now_s()))
 
     async def _fetch_answer(self, flight: Flight) -> None:
-        """Send the turn until it succeeds or no retry is allowed."""
         job, index, _ = flight.due
         family, writer = self._get_family(job), self._writer
         if job.job_id not in family.conversations:
@@ -235,7 +233,6 @@ class RoutedServers:
         self._dispatcher = Dispatcher(load_router(router), FleetLimits(max_held=0))
         self._say_hints = say_hints
         self._where: dict[str, str] = {}
-        """The server of each open turn."""
         self._away: dict[str, float] = {}
         """The time until which each server that refused a connection gets no turns."""
         for url in self._clients:

@@ -58,7 +58,7 @@ class Page:
 
     def labels(self, name: str, label: str) -> list[str]:
         """The values of one label of a metric, sorted."""
-        return sorted({own[label] for own, _ in self.samples.get(name, ()) if label in own})
+        return sorted(self.by_label(name, label))
 
     def active(self, name: str, label: str) -> list[str]:
         """The values of one label among samples that are not 0, sorted, such as the policies that run."""
@@ -74,9 +74,12 @@ class Page:
 
 def parse_page(text: str, at_s: float) -> Page:
     """Parse vLLM's and Tenuto's metrics. Raises DataError if the page is invalid or contains none of them."""
+    # The parser takes tens of microseconds per line, and half of a page describes the Python process.
+    kept = (*_WRITTEN, *(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in _WRITTEN))
+    ours = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(kept))
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
-        for family in text_string_to_metric_families(_keep_ours(text)):
+        for family in text_string_to_metric_families(ours):
             for sample in family.samples:
                 if math.isfinite(sample.value):
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
@@ -100,16 +103,6 @@ def join_pages(pages: Mapping[str, Page]) -> Page:
                 for labels, value in values
             )
     return Page(max(page.at_s for page in pages.values()), samples)
-
-
-def _keep_ours(text: str) -> str:
-    """Keep only vLLM's and Tenuto's metrics.
-
-    The parser takes tens of microseconds per line, and half of a page describes the Python process.
-    """
-    comments = tuple(f"# {kind} {prefix}" for kind in ("TYPE", "HELP") for prefix in _WRITTEN)
-    lines = [line for line in text.splitlines() if line.startswith((*_WRITTEN, *comments))]
-    return "\n".join([*lines, ""])
 
 
 PREFIXES = ("vllm:", "sglang:", "tenuto:")
@@ -143,8 +136,8 @@ def try_get_block_size(text: str) -> int | None:
 def try_get_sim_speed(text: str) -> float | None:
     """Simulated seconds per real second, if a metrics page is that of a simulated server."""
     found = _SIM_SPEED.search(text)
-    value = _get_value(found[0]) if found else None
-    return value if value is not None and value > 0 else None
+    value = (_get_value(found[0]) if found else None) or 0.0
+    return value if value > 0 else None
 
 
 def is_counter(name: str) -> bool:
@@ -184,7 +177,6 @@ class CacheState:
     num_retained_blocks: int | None
     """Blocks that leases hold; None if the server has no such metric (stock vLLM)."""
     num_faults: float = 0.0
-    """Number of policy hook calls that failed."""
     policy: str | None = None
     """The policy's name; None if the server has no `tenuto:info` (stock vLLM)."""
     mode: str = "on"

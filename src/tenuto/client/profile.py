@@ -54,11 +54,9 @@ MARGIN = 1.2
 LIMIT_S = 600.0
 """Time limit for one answer, in seconds."""
 SHOW_EVERY = 10
-"""Number of timed steps between two lines of progress."""
 _HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
-"""One line of the observations file."""
 say = partial(console.say, "profile")
 
 

@@ -45,7 +45,6 @@ class Sending:
     is_open_loop: bool = False
     """Whether a turn may be sent before the answer that its prompt contains has arrived."""
     retries: int = 0
-    """How often a failed turn is sent again."""
 
 
 @dataclass(slots=True)
@@ -227,11 +226,6 @@ class Outcome:
         """The number of turns of each job."""
         return {job.job_id: len(job.turns) for job in self.workload.jobs}
 
-    @property
-    def parents(self) -> dict[str, str | None]:
-        """For each job: the job that started it."""
-        return {job.job_id: job.parent for job in self.workload.jobs}
-
 
 def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
     """The planned number if token ids were sent; otherwise the number that the server counted."""
@@ -306,13 +300,6 @@ def count_complaints(outcome: Outcome) -> dict[str, dict[str, object]]:
     return _group((kind, detail) for kind, _, detail in (each.partition(": ") for each in complaints))
 
 
-def count_commands(outcome: Outcome) -> dict[str, int]:
-    """Count executed commands by how they ended. `failed` means an exit status other than 0."""
-    ends: Counter[str] = Counter(each.end for each in outcome.commands)
-    failed = sum(each.end == "exited" and each.exit_status != 0 for each in outcome.commands)
-    return {"run": len(outcome.commands), "failed": failed, **ends}
-
-
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, object]]:
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
@@ -339,13 +326,16 @@ def make_result(
         replace(turn, prompt_tokens=get_prompt_tokens(outcome, turn)) if turn.status == "ok" else turn
         for turn in outcome.records
     ]
+    parents = {job.job_id: job.parent for job in outcome.workload.jobs}
+    failed = sum(each.end == "exited" and each.exit_status != 0 for each in outcome.commands)
+    ends = Counter(each.end for each in outcome.commands)
     return metrics.make_record(
         turns,
         num_turns=outcome.num_turns,
-        parents=outcome.parents,
+        parents=parents,
         workload=outcome.workload.name,
         simulated=False,
-        jobs_planned=sum(parent is None for parent in outcome.parents.values()),
+        jobs_planned=sum(parent is None for parent in parents.values()),
         turns=count_turns(outcome),
         itl_s=outcome.itl_s,
         output_tokens=sum(turn.output_tokens or 0 for turn in outcome.done),
@@ -371,7 +361,8 @@ def make_result(
             "complaints": count_complaints(outcome),
             "send_lag_s": _summarise(turn.lag_s for turn in outcome.records),
             "event_loop_lag_s": _summarise(outcome.loop_lags_s),
-            "commands": count_commands(outcome),
+            # How they ended; `failed` means an exit status other than 0.
+            "commands": {"run": len(outcome.commands), "failed": failed, **ends},
             "command_s": _summarise(each.seconds for each in outcome.commands),
             "metrics_growth": outcome.growth,
             **settings,

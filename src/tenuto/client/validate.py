@@ -677,7 +677,6 @@ class _Validation:
         self.record = replace(self.record, fit_error=errors, poor_fit=bool(poor), notes=poor)
 
     def _choose(self, start_s: float, burst_s: float, num_arms: int) -> None:
-        """Choose the plan, the load, and stock's best step size."""
         assert self.record is not None
         options = self.options
         plan = make_plan(self.left_s, start_s, num_arms, burst_s, quick=options.quick)
@@ -857,8 +856,7 @@ class _Validation:
 
     def _write(self) -> None:
         assert self.record is not None
-        path = self.options.out / RECORD
-        with writing(path):
+        with writing(path := self.options.out / RECORD):
             write_whole(path, json.dumps(self.record.to_json(), indent=1) + "\n")
 
 

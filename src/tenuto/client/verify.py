@@ -210,7 +210,11 @@ class _Check:
         """Send the turns, one after the other."""
         self._tokens_per_word = self._measure_tokens_per_word()
         self._before = before = self._read_state()
-        self._check_room()
+        needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * before.block_size
+        room = before.num_blocks * before.block_size
+        for limit, tokens in (("its KV cache has", room), ("its --max-model-len is", self._longest)):
+            if tokens is not None and needed > tokens:
+                raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
         turns: list[TurnCheck] = []
         for number in range(len(TOOLS)):
             self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
@@ -236,14 +240,6 @@ class _Check:
             is_disturbed=not ok and not num_faults and is_disturbed(turns),
             groups=tuple(before.num_short_tokens),
         )
-
-    def _check_room(self) -> None:
-        block_size, num_blocks = self._before.block_size, self._before.num_blocks
-        needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * block_size
-        limits = {"its KV cache has": num_blocks * block_size, "its --max-model-len is": self._longest}
-        for limit, room in limits.items():
-            if room is not None and needed > room:
-                raise DataError(f"the check needs a context of {needed} tokens here; {limit} {room}")
 
     def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
         block_size = self._before.block_size
@@ -341,7 +337,6 @@ class _Check:
         return answer
 
     def _watch_gap(self) -> int:
-        """Return the lowest number of leased blocks in the gap."""
         end_s = time.monotonic() + self._gap_s
         least = self._read_job().num_leased_blocks
         while time.monotonic() < end_s:
@@ -479,7 +474,6 @@ def _describe_groups(verdict: Verdict) -> list[str]:
 
 
 def _conclude(verdict: Verdict) -> list[str]:
-    """Sentences that summarise the results of the turns."""
     lines = []
     if verdict.num_faults:
         lines.append(f"{verdict.num_faults} hooks of the policy FAILED; the server's log has the reason.")

@@ -79,16 +79,12 @@ def _add_row(
 
 def _make_jobs(conversations: Mapping[str, list[LoggedTurn]]) -> list[Job]:
     times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
-    start_s = min(times, default=0.0)
-    maker = JobMaker()
-    jobs = []
-    for name, turns in conversations.items():
+    for turns in conversations.values():
         for index, (turn, following) in enumerate(list(pairwise(turns))):
             if turn.sent_s is not None and following.sent_s is not None:
                 turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))
-        if turns:
-            jobs.append(maker.make_job(name, turns, start_s))
-    return jobs
+    make_job, start_s = JobMaker().make_job, min(times, default=0.0)
+    return [make_job(name, turns, start_s) for name, turns in conversations.items() if turns]
 
 
 def _read_pieces(record: Fields) -> tuple[str, ...]:

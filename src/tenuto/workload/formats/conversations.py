@@ -24,7 +24,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
@@ -82,23 +82,15 @@ class JobMaker:
 
     def make_job(self, job_id: str, logged: Sequence[LoggedTurn], start_s: float) -> Job:
         """The job of one conversation; `start_s` is the log's clock when the workload begins."""
-        turns = [self._make_turn(f"{job_id}/out{index}", each) for index, each in enumerate(logged)]
-        times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in logged]
-        made = [
-            TurnSpec(
-                prompt=prompt,
-                output=output,
-                tool=tool.name if tool else None,
-                command=tool.command if tool else None,
-                tool_s=each.tool_s if index < len(logged) - 1 else 0.0,
-                at_s=times[index] if index else None,
-                extra=extra,
-            )
-            for index, (each, (prompt, output, tool, extra)) in enumerate(zip(logged, turns, strict=True))
+        start, *times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in logged]
+        turns = [
+            self._make_turn(f"{job_id}/out{index}", each, at_s)
+            for index, (each, at_s) in enumerate(zip(logged, [None, *times], strict=True))
         ]
-        return Job(job_id, times[0] or 0.0, tuple(made))
+        turns[-1] = replace(turns[-1], tool_s=0.0)
+        return Job(job_id, start or 0.0, tuple(turns))
 
-    def _make_turn(self, output_id: str, logged: LoggedTurn) -> tuple[Prompt, Span, Any, dict[str, object]]:
+    def _make_turn(self, output_id: str, logged: LoggedTurn, at_s: float | None) -> TurnSpec:
         pieces = self._hasher.hash_texts(logged.prompt)
         num_prompt, num_output = _get_counts(logged)
         answer = read_message({"role": "assistant", **(logged.message or {})})
@@ -114,16 +106,21 @@ class JobMaker:
             num_before = sum(span.num_tokens for span in prompt)
             self._contents.remember((*prompt, output), after, 0, num_before)
         tool = find_tool(answer.text, logged.calls or answer.calls)
-        return self._rename(prompt), output, tool, {GUESSED: True} if is_guessed else {}
-
-    def _rename(self, prompt: Prompt) -> Prompt:
-        # The salt is random; numbers are the same each time a log is read.
-        return tuple(
-            span
-            if "/" in span.content_id
-            else Span(self._names.setdefault(span.content_id, f"text{len(self._names)}"), span.num_tokens)
-            for span in prompt
+        return TurnSpec(
+            prompt=tuple(map(self._rename, prompt)),
+            output=output,
+            tool=tool.name if tool else None,
+            command=tool.command if tool else None,
+            tool_s=logged.tool_s,
+            at_s=at_s,
+            extra={GUESSED: True} if is_guessed else {},
         )
+
+    def _rename(self, span: Span) -> Span:
+        # The salt is random; numbers are the same each time a log is read.
+        if "/" in span.content_id:
+            return span
+        return Span(self._names.setdefault(span.content_id, f"text{len(self._names)}"), span.num_tokens)
 
 
 def _get_counts(logged: LoggedTurn) -> tuple[int | None, int | None]:

@@ -50,12 +50,7 @@ def read_hash_ids(record: Fields, num_blocks: int) -> list[int]:
 
 def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) -> list[Prompt]:
     """The prompts as spans; an id means the same in all of them, and `scope` starts every content id."""
-    followers = _find_followers(hashed)
-    return [_join_runs(prompt, block_size, scope, followers) for prompt in hashed]
-
-
-def _find_followers(hashed: Sequence[HashedPrompt]) -> dict[int, int | None]:
-    """For each id the one that always comes next; None if ids differ, or a prompt ends with it."""
+    # For each id the one that always comes next; None if ids differ, or a prompt ends with it.
     followers: dict[int, int | None] = {}
     for ids, _ in hashed:
         for one, following in pairwise(ids):
@@ -63,17 +58,16 @@ def _find_followers(hashed: Sequence[HashedPrompt]) -> dict[int, int | None]:
                 followers[one] = None
         if ids:
             followers[ids[-1]] = None
-    return followers
+    return [_join_runs(prompt, block_size, scope, followers) for prompt in hashed]
 
 
 def _join_runs(prompt: HashedPrompt, block_size: int, scope: str, followers: dict[int, int | None]) -> Prompt:
     # Prompts with equal beginnings split equally, up to where they differ. A run's first id identifies it.
     ids, num_tokens = prompt
     starts = [n for n, one in enumerate(ids) if n == 0 or followers[ids[n - 1]] != one]
-    ends = [*starts[1:], len(ids)] if ids else []
     return tuple(
         Span(f"{scope}{ids[start]}", min(end * block_size, num_tokens) - start * block_size)
-        for start, end in zip(starts, ends, strict=True)
+        for start, end in pairwise([*starts, len(ids)])
     )
 
 

@@ -152,8 +152,7 @@ def request_jobs(rng: random.Random) -> _Drawn:
 @_independent("long-prompts")
 def long_prompt_jobs(rng: random.Random) -> _Drawn:
     """Long prompts, each read once."""
-    exchange = Exchange(rng.randint(15_000, 30_000), rng.randint(100, 300))
-    return "long", (), [exchange]
+    return "long", (), [Exchange(rng.randint(15_000, 30_000), rng.randint(100, 300))]
 
 
 @_independent("documents")
@@ -167,16 +166,13 @@ def document_jobs(rng: random.Random) -> _Drawn:
 @_independent("decodes")
 def decode_jobs(rng: random.Random) -> _Drawn:
     """Short prompts with long answers: hundreds of them decode at once."""
-    exchange = Exchange(draw_tokens(rng, 150, most=2000), rng.randint(1000, 2000))
-    return "decode", (), [exchange]
+    return "decode", (), [Exchange(draw_tokens(rng, 150, most=2000), rng.randint(1000, 2000))]
 
 
-def probe_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
+@_independent("probes")
+def probe_jobs(rng: random.Random) -> _Drawn:
     """Tiny requests whose wait shows how the other traffic affects a client that sends just one."""
-    return [
-        make_job(f"probe-{number}", arrival_s, (), [Exchange(64, 16)])
-        for number, arrival_s in enumerate(arrivals)
-    ]
+    return "probe", (), [Exchange(64, 16)]
 
 
 GIANT_SHARE = 0.04
@@ -208,8 +204,7 @@ def geometric_jobs(rng: random.Random) -> _Drawn:
         )
         for index in range(draw_turns(rng, 8, most=60))
     ]
-    head = (Span("geometric/system", 1200),)
-    return "geometric", head, exchanges
+    return "geometric", (Span("geometric/system", 1200),), exchanges
 
 
 @_independent("giants")
@@ -227,8 +222,7 @@ def giant_jobs(rng: random.Random) -> _Drawn:
         )
         for index in range(num_turns)
     ]
-    name = "giant" if is_giant else "small"
-    return name, (Span("giants/system", 200),), exchanges
+    return "giant" if is_giant else "small", (Span("giants/system", 200),), exchanges
 
 
 @_independent("coding")
@@ -244,8 +238,7 @@ def coding_jobs(rng: random.Random) -> _Drawn:
         )
         for index in range(num_turns)
     ]
-    head = (Span("coding/system", 14_000),)
-    return "coding", head, exchanges
+    return "coding", (Span("coding/system", 14_000),), exchanges
 
 
 def agents_and_chat_jobs(arrivals: Iterable[float], seed: int) -> list[Job]:
