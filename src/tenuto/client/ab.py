@@ -303,7 +303,6 @@ class AbFolder:
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
 
     def __enter__(self) -> Self:
-        """Create the folder, or open it to continue an earlier comparison."""
         with writing(self.path, is_folder=True):
             for part in ("runs", "logs"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
@@ -375,10 +374,7 @@ class AbFolder:
         return fields.values
 
     def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> dict[Slot, dict[str, Any]]:
-        """Rewrite results.jsonl with all complete runs among the slots; return them. Raises TenutoError.
-
-        `terms`: what a reader of one record needs to know about the comparison.
-        """
+        """Write all complete runs, with the comparison's terms, and return them. Raises TenutoError."""
         results = {slot: self.read_result(slot) for slot in filter(self.has_run, slots)}
         rows = [
             {**result, "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}

@@ -23,7 +23,6 @@ from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.text import MIN_PAIRS, format_time_s
 
 VERDICT = "verdict.json"
-"""The verdict's file in the folder of a comparison."""
 CONFIDENCE = 0.95
 POWER = 0.8
 PLANNED_CHANGE = 0.05
@@ -72,7 +71,9 @@ def estimate_ratio(ratios: Sequence[float]) -> Estimate:
         return Estimate(ratio, None, None, len(logs), None)
     mean, reach = fmean(logs), get_reach(logs, len(logs))
     low, high = _bootstrap(logs) if len(logs) >= MIN_PAIRS else (mean - reach, mean + reach)
-    return Estimate(ratio, math.exp(low), math.exp(high), len(logs), _plan(stdev(logs)))
+    wanted = float(stats.norm.ppf((1 + CONFIDENCE) / 2) + stats.norm.ppf(POWER))
+    num_needed = math.ceil((wanted * stdev(logs) / math.log1p(PLANNED_CHANGE)) ** 2)
+    return Estimate(ratio, math.exp(low), math.exp(high), len(logs), max(MIN_PAIRS, num_needed))
 
 
 def _bootstrap(logs: Sequence[float]) -> tuple[float, float]:
@@ -92,11 +93,6 @@ def _bootstrap(logs: Sequence[float]) -> tuple[float, float]:
 def get_reach(logs: Sequence[float], num_pairs: int) -> float:
     """Half of Student's interval of the mean of `num_pairs` logarithms that vary as these do."""
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, num_pairs - 1)) * stdev(logs) / math.sqrt(num_pairs)
-
-
-def _plan(deviation: float) -> int:
-    wanted = float(stats.norm.ppf((1 + CONFIDENCE) / 2) + stats.norm.ppf(POWER))
-    return max(MIN_PAIRS, math.ceil((wanted * deviation / math.log1p(PLANNED_CHANGE)) ** 2))
 
 
 Values = dict[str, float]

@@ -19,7 +19,7 @@ from typing import Any, Self
 from tenuto.client.address import get_base_url
 from tenuto.client.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.http import FORMS, Client, RequestFailed, RequestWriter, read_format
-from tenuto.client.load import Load, OneServer, Progress, RoutedServers, show
+from tenuto.client.load import Load, OneServer, Progress, RoutedServers, Servers, show
 from tenuto.client.metrics import (
     LIST_PATH,
     Totals,
@@ -132,8 +132,7 @@ class _Setup:
     writer: RequestWriter
     engines: Engines
     """The engines whose metrics are read: the server itself, or the engines behind a router."""
-    servers: OneServer | RoutedServers
-    """The server, or servers, to which turns are sent."""
+    servers: Servers
 
 
 async def _prepare(
@@ -355,10 +354,7 @@ class Engines:
         return [client.url for client in self._clients]
 
     def summarise(self) -> dict[str, Any] | None:
-        """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
-
-        A client sees neither the engine of a job nor the router's decisions.
-        """
+        """What each engine did since the first reading, as the `fleet` of a record; None for one engine."""
         if len(self._clients) < 2:
             return None
         engines = [_describe(url, self._first.get(url, {}), self._last.get(url, {})) for url in self.urls]
@@ -522,7 +518,7 @@ def format_sweep(results: Sequence[Result]) -> str:
                 *(format_time_s((result[field] or {}).get(name)) for _, field, name in COLUMNS),
                 "–" if not makespan_s else f"{(result['output_tokens'] or 0) / makespan_s:,.0f}",
                 f"{reused / result['reusable_tokens']:.1%}" if reused and result["reusable_tokens"] else "–",
-                *(() if not goodput else (_format_goodput(result["goodput"]),)),
+                *([_format_goodput(result["goodput"])] if goodput else []),
             )
         )
     lines = [

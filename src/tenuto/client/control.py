@@ -34,8 +34,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _ServerOptions(Options):
-    """The server, and the keys to it."""
-
     GROUP = "the server"
 
     url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")

@@ -45,7 +45,7 @@ from tenuto.wire.response import (
     parse_event,
 )
 from tenuto.workload.hints import SayHints, say_job
-from tenuto.workload.schema import Job, Span, TurnSpec
+from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 KEEP_ALIVE_S = 3.0
 """Idle connections are not used after this time. Uvicorn, which vLLM and SGLang use, closes them after 5 s. A
@@ -236,11 +236,16 @@ class AnswerStream:
             )
         if response.first_token_s is None:
             raise RequestFailed("empty", "the answer holds no token")
+        calls = [
+            {"index": key, "function": {"name": name, **({"arguments": arguments} if arguments else {})}}
+            for key, name, arguments in response.calls
+        ]
         return Answer(
             first_token_s=response.first_token_s,
             last_token_s=response.last_token_s,
             token_ids=None if response.token_ids is None else tuple(response.token_ids),
-            text=_write_text(response),
+            # All that the model wrote, as the next prompt quotes it.
+            text="".join(response.reasoning) + response.text + (json.dumps(calls) if calls else ""),
             usage=response.usage,
             gaps_s=tuple(response.gaps_s),
         )
@@ -262,15 +267,6 @@ class AnswerStream:
         if choices and not (isinstance(choices, list) and isinstance(choices[0], dict)):
             raise RequestFailed("malformed", f"an event's choices are not a list of objects: {_show(data)}")
         self._response.add(self._format.read_event(event), now_s)
-
-
-def _write_text(response: Response) -> str:
-    """The model's complete text, as the next prompt quotes it."""
-    calls = [
-        {"index": key, "function": {"name": name, **({"arguments": arguments} if arguments else {})}}
-        for key, name, arguments in response.calls
-    ]
-    return "".join(response.reasoning) + response.text + (json.dumps(calls) if calls else "")
 
 
 def make_printable(text: str) -> str:
@@ -331,6 +327,13 @@ class RequestWriter:
             fields["vllm_xargs"] = hint_fields
         # Join the parts as text: prompts are long, and most of the text was written for an earlier turn.
         return f"{json.dumps(fields)[:-1]}, {prompt_field}}}".encode()
+
+    def write_alone(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[bytes, dict[str, str]]:
+        """The body and the headers of a job's only turn, whose answer has `num_tokens`."""
+        turn = TurnSpec(prompt, Span(f"{name}/out", num_tokens))
+        job = Job(name, 0.0, (turn,))
+        text = Conversation(job, self.form, self.run_id, {}).write_prompt(turn)
+        return self.write_body(job, 0, text), self.write_headers(job)
 
     def _make_job_id(self, job_id: str) -> str:
         # A trace's ids may be invalid in a header. Those are replaced by a digest.

@@ -12,10 +12,10 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from tenuto.client.commands import CommandRunner
 from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter
@@ -71,7 +71,6 @@ class Load:
         self._on_record = on_record
         self._sending = sending
         self.gaps = Gaps()
-        """Seconds between the tokens of each answer."""
         self._commands = commands
         self._last_finished: dict[str, int] = {}
         self._families: dict[str, _Family] = {}
@@ -198,20 +197,6 @@ def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
     return min(pause_s, MAX_PAUSE_S) * random.Random(seed).uniform(1.0, 1.5)
 
 
-class Sender(Protocol):
-    """Sends one turn, with one or more attempts."""
-
-    async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Send the turn and read its whole answer. May be called again for a retry. Raises RequestFailed."""
-
-
-class Servers(Protocol):
-    """The server or servers of a load."""
-
-    def open_turn(self, due: Due) -> AbstractContextManager[Sender]:
-        """The sender of a turn, inside the block."""
-
-
 class OneServer:
     """A server, or a router in front of several."""
 
@@ -319,6 +304,12 @@ class _RoutedTurn:
             raise
         self._servers.finish(self._due, answer)
         return answer
+
+
+Sender = Client | _RoutedTurn
+"""Sends one turn; its `stream_answer` may be called again for a retry."""
+Servers = OneServer | RoutedServers
+"""The server or servers of a load. `open_turn` gives the sender of a turn, inside its block."""
 
 
 def _get_now_s() -> float:

@@ -189,10 +189,7 @@ class CacheState:
 
 
 def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
-    """Read the size and use of the cache, for one engine or for all engines.
-
-    Raises DataError if the server does not show vLLM's metrics.
-    """
+    """Read the cache's size and use, for one engine or for all. Raises DataError without vLLM's metrics."""
     response = client.get("/metrics")
     response.raise_for_status()
     try:
@@ -364,10 +361,7 @@ RESET_LIMIT_S = 30.0
 
 
 def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
-    """Empty the prefix caches of servers, or of the engines behind routers.
-
-    Returns False if a server does not support this or continues to hold blocks.
-    """
+    """Empty the prefix caches of servers, or of the engines behind routers. False if one stays as it is."""
     emptied = []  # a list, not a generator: all caches are emptied, even if one of them fails
     for url in map(get_base_url, urls):
         with connect(url, api_key) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from tenuto.client.address import ServerError
 from tenuto.client.http import (
     Answer,
     Client,
-    Conversation,
     Form,
     RequestFailed,
     RequestWriter,
@@ -21,7 +21,7 @@ from tenuto.client.load import get_pause_s
 from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.errors import ConfigError
 from tenuto.workload.hints import SayHints, say_job
-from tenuto.workload.schema import Job, Span, TurnSpec, Workload
+from tenuto.workload.schema import Span, Workload
 
 PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 4
@@ -76,15 +76,20 @@ async def probe_server(
             f"{client.url} counts {answer.usage.prompt_tokens} tokens in a prompt of {PROMPT_TOKENS} token "
             "ids: it does not take them as they are; try --prompts words"
         )
-    page = await _try_get(client, "/metrics")
+    page, found = "", None
+    with suppress(RequestFailed):
+        page = await client.get_text("/metrics")
+    with suppress(RequestFailed):
+        found = await client.get_json("/version")
+    version = found.get("version") if isinstance(found, dict) else None
     return Server(
         model=model,
         max_model_len=max_model_len,
-        version=await _try_get_version(client),
-        block_size=None if page is None else try_get_block_size(page),
-        totals=None if page is None else parse_totals(page) or None,
+        version=version if isinstance(version, str) else None,
+        block_size=try_get_block_size(page),
+        totals=parse_totals(page) or None,
         sends_ids=answer.token_ids is not None,
-        sim_speed=None if page is None else try_get_sim_speed(page),
+        sim_speed=try_get_sim_speed(page),
     )
 
 
@@ -125,10 +130,7 @@ def _read_length(value: object) -> int | None:
 
 
 async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
-    turn = TurnSpec((Span("probe", PROMPT_TOKENS),), Span("probe/out", OUTPUT_TOKENS))
-    job = Job("probe", 0.0, (turn,))
-    prompt = Conversation(job, writer.form, writer.run_id, {}).write_prompt(turn)
-    body, headers = writer.write_body(job, 0, prompt), writer.write_headers(job)
+    body, headers = writer.write_alone("probe", (Span("probe", PROMPT_TOKENS),), OUTPUT_TOKENS)
     for attempt in range(NUM_ATTEMPTS):
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -144,19 +146,3 @@ async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
     if writer.forced_format is not None:
         hint += "; if it knows no structured_outputs, leave --force-format out"
     raise ServerError(f"{client.url}{writer.form.path} did not answer a short request: {failure}{hint}")
-
-
-async def _try_get(client: Client, path: str) -> str | None:
-    try:
-        return await client.get_text(path)
-    except RequestFailed:
-        return None
-
-
-async def _try_get_version(client: Client) -> str | None:
-    try:
-        found: Any = await client.get_json("/version")
-    except RequestFailed:
-        return None
-    version = found.get("version") if isinstance(found, dict) else None
-    return version if isinstance(version, str) else None

@@ -32,14 +32,14 @@ from typing import Any
 import httpx
 
 from tenuto.client.address import ServerError
-from tenuto.client.http import Answer, Client, Conversation, RequestFailed, RequestWriter, TokenIds
+from tenuto.client.http import Answer, Client, RequestFailed, RequestWriter, TokenIds
 from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, read_cache_state
 from tenuto.client.options import ProfileOptions
 from tenuto.client.probe import probe_server
 from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.files import writing
-from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+from tenuto.workload.schema import Prompt, Span
 
 UNIT = 128
 """Contexts are multiples of this number of tokens, so they end at a block boundary for usual block sizes."""
@@ -199,13 +199,9 @@ class Asker:
 
     async def ask(self, name: str, prompt: Prompt, num_tokens: int) -> tuple[float, Answer]:
         """Send a prompt; return when it was sent and its answer of `num_tokens`. Raises RequestFailed."""
-        turn = TurnSpec(prompt, Span(f"{name}/out", num_tokens))
-        job = Job(name, 0.0, (turn,))
-        writer = self._writer
-        text = Conversation(job, writer.form, writer.run_id, {}).write_prompt(turn)
-        body, headers = writer.write_body(job, 0, text), writer.write_headers(job)
+        body, headers = self._writer.write_alone(name, prompt, num_tokens)
         sent_s = asyncio.get_running_loop().time()
-        return sent_s, await self._client.stream_answer(writer.form.path, body, headers)
+        return sent_s, await self._client.stream_answer(self._writer.form.path, body, headers)
 
     async def time(self, step: TimedStep, repeat: int) -> float | None:
         """Time one step, in seconds; None if the server did something else. Raises RequestFailed."""
@@ -305,10 +301,7 @@ async def time_copies(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Time copies; returns the lines of an observations file. Empty without a tier or a reported cache size.
-
-    Every prompt is evicted and loaded `repeats` times.
-    """
+    """The times of copies, as lines of an observations file; empty without a tier or a known cache size."""
     if STORED not in await read_totals() or num_kv_tokens is None:
         return []
     say(f"host memory: {repeats} x {len(lengths)} copies")

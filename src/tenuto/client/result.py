@@ -210,7 +210,6 @@ class Outcome:
     loop_lags_s: Sequence[float] = ()
     """How late the event loop woke a timer, sampled during the whole run."""
     itl_s: Stats | None = None
-    """Gaps between the tokens of each answer."""
     commands: Sequence[CommandRecord] = ()
     """Tool calls that were really executed."""
     fleet: Mapping[str, Any] | None = None

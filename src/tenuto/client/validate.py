@@ -31,7 +31,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -122,12 +122,14 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
     """Facts about this machine, and what disturbs measurements on it now, one sentence each."""
     gpus = _ask_gpus("--query-gpu=name,driver_version,memory.total")
     processes = _ask_gpus("--query-compute-apps=pid")
-    load, cores = os.getloadavg()[0], os.cpu_count()
+    load, cores, cpu = os.getloadavg()[0], os.cpu_count(), None
+    with contextlib.suppress(OSError):
+        cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     machine = ValidatedMachine(
         gpu=gpus[0][0] if gpus else None,
         driver=gpus[0][1] if gpus else None,
         gpu_memory_mib=int(gpus[0][2]) if gpus and gpus[0][2].isdecimal() else None,
-        cpu=_read_cpu(),
+        cpu=cpu[1] if cpu else platform.machine(),
         cores=cores,
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         load_before=round(load, 2),
@@ -162,13 +164,6 @@ def _ask_gpus(query: str) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
-
-
-def _read_cpu() -> str | None:
-    found = None
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 # The server.
@@ -373,7 +368,6 @@ RECORD, COSTS, PLAIN = "validation.json", "costs.json", "plain.json"
 OVERTIME = 1.1
 """A run that takes longer than this multiple of its planned time is given up."""
 PROFILE_SHARE = 0.15
-"""Share of the time for the profile."""
 NUM_BURSTS, USERS, PLAIN_JOBS = 3, 4, 8
 PLAIN_TOKENS, FEW_TOKENS, PROMPT_TOKENS = 64, 16, 4
 """Output tokens of a plain request; the same on a slow machine; prompt tokens for each output token."""
@@ -456,8 +450,6 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
 
 @dataclass
 class _Validation:
-    """One validation, from its first server to its record."""
-
     options: ValidateOptions
     machine: ValidatedMachine
     disturbances: list[str]
@@ -469,16 +461,13 @@ class _Validation:
 
     @property
     def passed_s(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self.started_s
 
     @property
     def left_s(self) -> float:
-        """Seconds of --minutes that are left."""
         return self.options.limit_s - self.passed_s
 
     def say(self, text: str) -> None:
-        """Print a message with the elapsed and the remaining time."""
         passed_s, left_s = self.passed_s, max(0.0, self.left_s)
         clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
         console.say(f"validate {clock}", text)
@@ -516,20 +505,12 @@ class _Validation:
 
     @property
     def load(self) -> LoadOptions:
-        """The load of the first repeat."""
-        if self.record is None or (found := self.record.load) is None:
-            return LoadOptions(workload=self.options.workload, jps=1.0, seed=self.options.seed)
-        return LoadOptions(
-            workload=self.options.workload,
-            jps=found.jps,
-            window_s=found.window_s,
-            scale_lengths=found.scale_lengths,
-            seed=found.seed,
-        )
+        found = self.record.load if self.record else None
+        chosen = {"jps": 1.0, "seed": self.options.seed} if found is None else asdict(found)
+        return LoadOptions(**{**chosen, "workload": self.options.workload})
 
     @cached_property
     def forecast(self) -> Forecast:
-        """The simulator with the machine's step times."""
         assert self.record is not None
         server, options = self.record.server, self.options
         return Forecast(
@@ -789,7 +770,7 @@ class _Validation:
             slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
             with AbFolder(ab.out, describe(ab)) as folder:
                 found = conclude(ab, folder, slots)
-                record = self._predict(record, found.pairs, found.done, folder)
+                record = self._predict(record, found, folder)
                 ratios = self._compare(record, found)
                 if plain := _read_plain(folder, ab.repeats):
                     ratios.append(
@@ -812,13 +793,7 @@ class _Validation:
         self._write()
         return self.record
 
-    def _predict(
-        self,
-        record: ValidationRecord,
-        pairs: Sequence[Mapping[str, Values]],
-        done: Mapping[str, Sequence[Mapping[str, Any]]],
-        folder: AbFolder,
-    ) -> ValidationRecord:
+    def _predict(self, record: ValidationRecord, found: Conclusion, folder: AbFolder) -> ValidationRecord:
         """Add each arm's measurements, and the simulator's predictions for the same seeds, to the record."""
         names = [arm.name for arm in record.arms]
         repeats = [
@@ -828,13 +803,14 @@ class _Validation:
         for arm in record.arms:
             self.say(f"simulating {len(repeats)} runs of {arm.name}")
             runs = [self.forecast.simulate(arm.name, arm.step_tokens, self.load, n) for n in repeats]
-            values: Any = {name: tuple(round(pair[arm.name][name], 4) for pair in pairs) for name in MEASURES}
+            pairs = [pair[arm.name] for pair in found.pairs]
+            values: Any = {name: tuple(round(pair[name], 4) for pair in pairs) for name in MEASURES}
             arms.append(
                 replace(
                     arm,
                     **values,
                     simulated_job_s=tuple(round(run["job_s"]["mean"], 4) for run in runs),
-                    reused_share=_get_reused(done[arm.name]),
+                    reused_share=_get_reused(found.done[arm.name]),
                     simulated_reused_share=_get_reused(runs),
                 )
             )

@@ -179,8 +179,6 @@ def verify(
 
 
 class _Check:
-    """The check of one job on one rank."""
-
     def __init__(
         self,
         client: httpx.Client,
@@ -207,7 +205,6 @@ class _Check:
             self._client = client
 
     def run(self) -> Verdict:
-        """Send the turns, one after the other."""
         self._tokens_per_word = self._measure_tokens_per_word()
         self._before = before = self._read_state()
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * before.block_size

@@ -134,7 +134,6 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
 
 
 def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
-    """Pass the rows on, and report progress on stderr if they take long."""
     with Progress("convert").cleared() as progress:
         for number, row in enumerate(rows, 1):
             yield row
@@ -193,16 +192,12 @@ class _Losses:
             self._first[what] = f"{_show(was)} → {_show(now)}"
 
     def describe(self) -> Iterator[str]:
-        """Describe each loss in words."""
         for what, first in self._first.items():
             yield f"{what}: changed {self._counts[what]:,} times, first {first}"
 
 
 def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:
-    """Describe the differences in words. Empty if there are none.
-
-    `names` maps each job to its name after the conversion. None if jobs became single requests.
-    """
+    """The differences in words. `names`: of each job after it; None if jobs became single requests."""
     losses = _Losses()
     lines = []
     if names is None:

@@ -9,10 +9,10 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count, takewhile
+from itertools import accumulate, count, takewhile
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.schema import Job, Prompt, Span, TurnSpec, Workload, find_roots
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload, find_roots
 
 
 def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
@@ -28,10 +28,10 @@ def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
         return (number / jps for number in count(1))
     rng = random.Random(seed)
     if process == "poisson":
-        return _add_up(lambda: rng.expovariate(jps))
+        return accumulate(rng.expovariate(jps) for _ in count())
     if kind == "gamma":
         cv = _parse_cv(cv_text)
-        return _add_up(lambda: rng.gammavariate(1 / cv**2, cv**2 / jps))
+        return accumulate(rng.gammavariate(1 / cv**2, cv**2 / jps) for _ in count())
     raise ConfigError(f"arrival must be poisson, gamma:CV or fixed, got {process!r}")
 
 
@@ -66,13 +66,6 @@ def _move(job: Job, move: Callable[[float], float]) -> Job:
     """The job with its arrival and its recorded times changed."""
     turns = (turn if turn.at_s is None else replace(turn, at_s=move(turn.at_s)) for turn in job.turns)
     return replace(job, arrival_s=move(job.arrival_s), turns=tuple(turns))
-
-
-def _add_up(draw_gap_s: Callable[[], float]) -> Iterator[float]:
-    time_s = 0.0
-    while True:
-        time_s += draw_gap_s()
-        yield time_s
 
 
 def _parse_cv(text: str) -> float:
@@ -137,13 +130,10 @@ def _copy(job: Job, suffix: str, shared: frozenset[str]) -> Job:
     def rename(span: Span) -> Span:
         return span if span.content_id in shared else Span(span.content_id + suffix, span.num_tokens)
 
-    def rename_all(prompt: Prompt) -> Prompt:
-        return tuple(map(rename, prompt))
-
     turns = tuple(
         replace(
             turn,
-            prompt=rename_all(turn.prompt),
+            prompt=tuple(map(rename, turn.prompt)),
             output=rename(turn.output),
             after=tuple(replace(event, job_id=event.job_id + suffix) for event in turn.after),
         )

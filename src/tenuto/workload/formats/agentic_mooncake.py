@@ -114,10 +114,7 @@ def _read_row(record: Fields, block_size: int) -> _Row:
         not_before_s=record.milliseconds("not_before_ms"),
         num_output_tokens=max(1, record.integer("output_length", low=0)),
         prompt=read_hashed_prompt(record, block_size),
-        dependencies=[
-            _read_dependency(entry)
-            for entry in (record.records("dependencies") if "dependencies" in record else [])
-        ],
+        dependencies=[_read_dependency(e) for e in record.optional(record.records, "dependencies") or []],
     )
 
 

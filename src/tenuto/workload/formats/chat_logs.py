@@ -39,17 +39,26 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
         messages = [message.values for message in record.records("messages")]
         name = next((str(record.values[key]) for key in _SESSIONS if key in record), None)
         sent_s = _read_time(record)
-        answer, usage = _read_answer(record)
+        response = record.values.get("response")
+        source = response if isinstance(response, dict) else record.values
+        answer, usage = read_choice(source), source.get("usage")
         is_whole = messages[-1].get("role") == "assistant" and answer is None and name is None
         if name is None and not (is_whole and sent_s is None):
             ends = (by_prompt.get(pieces[:end]) for end in range(len(pieces) - 1, 0, -1))
             name = next((each for each in ends if each is not None), None)
         if name is None:
             name = f"chat-{len(conversations)}"
+        usage = usage if isinstance(usage, dict) else {}
         _add_row(conversations.setdefault(name, []), messages, pieces, answer, usage, sent_s)
         if not is_whole:
             by_prompt[pieces] = name
-    return _make_jobs(conversations)
+    times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
+    for turns in conversations.values():
+        for index, (turn, following) in enumerate(list(pairwise(turns))):
+            if turn.sent_s is not None and following.sent_s is not None:
+                turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))
+    make_job, start_s = JobMaker().make_job, min(times, default=0.0)
+    return [make_job(name, turns, start_s) for name, turns in conversations.items() if turns]
 
 
 def _add_row(
@@ -77,16 +86,6 @@ def _add_row(
         turns.append(LoggedTurn(pieces, answer, usage, sent_s))
 
 
-def _make_jobs(conversations: Mapping[str, list[LoggedTurn]]) -> list[Job]:
-    times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
-    for turns in conversations.values():
-        for index, (turn, following) in enumerate(list(pairwise(turns))):
-            if turn.sent_s is not None and following.sent_s is not None:
-                turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))
-    make_job, start_s = JobMaker().make_job, min(times, default=0.0)
-    return [make_job(name, turns, start_s) for name, turns in conversations.items() if turns]
-
-
 def _read_pieces(record: Fields) -> tuple[str, ...]:
     messages = record.records("messages")
     if not messages:
@@ -95,13 +94,6 @@ def _read_pieces(record: Fields) -> tuple[str, ...]:
         message.text("role")
     tools = [str(record.values["tools"])] if record.values.get("tools") else []
     return (*tools, *(write_message(message.values) for message in messages))
-
-
-def _read_answer(record: Fields) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    response = record.values.get("response")
-    source = response if isinstance(response, dict) else record.values
-    usage = source.get("usage")
-    return read_choice(source), usage if isinstance(usage, dict) else {}
 
 
 def _read_time(record: Fields) -> float | None:

@@ -168,10 +168,7 @@ class Hasher:
     def _chain(self, encoded: list[bytes], weights: list[int], parent: bytes) -> Pieces:
         hashes = []
         for piece in encoded:
-            digest = blake2b(parent, digest_size=8, key=self._key)
-            digest.update(b"\x00")
-            digest.update(piece)
-            parent = digest.digest()
+            parent = blake2b(b"\x00".join((parent, piece)), digest_size=8, key=self._key).digest()
             hashes.append(parent)
         return Pieces(hashes, weights)
 

@@ -88,8 +88,6 @@ class _Tool(NamedTuple):
 
 @dataclass(slots=True)
 class _Session:
-    """What becomes a job."""
-
     spawner: _Span | None
     """The span that contains a sub-agent's agent."""
     rounds: list[Round] = field(default_factory=list)
@@ -366,7 +364,7 @@ def _read_whole(fields: Fields, key: str, high: int) -> int:
 
 
 def _read_times(fields: Fields) -> tuple[int, int]:
-    """Start and end of a span, in nanoseconds since 1970."""
+    """In nanoseconds since 1970."""
     start, end = "startTimeUnixNano", "endTimeUnixNano"
     if start in fields:
         start_ns, end_ns = _read_whole(fields, start, _MAX_NS), _read_whole(fields, end, _MAX_NS)

@@ -29,7 +29,6 @@ from tenuto.workload.formats.conversations import cut, find_tool
 from tenuto.workload.schema import Prompt, Span, TurnSpec
 
 TOOL_TIMES = "tool_times"
-"""Key in a turn's `extra`."""
 MAX_SPANS = 4096
 """Most parts of a prompt. A context of a million tokens is full after about a thousand rounds."""
 _NS = 10**9
@@ -84,15 +83,13 @@ def get_seconds(of: Round, since_ns: int, now_ns: int) -> float:
 
 
 def make_turns(job_id: str, rounds: Sequence[Round], start_ns: int) -> list[TurnSpec]:
-    """The turns of a job from its rounds in the order of sending; `start_ns` is when the workload begins.
-
-    The tool time of a turn is the gap until the next round was sent. Raises DataError.
-    """
+    """The turns of a job from its rounds, in their order. `start_ns`: its workload's. Raises DataError."""
     turns: list[TurnSpec] = []
     for index, each in enumerate(rounds):
         prompt = _make_prompt(job_id, index, each, rounds[index - 1] if index else None, turns)
         tool = find_tool("", [(call.name, call.arguments) for call in each.calls]) if each.calls else None
         following = rounds[index + 1] if index + 1 < len(rounds) else None
+        # What passed until the next round was sent counts as the tools' time.
         gap_s = get_seconds(each, each.end_ns, following.sent_ns) if following else 0.0
         extra = {**each.extra, "latency_ms": (each.end_ns - each.sent_ns) / 10**6}
         if each.calls:

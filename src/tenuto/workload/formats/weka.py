@@ -203,14 +203,7 @@ def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], 
 def _make_turns(job_id: str, requests: list[_Request], prompts: Iterator[Prompt]) -> list[TurnSpec]:
     return [
         TurnSpec(
-            prompt=(
-                *prompt,
-                *(
-                    [Span(f"{job_id}/tail{index}", request.num_tail_tokens)]
-                    if request.num_tail_tokens
-                    else []
-                ),
-            ),
+            prompt=(*prompt, *_make_tail(f"{job_id}/tail{index}", request)),
             output=Span(f"{job_id}/out{index}", request.num_output_tokens),
             tool=TOOL if request.calls_tool else None,
             tool_s=_gap_s(request, requests[index + 1]) if index + 1 < len(requests) else 0.0,
@@ -227,6 +220,10 @@ def _after_last(agents: list[_SubAgent], request: _Request) -> tuple[After, ...]
     last_end_s = max(_end_s(agent.requests[-1]) for agent in agents)
     delay_s = max(0.0, request.sent_s - last_end_s)
     return tuple(After(agent.job_id, len(agent.requests) - 1, "finished", delay_s) for agent in agents)
+
+
+def _make_tail(content_id: str, request: _Request) -> Prompt:
+    return (Span(content_id, request.num_tail_tokens),) if request.num_tail_tokens else ()
 
 
 def _gap_s(request: _Request, following: _Request) -> float:

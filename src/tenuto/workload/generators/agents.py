@@ -85,7 +85,8 @@ def _make_job(family: Family, job_id: str, arrival_s: float, rng: random.Random)
         output = Span(f"{job_id}/out{index}", outputs[index])
         if index < num_turns - 1:
             tool = rng.choices(family.tools, [tool.share for tool in family.tools])[0]
-            turns.append(TurnSpec(prompt, output, tool=tool.name, tool_s=_draw_tool_s(tool, rng)))
+            mean_s = tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s
+            turns.append(TurnSpec(prompt, output, tool=tool.name, tool_s=draw(rng, mean_s, PART_CV)))
         else:
             turns.append(TurnSpec(prompt, output))
     return Job(job_id, arrival_s, tuple(turns))
@@ -125,10 +126,6 @@ def _draw_lengths(
         return max(1, round(length * stretch))
 
     return fit(task), [fit(length) for length in outputs], [fit(length) for length in tool_outputs]
-
-
-def _draw_tool_s(tool: Tool, rng: random.Random) -> float:
-    return draw(rng, tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s, PART_CV)
 
 
 def draw(rng: random.Random, mean: float, cv: float = TEXT_CV) -> float:
