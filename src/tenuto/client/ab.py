@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -409,18 +409,18 @@ class Ready:
             raise ServerError(f"the server died with status {status}; its log: {self.local.log}")
 
 
+@dataclass(eq=False)
 class Servers:
     """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager.
 
     If a start serves several runs, the last server stays up until another arm's server is opened.
     """
 
-    def __init__(
-        self, options: AbOptions, make_log_path: Callable[[str], Path], say: Callable[[str], None]
-    ) -> None:
-        self._options = options
-        self._make_log_path = make_log_path
-        self._say = say
+    options: AbOptions
+    make_log_path: Callable[[str], Path]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._up: dict[str, LocalServer] = {}
         self._used: set[str] = set()
         self._stack = ExitStack()
@@ -434,7 +434,7 @@ class Servers:
     @contextmanager
     def open(self, arm: Arm) -> Iterator[Ready]:
         """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
-        options = self._options
+        options = self.options
         if arm.is_local and arm.name not in self._up:
             if not options.keep_up:
                 self._stop_all()
@@ -454,14 +454,14 @@ class Servers:
         self._up.clear()
 
     def _start(self, arm: Arm, port: int) -> LocalServer:
-        options = self._options
+        options = self.options
         check_port(port)
         serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
         command = make_command(arm, options.model or "", port, serve_args)
-        log = self._make_log_path(arm.name)
+        log = self.make_log_path(arm.name)
 
         def say_of_arm(text: str) -> None:
-            self._say(f"{arm.name}: {text}")
+            self.say(f"{arm.name}: {text}")
 
         say_of_arm(shlex.join(redact(command)))
         server = run_server(
@@ -598,12 +598,10 @@ def _wait_until_up(server: LocalServer, say: Callable[[str], None], limit_s: flo
             raise ServerError(
                 f"the server ended with status {server.process.returncode}:\n{_get_tail(server.log)}"
             )
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
                 say(f"up after {waited_s:.0f} s")
                 return
-        except httpx.HTTPError:
-            pass
         if waited_s >= next_report_s:
             say(f"waiting for the server, {waited_s:.0f} s")
             next_report_s += PROGRESS_S

@@ -10,7 +10,7 @@ import signal
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -316,7 +316,6 @@ class Interruption:
     def __init__(self) -> None:
         self.has_come = False
         self.on_signal: Callable[[], Any] = lambda: None
-        """Stops the load, or the queries after it."""
         self._num_left = _MAX_SIGNALS
         self._loop = asyncio.get_running_loop()
 
@@ -397,10 +396,9 @@ async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, .
     """As `find_engines`, with the bench's client."""
     if given:
         return tuple(map(get_base_url, given))
-    try:
+    with suppress(RequestFailed):
         return parse_engines(await client.get_text(LIST_PATH))
-    except RequestFailed:
-        return ()
+    return ()
 
 
 def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:

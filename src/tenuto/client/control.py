@@ -152,10 +152,9 @@ class ControlOptions(_ServerOptions):
         """The name for the server's log."""
         if self.operator:
             return self.operator
-        try:
+        with contextlib.suppress(OSError, KeyError):
             return f"{getpass.getuser()}@{socket.gethostname()}"
-        except (OSError, KeyError):
-            return "somebody"
+        return "somebody"
 
     def _get_settings(self) -> dict[str, Any]:
         canary: dict[str, Any] = {} if self.canary_share is None else {"share": self.canary_share}

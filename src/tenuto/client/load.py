@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -46,32 +46,26 @@ class _Family:
     conversations: dict[str, Conversation] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Load:
     """One run. `on_record` is called for every turn that ended, in the order in which the turns end.
 
     With `commands`, tool calls with a known command are executed; `turns` must be set up for this.
     """
 
-    def __init__(
-        self,
-        turns: TurnDriver,
-        servers: Servers,
-        writer: RequestWriter,
-        on_record: Callable[[TurnRecord], None],
-        *,
-        sending: Sending,
-        commands: CommandRunner | None = None,
-    ) -> None:
+    turns: TurnDriver
+    servers: Servers
+    writer: RequestWriter
+    on_record: Callable[[TurnRecord], None]
+    _: KW_ONLY
+    sending: Sending
+    commands: CommandRunner | None = None
+
+    def __post_init__(self) -> None:
         self.num_in_flight = 0
         """Number of turns that were sent, or are about to be sent, and have not ended."""
         self.num_started_jobs = 0
-        self._turns = turns
-        self._servers = servers
-        self._writer = writer
-        self._on_record = on_record
-        self._sending = sending
         self.gaps = Gaps()
-        self._commands = commands
         self._last_finished: dict[str, int] = {}
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
@@ -84,7 +78,7 @@ class Load:
         """Run until every turn has ended or was given up, or until `stop` is called."""
         async with asyncio.TaskGroup() as self._group:
             self._start_s = self._loop.time()
-            self._schedule(self._turns.start())
+            self._schedule(self.turns.start())
             await self._over.wait()
 
     def stop(self) -> None:
@@ -124,28 +118,28 @@ class Load:
             raise
         if flight.answer is None:
             self._record(flight, "failed")
-            self._schedule(self._turns.on_failed(job.job_id, index, self.get_now_s()))
+            self._schedule(self.turns.on_failed(job.job_id, index, self.get_now_s()))
         else:
             self._record(flight, "ok")
             self._last_finished[job.job_id] = index
-            if self._writer.quotes_answers:
+            if self.writer.quotes_answers:
                 self._get_family(job).answers[job.turns[index].output.content_id] = flight.answer
-            self._schedule(self._turns.on_finished(job.job_id, index, flight.answer.last_token_s))
-            if self._commands is not None and job.turns[index].command is not None:
-                self._start(self._run_command(self._commands, job, index))
-        if self._turns.has_ended(root := self._turns.get_root(job.job_id)):
+            self._schedule(self.turns.on_finished(job.job_id, index, flight.answer.last_token_s))
+            if self.commands is not None and job.turns[index].command is not None:
+                self._start(self._run_command(self.commands, job, index))
+        if self.turns.has_ended(root := self.turns.get_root(job.job_id)):
             self._families.pop(root, None)
-        if self._turns.is_over():
+        if self.turns.is_over():
             self._over.set()
 
     async def _run_command(self, commands: CommandRunner, job: Job, index: int) -> None:
         if index < len(job.turns) - 1:
             await commands.run(job, index)
-            self._schedule(self._turns.on_returned(job.job_id, index, self.get_now_s()))
+            self._schedule(self.turns.on_returned(job.job_id, index, self.get_now_s()))
 
     async def _fetch_answer(self, flight: Flight) -> None:
         job, index, _ = flight.due
-        family, writer = self._get_family(job), self._writer
+        family, writer = self._get_family(job), self.writer
         if job.job_id not in family.conversations:
             started = Conversation(job, writer.form, writer.run_id, family.answers)
             family.conversations[job.job_id] = started
@@ -154,8 +148,8 @@ class Load:
         if job.job_id in self._last_finished:
             flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()
-        self._schedule(self._turns.on_sent(job.job_id, index, flight.sent_s))
-        with self._servers.open_turn(flight.due) as sender:
+        self._schedule(self.turns.on_sent(job.job_id, index, flight.sent_s))
+        with self.servers.open_turn(flight.due) as sender:
             await self._try_to_send(flight, sender, body, headers)
 
     async def _try_to_send(
@@ -165,10 +159,10 @@ class Load:
         for attempt in count():
             sent_s = self.get_now_s()
             try:
-                answer = await sender.stream_answer(self._writer.form.path, body, headers)
+                answer = await sender.stream_answer(self.writer.form.path, body, headers)
             except RequestFailed as error:
                 flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
-                if attempt == self._sending.retries or not error.can_retry:
+                if attempt == self.sending.retries or not error.can_retry:
                     return
                 await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, f"{job.job_id}/{index}"))
             else:
@@ -179,11 +173,11 @@ class Load:
                 return
 
     def _get_family(self, job: Job) -> _Family:
-        return self._families.setdefault(self._turns.get_root(job.job_id), _Family())
+        return self._families.setdefault(self.turns.get_root(job.job_id), _Family())
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1
-        self._on_record(make_turn_record(flight, status, self._sending))
+        self.on_record(make_turn_record(flight, status, self.sending))
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:

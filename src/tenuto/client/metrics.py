@@ -15,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -349,11 +350,10 @@ def find_engines(client: httpx.Client, given: Sequence[str] = ()) -> tuple[str, 
     """The engines behind a server: `given`, or else those that it lists; empty if it is not a router."""
     if given:
         return tuple(map(get_base_url, given))
-    try:
+    with suppress(httpx.HTTPError):
         answer = client.get(LIST_PATH)
-    except httpx.HTTPError:
-        return ()
-    return parse_engines(answer.text) if answer.is_success else ()
+        return parse_engines(answer.text) if answer.is_success else ()
+    return ()
 
 
 RESET_LIMIT_S = 30.0
@@ -371,18 +371,15 @@ def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[
 
 def _empty_one(client: httpx.Client, url: str) -> bool:
     end_s = time.monotonic() + RESET_LIMIT_S
-    while True:
-        try:
-            answer = client.post(f"{url}/reset_prefix_cache")
-        except httpx.HTTPError:
-            return False
-        if answer.status_code in (401, 403, 404, 405, 501):
-            return False
-        if answer.is_success and _says_success(answer):
-            return True
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.5)
+    path, refusals = f"{url}/reset_prefix_cache", (401, 403, 404, 405, 501)
+    with suppress(httpx.HTTPError):
+        while (answer := client.post(path)).status_code not in refusals:
+            if answer.is_success and _says_success(answer):
+                return True
+            if time.monotonic() > end_s:
+                break
+            time.sleep(0.5)
+    return False
 
 
 def _says_success(answer: httpx.Response) -> bool:

@@ -42,7 +42,6 @@ class Server:
     totals: Totals | None
     """The server's metrics before the load."""
     sends_ids: bool
-    """Whether the server's answers include their token ids."""
     sim_speed: float | None = None
     """Simulated seconds per real second of a simulated server; None for a real one."""
 

@@ -24,6 +24,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,12 +107,10 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
 
 def _try_get_kv_tokens(options: ProfileOptions) -> int | None:
     """The size of the server's KV cache in tokens, if its metrics report it."""
-    try:
-        with connect(options.url, options.api_key) as client:
-            state = read_cache_state(client)
-    except (httpx.HTTPError, DataError):
-        return None
-    return state.num_blocks * state.block_size
+    with suppress(httpx.HTTPError, DataError), connect(options.url, options.api_key) as client:
+        state = read_cache_state(client)
+        return state.num_blocks * state.block_size
+    return None
 
 
 @dataclass(frozen=True)

@@ -480,7 +480,6 @@ class _Validation:
 
     @property
     def ab(self) -> AbOptions:
-        """The options of `tenuto ab` for the runs."""
         record, options = self.record, self.options
         arms = record.arms if record else (ValidatedArm(name=STOCK), ValidatedArm(name=TENUTO))
         is_sim = options.engine == "sim"

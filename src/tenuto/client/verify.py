@@ -178,31 +178,24 @@ def verify(
         )
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self,
-        client: httpx.Client,
-        engines: Sequence[httpx.Client],
-        gap_s: float,
-        say: Callable[[str], None],
-        rank: str | None = None,
-    ) -> None:
-        self._client = client
-        self._engines = engines
-        self._gap_s = gap_s
-        self._say = say
-        self._rank = rank
+    client: httpx.Client
+    engines: Sequence[httpx.Client]
+    gap_s: float
+    say: Callable[[str], None]
+    rank: str | None = None
+
+    def __post_init__(self) -> None:
         self._job_id = f"verify-{uuid.uuid4().hex[:12]}"
         self._messages: list[dict[str, str]] = []
-        self._model, self._longest = read_model(client)
+        self._model, self._longest = read_model(self.client)
 
     def warm_up(self, *engines: httpx.Client) -> None:
         """Send one request, and one to each engine behind a router."""
-        self._measure_tokens_per_word()
-        for engine in engines:
-            self._client, client = engine, self._client
+        for client in (self.client, *engines):
+            self.client = client
             self._measure_tokens_per_word()
-            self._client = client
 
     def run(self) -> Verdict:
         self._tokens_per_word = self._measure_tokens_per_word()
@@ -214,7 +207,7 @@ class _Check:
                 raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
         turns: list[TurnCheck] = []
         for number in range(len(TOOLS)):
-            self._say(f"{'' if self._rank is None else f'rank {self._rank}, '}turn {number + 1}/{len(TOOLS)}")
+            self.say(f"{'' if self.rank is None else f'rank {self.rank}, '}turn {number + 1}/{len(TOOLS)}")
             turns.append(self._run_turn(number, turns))
         promise = get_promise(before.policy)
         # A policy that promises to hold blocks may learn during the check that this job is not worth it. But
@@ -277,12 +270,12 @@ class _Check:
             ok=cached >= min_cached and is_fine,
             gap=gap,
             reason=None if gap in ("held", "end") else WORDS.get(job.news or "", {}).get(job.reason or ""),
-            rank=self._rank,
+            rank=self.rank,
             short_group=find_short_group(short_before, short),
         )
 
     def _read_state(self) -> CacheState:
-        return add_states([read_cache_state(engine, self._rank) for engine in self._engines])
+        return add_states([read_cache_state(engine, self.rank) for engine in self.engines])
 
     def _read_short(self, job: OwnJob) -> Mapping[str, float]:
         """Tokens by which layer groups cut hits short: for this job only, if the server reports that."""
@@ -290,7 +283,7 @@ class _Check:
         return self._read_state().num_short_tokens if own is None else own
 
     def _read_job(self) -> OwnJob:
-        jobs = [read_job(engine, self._job_id) for engine in self._engines]
+        jobs = [read_job(engine, self._job_id) for engine in self.engines]
         if None in jobs and self._before.policy is not None:
             raise DataError(
                 "the server has Tenuto's scheduler, but does not say what it holds for a job; start it with "
@@ -321,9 +314,9 @@ class _Check:
         }
         # Routers pin sessions by this header. Tenuto uses `job_id`, which has the same value.
         headers = {"X-Session-ID": self._job_id}
-        if self._rank is not None:
-            headers["X-data-parallel-rank"] = self._rank
-        response = self._client.post("/v1/chat/completions", json=body, headers=headers)
+        if self.rank is not None:
+            headers["X-data-parallel-rank"] = self.rank
+        response = self.client.post("/v1/chat/completions", json=body, headers=headers)
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
         try:
@@ -334,7 +327,7 @@ class _Check:
         return answer
 
     def _watch_gap(self) -> int:
-        end_s = time.monotonic() + self._gap_s
+        end_s = time.monotonic() + self.gap_s
         least = self._read_job().num_leased_blocks
         while time.monotonic() < end_s:
             time.sleep(POLL_S)
@@ -343,7 +336,7 @@ class _Check:
 
     def _release(self) -> int:
         """Tell the server that the job is complete. Return the number of blocks still leased for it."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.post(f"/tenuto/jobs/{self._job_id}/release")
         return self._read_job().num_leased_blocks
 

@@ -52,20 +52,8 @@ def say_tool(job: Job, index: int) -> Hints:
     return replace(say_last(job, index), tool=job.turns[index].tool)
 
 
-def say_tool_time(job: Job, index: int) -> Hints:
-    """The same as `say_tool`, and how long the tool will really take."""
-    return replace(say_tool(job, index), expected_tool_s=job.turns[index].tool_s)
-
-
-def say_wrong_tool_time(job: Job, index: int) -> Hints:
-    """The same as `say_tool_time`, with a time that is ten times too long or too short."""
-    factor = WRONG_BY if index % 2 == 0 else 1 / WRONG_BY
+def _say_tool_time(job: Job, index: int, factor: float = 1.0) -> Hints:
     return replace(say_tool(job, index), expected_tool_s=factor * job.turns[index].tool_s)
-
-
-def say_wish(job: Job, index: int) -> Hints:
-    """The same as `say_tool`, and a wish to keep the job's KV for an hour."""
-    return replace(say_tool(job, index), wish=_WISH)
 
 
 HINTS: Mapping[str, SayHints] = MappingProxyType(
@@ -74,9 +62,9 @@ HINTS: Mapping[str, SayHints] = MappingProxyType(
         "job": say_job,
         "last": say_last,
         "tool": say_tool,
-        "tool-time": say_tool_time,
-        "wrong": say_wrong_tool_time,
-        "wish": say_wish,
+        "tool-time": _say_tool_time,
+        "wrong": lambda job, index: _say_tool_time(job, index, 1 / WRONG_BY if index % 2 else WRONG_BY),
+        "wish": lambda job, index: replace(say_tool(job, index), wish=_WISH),
     }
 )
 

@@ -203,8 +203,7 @@ def _extend(job: Job, num_turns: int) -> Job:
         num_known = before.num_prompt_tokens + before.num_output_tokens if number else 0
         new_text = Span(f"{job.job_id}/more{index}", max(1, model.num_prompt_tokens - num_known))
         output = Span(f"{job.job_id}/out-more{index}", model.num_output_tokens)
-        prompt = turns[-1].followed_by(new_text)
-        turns.append(TurnSpec(prompt, output))
+        turns.append(TurnSpec(turns[-1].followed_by(new_text), output))
     return replace(job, turns=tuple(turns))
 
 

@@ -195,10 +195,8 @@ def _make_jobs(chains: dict[str, list[_Row]], prompts: dict[str, Prompt]) -> lis
     jobs = []
     for job_id, chain in chains.items():
         head = chain[0]
-        parent = None
-        if head.dependencies:
-            spawns = [edge for edge in head.dependencies if edge.relation == "spawn"]
-            parent, _ = where[(spawns or head.dependencies)[0].request_id]
+        edges = [edge for edge in head.dependencies if edge.relation == "spawn"] or head.dependencies
+        parent = where[edges[0].request_id][0] if edges else None
         turns = [_make_turn(chain, index, job_id, where, prompts) for index in range(len(chain))]
         jobs.append(Job(job_id, head.not_before_s, tuple(turns), parent=parent))
     return jobs

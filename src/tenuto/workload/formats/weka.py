@@ -364,7 +364,6 @@ class _Session:
         self._ends = ends
 
     def make(self, children: Sequence[Job]) -> dict[str, object]:
-        """The session, with these sub-agents."""
         return {
             "id": self._job.job_id,
             "models": _find_models(self._job),

@@ -31,17 +31,14 @@ VLLM_LENGTHS = RandomLengths()
 
 def random_jobs(arrivals: Iterable[float], seed: int, lengths: RandomLengths = VLLM_LENGTHS) -> list[Job]:
     """One job per arrival time in seconds. Job n depends only on the seed and n."""
-    return [
-        _make_job(f"random-{number}", arrival_s, lengths, random.Random(f"random/{seed}/{number}"))
-        for number, arrival_s in enumerate(arrivals)
-    ]
-
-
-def _make_job(job_id: str, arrival_s: float, lengths: RandomLengths, rng: random.Random) -> Job:
     prefix = (Span("random/prefix", lengths.prefix_len),) if lengths.prefix_len else ()
-    prompt = (*prefix, Span(f"{job_id}/text", _draw(lengths.input_len, lengths.range_ratio, rng)))
-    output = Span(f"{job_id}/out0", _draw(lengths.output_len, lengths.range_ratio, rng))
-    return Job(job_id, arrival_s, (TurnSpec(prompt, output),))
+    jobs = []
+    for number, arrival_s in enumerate(arrivals):
+        job_id, rng = f"random-{number}", random.Random(f"random/{seed}/{number}")
+        prompt = (*prefix, Span(f"{job_id}/text", _draw(lengths.input_len, lengths.range_ratio, rng)))
+        output = Span(f"{job_id}/out0", _draw(lengths.output_len, lengths.range_ratio, rng))
+        jobs.append(Job(job_id, arrival_s, (TurnSpec(prompt, output),)))
+    return jobs
 
 
 def _draw(length: int, range_ratio: float, rng: random.Random) -> int:
