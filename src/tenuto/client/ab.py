@@ -328,10 +328,9 @@ class AbFolder:
             self._lock.write(json.dumps(self._settings, indent=1) + "\n")
             self._lock.flush()
             return
-        try:
+        before = None
+        with suppress(ValueError):
             before = json.loads(text)
-        except ValueError:
-            before = None
         if not isinstance(before, dict):
             raise ConfigError(f"{self.path / SETTINGS} was not written by tenuto ab; name another --out")
         for name in {**before, **self._settings}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,13 +17,11 @@ class ServerError(TenutoError):
 
 def check_url(url: str, option: str = "--url") -> None:
     """Raise ConfigError if this is not the address of a server."""
-    try:
+    with suppress(ValueError):  # the port is not a number, or not a valid port number
         parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or not a valid port number
-        is_one = False
-    if not is_one:
-        raise ConfigError(f"{option} must be an address like http://localhost:8000, got {url!r}")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise ConfigError(f"{option} must be an address like http://localhost:8000, got {url!r}")
 
 
 def get_base_url(url: str) -> str:

@@ -333,14 +333,14 @@ class Progress:
         """The progress as one line of text."""
         num_running = num_started_jobs - self._num_done_jobs - len(self._failed_jobs)
         parts = [
-            f"{console.format_time(now_s)}",
+            console.format_time(now_s),
             f"jobs: {self._num_done_jobs} of {self._num_jobs} done, {num_running} running, "
             f"{len(self._failed_jobs)} failed",
             f"turns: {num_in_flight} in flight",
         ]
         if self._recent:
-            parts += [self._format_rates(now_s)]
-            parts += [self._format_times("ttft", "ttft_s"), self._format_times("turn", "latency_s")]
+            times = (self._format_times("ttft", "ttft_s"), self._format_times("turn", "latency_s"))
+            parts += [self._format_rates(now_s), *times]
         return " | ".join(parts)
 
     def _format_rates(self, now_s: float) -> str:

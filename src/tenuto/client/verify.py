@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import httpx
@@ -429,17 +430,15 @@ def format_verdict(verdict: Verdict) -> str:
         f"{verdict.model}: {verdict.num_blocks} blocks of {verdict.block_size} tokens, {policy}",
         "turn  tool    prompt  output  cached (at least)  held in the gap (expected)  latency",
     ]
-    rank: str | None = None
-    for t in verdict.turns:
-        if t.rank != rank:
-            rank = t.rank
-            lines.append(f"rank {rank}")
-        lines.append(
+    for rank, turns in groupby(verdict.turns, lambda turn: turn.rank):
+        lines += [] if rank is None else [f"rank {rank}"]
+        lines += [
             f"{t.turn:>4}  {t.tool:<6}  {t.prompt_tokens:>6}  {t.output_tokens:>6}  {t.cached_tokens:>6} "
             f"({t.min_cached_tokens:>8})  {t.held_blocks:>15} ({t.expected_blocks:>8})  {t.latency_s:>6.2f} s"
             f"  {'ok' if t.ok else 'FAILED'}{'' if t.gap in ('held', 'end') else f', {t.gap}'}"
             f"{'' if t.reason is None else f': {t.reason}'}"
-        )
+            for t in turns
+        ]
     return "\n".join([*lines, *_conclude(verdict), *_describe_groups(verdict)])
 
 

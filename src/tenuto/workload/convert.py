@@ -149,8 +149,7 @@ def _write_file(out: Path, rows: Rows) -> None:
     part = out.with_name(f"{out.name}.part")
     try:
         with _open_new(part, is_packed=out.suffix == ".gz") as file:
-            for row in rows:
-                file.write(f"{dump_json(row)}\n")
+            file.writelines(f"{dump_json(row)}\n" for row in rows)
         os.replace(part, out)
     except BaseException:  # for example a full disk or Ctrl-C
         part.unlink(missing_ok=True)

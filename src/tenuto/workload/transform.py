@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, count, takewhile
 
@@ -69,13 +70,10 @@ def _move(job: Job, move: Callable[[float], float]) -> Job:
 
 
 def _parse_cv(text: str) -> float:
-    try:
-        cv = float(text)
-    except ValueError:
-        cv = math.nan
-    if not 0.01 <= cv <= 100:
-        raise ConfigError(f"gamma arrivals need a coefficient of variation from 0.01 to 100, got {text!r}")
-    return cv
+    with suppress(ValueError):
+        if 0.01 <= (cv := float(text)) <= 100:
+            return cv
+    raise ConfigError(f"gamma arrivals need a coefficient of variation from 0.01 to 100, got {text!r}")
 
 
 def take_first_jobs(workload: Workload, num_jobs: int) -> Workload:
