@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,9 +51,3 @@ def engine_urls_option() -> Any:
         is_repeatable=True,
         shown_default="the engines that a router names at /list_workers",
     )
-
-
-def check_engine_urls(urls: Sequence[str]) -> None:
-    """Raise ConfigError for an `--engine-url` that is not an address."""
-    for url in urls:
-        check_url(url, "--engine-url")

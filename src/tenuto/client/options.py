@@ -16,7 +16,6 @@ from typing import Literal
 from tenuto.client.address import (
     api_key_option,
     check_api_key,
-    check_engine_urls,
     check_url,
     engine_urls_option,
     get_base_url,
@@ -126,7 +125,8 @@ class BenchOptions(RequestOptions):
             check_url(url)
         if len({get_base_url(url) for url in self.urls}) < len(self.urls):
             raise ConfigError(f"--url names an engine twice: {', '.join(self.urls)}")
-        check_engine_urls(self.engine_urls)
+        for url in self.engine_urls:
+            check_url(url, "--engine-url")
         super().__post_init__()
 
 

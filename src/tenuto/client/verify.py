@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import httpx
 
-from tenuto.client.address import check_api_key, check_engine_urls, check_url, get_base_url
+from tenuto.client.address import check_api_key, check_url, get_base_url
 from tenuto.client.metrics import (
     CacheState,
     OwnJob,
@@ -155,7 +155,8 @@ def verify(
     Raises DataError if the check does not support the server, and httpx.HTTPError if a request fails.
     """
     check_url(url)
-    check_engine_urls(engine_urls)
+    for engine_url in engine_urls:
+        check_url(engine_url, "--engine-url")
     check_api_key(api_key)
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, api_key, LIMIT_S))
