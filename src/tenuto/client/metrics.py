@@ -361,7 +361,7 @@ RESET_LIMIT_S = 30.0
 
 
 def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[str] = ()) -> bool:
-    """Empty the prefix caches of servers, or of the engines behind routers. False if one stays as it is."""
+    """Empty the prefix caches of servers, or of the engines behind routers. False if one is not emptied."""
     emptied = []  # a list, not a generator: all caches are emptied, even if one of them fails
     for url in map(get_base_url, urls):
         with connect(url, api_key) as client:
