@@ -54,7 +54,7 @@ class Outer(Base):
     made_elsewhere: int = 7
 
 
-COMMAND = Command("Does it.\n", "examples:\n  x\n", (Part(Outer),), lambda given: 0, notes="And more.")
+COMMAND = Command("Does it.\n", "  x\n", (Part(Outer),), lambda given: 0, notes="And more.")
 
 
 def parse(*arguments: str) -> Given:

@@ -26,7 +26,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import ConfigError, TenutoError, suggest
-from tenuto.core.settings import get_choices, get_flag
+from tenuto.core.settings import get_choices, get_flag, option
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
     parser = _Parser(
         prog=f"tenuto {name}",
         usage=_make_usage(name, flags),
-        description=f"{command.summary}\n{command.examples}",
+        description=f"{command.summary}\nexamples:\n{command.examples}",
         epilog=f"{command.notes}{_POINTER % len(hidden)}" if hidden else command.notes,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -372,6 +372,11 @@ def _check_writable(name: str, path: Path) -> None:
     else:
         return
     raise ConfigError(f"{name}: cannot write {path}: {problem}")
+
+
+def policy_options(help_: str) -> Any:
+    """The field of a policy's options, which `parse_policy_options` reads."""
+    return option((), help_, flag="--option", metavar="[POLICY:]KEY=VALUE", is_repeatable=True)
 
 
 @contextmanager

@@ -28,18 +28,6 @@ from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import JPS_HELP, LoadOptions
 
-_SUMMARY = """\
-Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.
-Runs that are already in DIR/results.jsonl are not repeated, so the same command continues a stopped sweep.
-"""
-
-_EXAMPLES = """\
-examples:
-  tenuto compare --gpu H200 --jps 1,3,6,10,15 --policies stock,continuum-fixed,tenuto --out runs/h200
-  tenuto compare --gpu A100-80,H100 --workload swe-bench --window 300 --jps 0.5,1,2 --policies stock,tenuto \\
-      --seeds 1,2,3 --out runs/swe
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(GridOptions):
@@ -132,15 +120,22 @@ class Runs:
 
 
 COMPARE = Command(
-    _SUMMARY,
-    _EXAMPLES,
-    (
+    summary="""\
+Simulate every GPU with every policy, load and seed, on all cores, and mark the lowest mean of each cell.
+Runs that are already in DIR/results.jsonl are not repeated, so the same command continues a stopped sweep.
+""",
+    examples="""\
+  tenuto compare --gpu H200 --jps 1,3,6,10,15 --policies stock,continuum-fixed,tenuto --out runs/h200
+  tenuto compare --gpu A100-80,H100 --workload swe-bench --window 300 --jps 0.5,1,2 --policies stock,tenuto \\
+      --seeds 1,2,3 --out runs/swe
+""",
+    options=(
         Part(GridOptions),
         Part(CompareOptions),
         Part(LoadOptions, without=("jps", "seed")),
         Part(FleetOptions),
         Part(Setup, without=("gpu",)),
     ),
-    run,
+    run=run,
     main=("gpus", "policies", "out", "model", "workload", "jps", "seeds", "split", "workers", "as_json"),
 )

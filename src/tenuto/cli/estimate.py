@@ -30,32 +30,6 @@ from tenuto.sim.plan import SeedRunner
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import GENERATORS, LoadOptions
 
-_SUMMARY = """\
-Estimate what Tenuto would gain for this traffic on this GPU: job times and times to first token with stock as
-it is, with stock at its best step size, and with Tenuto. It simulates, and takes two minutes on two cores.
-"""
-
-_EXAMPLES = """\
-examples:
-  tenuto estimate --gpu H200
-  tenuto estimate --gpu L40S --recording jobs.jsonl --machines 4
-  tenuto estimate --gpu H100 --url http://localhost:8000 --recording jobs.jsonl --json
-"""
-
-_NOTES = """\
-A recording is a file of `tenuto record`, or any trace that `tenuto convert` reads. Its jobs are repeated in
-random order, at the recorded rate or at --jps. Without a recording, SWE-bench jobs arrive at the highest rate
-that the GPU could serve if it computed nothing twice.
-
-Then it searches for the smallest load at which Tenuto's mean job time is 2 % better than that of stock at its
-best step size, and for the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a
-part, the answer says that it is left out. Machines are independent, as behind a router that keeps each job on
-one.
-
---url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
-it has, or what its traffic is.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(Options):
@@ -143,9 +117,16 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
 
 
 ESTIMATE = Command(
-    _SUMMARY,
-    _EXAMPLES,
-    (
+    summary="""\
+Estimate what Tenuto would gain for this traffic on this GPU: job times and times to first token with stock as
+it is, with stock at its best step size, and with Tenuto. It simulates, and takes two minutes on two cores.
+""",
+    examples="""\
+  tenuto estimate --gpu H200
+  tenuto estimate --gpu L40S --recording jobs.jsonl --machines 4
+  tenuto estimate --gpu H100 --url http://localhost:8000 --recording jobs.jsonl --json
+""",
+    options=(
         Part(EstimateOptions),
         Part(
             LoadOptions,
@@ -156,7 +137,19 @@ ESTIMATE = Command(
         ),
         Part(Setup, without=("gpu", "step_tokens", "keep_kv")),
     ),
-    run,
-    notes=_NOTES,
+    run=run,
+    notes="""\
+A recording is a file of `tenuto record`, or any trace that `tenuto convert` reads. Its jobs are repeated in
+random order, at the recorded rate or at --jps. Without a recording, SWE-bench jobs arrive at the highest rate
+that the GPU could serve if it computed nothing twice.
+
+Then it searches for the smallest load at which Tenuto's mean job time is 2 % better than that of stock at its
+best step size, and for the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a
+part, the answer says that it is left out. Machines are independent, as behind a router that keeps each job on
+one.
+
+--url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
+it has, or what its traffic is.
+""",
     main=("gpu", "model", "workload", "url", "jps", "machines", "tp", "seeds", "limit_s", "as_json"),
 )

@@ -13,28 +13,6 @@ from tenuto.core.console import say
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 
-# tenuto verify.
-
-_VERIFY_SUMMARY = """\
-Check that a live server really holds a job's KV cache while the job's tools run.
-It runs one job of five turns, and looks at what is held for this job only.
-"""
-
-_VERIFY_EXAMPLES = """\
-examples:
-  tenuto verify --url http://localhost:8000
-  tenuto verify --url http://localhost:8000 --gap 5 --json
-  tenuto verify --url http://router:9000 --engine-url http://a:8000 --engine-url http://b:8000
-"""
-
-_VERIFY_NOTES = """\
-Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
-hit on return and released at the end; 1 if not; 2 if that could not be checked, or if other work used the
-memory that the job needed. Some policies hold only under load: then the status is 0, and the text says that
-an idle server does not show it. With data parallelism, each rank is checked. Through a router, one job is
-checked, which must stay with one engine; also check each engine with its own --url.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
@@ -48,7 +26,6 @@ class VerifyOptions(Options):
 
 
 def _run_verify(given: Given) -> int:
-    """Check a server."""
     import httpx
 
     from tenuto.client.verify import format_verdict, verify
@@ -68,34 +45,26 @@ def _run_verify(given: Given) -> int:
     return 0 if verdict.ok else 2 if verdict.is_disturbed else 1
 
 
-VERIFY = Command(_VERIFY_SUMMARY, _VERIFY_EXAMPLES, (Part(VerifyOptions),), _run_verify, notes=_VERIFY_NOTES)
-
-
-# tenuto top.
-
-_TOP_SUMMARY = """\
-Watch a live server, or several together: what runs, what is leased and until when, and the hit ratio.
-It reads only the server's /metrics. Ctrl-C ends it.
-"""
-
-_TOP_EXAMPLES = """\
-examples:
-  tenuto top --url http://localhost:8000
-  tenuto top --url http://localhost:8000 --once            print one screen and exit
-  tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per refresh
-  tenuto top --url http://a:8000 --url http://b:8000       two engines: sums, and a line for each
-  tenuto top --url http://localhost:8000 >> top.log        a plain line every two seconds
-"""
-
-_TOP_NOTES = """\
-It shows requests (running, waiting, held back by admission), the KV cache split into running, leased and
-free, leases with the countdown to the next deadline and how leases end, the hit ratio, latencies, tool times,
-tiers below the GPU and the policy's faults. Rates and percentiles are over the window. Stock vLLM has no
-leases, so those parts are missing there.
-
-If the output is not a terminal, it prints one line per refresh. While a server is busy or down, the
-last screen stays, with its age, and the server is asked again.
-"""
+VERIFY = Command(
+    summary="""\
+Check that a live server really holds a job's KV cache while the job's tools run.
+It runs one job of five turns, and looks at what is held for this job only.
+""",
+    examples="""\
+  tenuto verify --url http://localhost:8000
+  tenuto verify --url http://localhost:8000 --gap 5 --json
+  tenuto verify --url http://router:9000 --engine-url http://a:8000 --engine-url http://b:8000
+""",
+    options=(Part(VerifyOptions),),
+    run=_run_verify,
+    notes="""\
+Exit status: 0 if the server is healthy: the job's KV cache was held in every tool gap as its policy promises,
+hit on return and released at the end; 1 if not; 2 if that could not be checked, or if other work used the
+memory that the job needed. Some policies hold only under load: then the status is 0, and the text says that
+an idle server does not show it. With data parallelism, each rank is checked. Through a router, one job is
+checked, which must stay with one engine; also check each engine with its own --url.
+""",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,40 +93,39 @@ class TopOptions(Options):
 
 
 def _run_top(given: Given) -> int:
-    """Watch the server until Ctrl-C."""
     options = given.read(TopOptions)
     with needing("top"):
         from tenuto.report.top import watch
     return watch(**asdict(options))
 
 
-TOP = Command(_TOP_SUMMARY, _TOP_EXAMPLES, (Part(TopOptions),), _run_top, notes=_TOP_NOTES)
+TOP = Command(
+    summary="""\
+Watch a live server, or several together: what runs, what is leased and until when, and the hit ratio.
+It reads only the server's /metrics. Ctrl-C ends it.
+""",
+    examples="""\
+  tenuto top --url http://localhost:8000
+  tenuto top --url http://localhost:8000 --once            print one screen and exit
+  tenuto top --url http://localhost:8000 --once --json     for a script; without --once, a line per refresh
+  tenuto top --url http://a:8000 --url http://b:8000       two engines: sums, and a line for each
+  tenuto top --url http://localhost:8000 >> top.log        a plain line every two seconds
+""",
+    options=(Part(TopOptions),),
+    run=_run_top,
+    notes="""\
+It shows requests (running, waiting, held back by admission), the KV cache split into running, leased and
+free, leases with the countdown to the next deadline and how leases end, the hit ratio, latencies, tool times,
+tiers below the GPU and the policy's faults. Rates and percentiles are over the window. Stock vLLM has no
+leases, so those parts are missing there.
 
-
-# tenuto ledger.
-
-_LEDGER_SUMMARY = """\
-Show what jobs and tenants used on a live server: tokens read from the cache, loaded, computed, computed again
-and stored, and block-seconds on GPU, host and disk.
-"""
-
-_LEDGER_EXAMPLES = """\
-examples:
-  tenuto ledger --url http://localhost:8000
-  tenuto ledger --url http://localhost:8000 --csv ledger.csv
-  tenuto ledger --url http://localhost:8000 --job task-17        a client's own job
-"""
-
-_LEDGER_NOTES = """\
-The figures are totals since the server started. Only jobs that it still remembers are listed. The server must
-have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the same key. A
-client does not need it to ask for its own job. `tenuto simulate --ledger FILE` writes the same table, so that
-a price can be tried before it is charged.
-"""
+If the output is not a terminal, it prints one line per refresh. While a server is busy or down, the
+last screen stays, with its age, and the server is asked again.
+""",
+)
 
 
 def _run_ledger(given: Given) -> int:
-    """Ask the server, and print or write its accounts."""
     from tenuto.client.control import format_rows, read_ledger, write_rows
 
     options = given.read(LedgerOptions)
@@ -171,38 +139,28 @@ def _run_ledger(given: Given) -> int:
     return 0
 
 
-LEDGER = Command(_LEDGER_SUMMARY, _LEDGER_EXAMPLES, (Part(LedgerOptions),), _run_ledger, notes=_LEDGER_NOTES)
-
-
-# tenuto control.
-
-_CONTROL_SUMMARY = """\
-Show or change what a live server does, without a restart: the mode, the policy, its limits, a canary.
-No request is lost. A wrong change is refused, and the server stays as it was.
-"""
-
-_CONTROL_EXAMPLES = """\
-examples:
-  tenuto control status --url http://localhost:8000
-  tenuto control off --url http://localhost:8000               drop all leases, serve as stock vLLM
-  tenuto control on --url http://localhost:8000
-  tenuto control shadow --url http://localhost:8000            decide and count, change nothing
-  tenuto control set --url http://localhost:8000 --policy continuum --limit max_lease_s=60
-  tenuto control set --url http://localhost:8000 --canary-share 0.1
-  tenuto control release --url http://localhost:8000 --job task-17
-"""
-
-_CONTROL_NOTES = """\
-The server must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the
-same key. Only release does not need it: a client ends its own jobs, with its own API key.
-
-Exit status: 0 if every data-parallel rank confirmed; 1 if a rank did not answer in time (ask for the status,
-and try again); 2 if the server refused, or does not answer.
-"""
+LEDGER = Command(
+    summary="""\
+Show what jobs and tenants used on a live server: tokens read from the cache, loaded, computed, computed again
+and stored, and block-seconds on GPU, host and disk.
+""",
+    examples="""\
+  tenuto ledger --url http://localhost:8000
+  tenuto ledger --url http://localhost:8000 --csv ledger.csv
+  tenuto ledger --url http://localhost:8000 --job task-17        a client's own job
+""",
+    options=(Part(LedgerOptions),),
+    run=_run_ledger,
+    notes="""\
+The figures are totals since the server started. Only jobs that it still remembers are listed. The server must
+have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the same key. A
+client does not need it to ask for its own job. `tenuto simulate --ledger FILE` writes the same table, so that
+a price can be tried before it is charged.
+""",
+)
 
 
 def _run_control(given: Given) -> int:
-    """Ask the server, and print its answer."""
     from tenuto.client.control import control
 
     status, text = control(given.read(ControlOptions))
@@ -211,11 +169,28 @@ def _run_control(given: Given) -> int:
 
 
 CONTROL = Command(
-    _CONTROL_SUMMARY,
-    _CONTROL_EXAMPLES,
-    (Part(ControlOptions),),
-    _run_control,
-    notes=_CONTROL_NOTES,
+    summary="""\
+Show or change what a live server does, without a restart: the mode, the policy, its limits, a canary.
+No request is lost. A wrong change is refused, and the server stays as it was.
+""",
+    examples="""\
+  tenuto control status --url http://localhost:8000
+  tenuto control off --url http://localhost:8000               drop all leases, serve as stock vLLM
+  tenuto control on --url http://localhost:8000
+  tenuto control shadow --url http://localhost:8000            decide and count, change nothing
+  tenuto control set --url http://localhost:8000 --policy continuum --limit max_lease_s=60
+  tenuto control set --url http://localhost:8000 --canary-share 0.1
+  tenuto control release --url http://localhost:8000 --job task-17
+""",
+    options=(Part(ControlOptions),),
+    run=_run_control,
+    notes="""\
+The server must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the
+same key. Only release does not need it: a client ends its own jobs, with its own API key.
+
+Exit status: 0 if every data-parallel rank confirmed; 1 if a rank did not answer in time (ask for the status,
+and try again); 2 if the server refused, or does not answer.
+""",
     main=(
         *("action", "url", "policy", "options", "limits"),
         *("canary_share", "no_canary", "job", "admin_key", "as_json"),

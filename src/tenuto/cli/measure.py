@@ -15,15 +15,21 @@ from tenuto.client.options import (
 from tenuto.core.errors import ConfigError
 from tenuto.workload.load import LoadOptions
 
-# tenuto bench.
 
-_BENCH_SUMMARY = """\
+def _run_bench(given: Given) -> int:
+    with needing("bench"):
+        from tenuto.client.bench import run_bench, run_sweep
+    loads = given.read(SweepOptions).jps
+    runs = [given.read(BenchOptions, load=given.read(LoadOptions, jps=jps)) for jps in loads or (None,)]
+    return run_bench(runs[0]) if len(runs) == 1 else run_sweep(runs)
+
+
+BENCH = Command(
+    summary="""\
 Run agent jobs against any OpenAI-compatible server and measure them.
 A job is a conversation of several turns; between two turns its tool runs (a sleep, or a real command).
-"""
-
-_BENCH_EXAMPLES = """\
-examples:
+""",
+    examples="""\
   tenuto bench --url http://localhost:8000 --jps 6
       the 8-turn workload of the published sweeps, 255 jobs arriving within 45 s
   tenuto bench --url http://localhost:8000 --workload swe-bench --jps 0.5 --hints tool --out runs/swe
@@ -36,9 +42,10 @@ examples:
       two engines without a router in front: the bench says where each turn goes
   tenuto bench --url http://localhost:8000 --workload trace.jsonl --loop open --scale-rate 2
       a recorded trace at its own times, twice as fast
-"""
-
-_BENCH_NOTES = """\
+""",
+    options=(Part(SweepOptions), Part(BenchOptions, without=("jps",))),
+    run=_run_bench,
+    notes="""\
 Every turn is due when the workload says, even if the client is late, and its latency counts from that
 moment. Prompts are token ids: they have exactly the planned length and share exactly what the workload says,
 on any server whose /v1/completions takes ids (vLLM, SGLang, the simulated server). For other servers there is
@@ -57,69 +64,12 @@ time to first token. Then give the client a machine of its own, or the simulated
 
 Exit status: 0 if every turn was answered, 1 if not, 2 if nothing could be run, 3 if the figures are INVALID,
 130 if interrupted.
-"""
-
-
-def _run_bench(given: Given) -> int:
-    """Measure a server. Status 0: every turn was answered; 1: some were not; 130: interrupted."""
-    with needing("bench"):
-        from tenuto.client.bench import run_bench, run_sweep
-    loads = given.read(SweepOptions).jps
-    runs = [given.read(BenchOptions, load=given.read(LoadOptions, jps=jps)) for jps in loads or (None,)]
-    return run_bench(runs[0]) if len(runs) == 1 else run_sweep(runs)
-
-
-BENCH = Command(
-    _BENCH_SUMMARY,
-    _BENCH_EXAMPLES,
-    (Part(SweepOptions), Part(BenchOptions, without=("jps",))),
-    _run_bench,
-    notes=_BENCH_NOTES,
+""",
     main=("urls", "workload", "jps", "users", "window_s", "max_jobs", "seed", "model", "out", "as_json"),
 )
 
 
-# tenuto ab.
-
-_AB_SUMMARY = """\
-Compare servers or policies under the same load, and print a verdict in words.
-Every repeat runs the same jobs once on each arm: that makes a pair. The verdict has a 95 % interval.
-"""
-
-_AB_EXAMPLES = """\
-examples:
-  tenuto ab --arm stock=vllm --arm hold=policy:continuum-fixed --model Qwen/Qwen3-8B --jps 6 --out ab1
-  tenuto ab --arm a=http://10.0.0.1:8000 --arm b=http://10.0.0.2:8000 --workload swe-bench --jps 0.5 --out ab2
-  tenuto ab --arm short=policy:continuum-fixed,ttl_s=1 --arm long=policy:continuum-fixed,ttl_s=10 \\
-      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" \\
-      --hints tool --jps 2 --out ab3
-  tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --jps 1 --out ab4
-"""
-
-_AB_NOTES = """\
-An arm is NAME=URL, a server that already runs, or a server that is started here before each of its runs and
-stopped afterwards: NAME=vllm is plain vLLM, NAME=policy:POLICY is vLLM with Tenuto's scheduler, and
-NAME=sim:POLICY is a simulated GPU. With more than two arms, each is compared with the first.
-
-The order alternates from repeat to repeat (A B, B A, …), so that a machine that slows down affects all arms
-alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
-throughput). Their geometric mean has a 95 % interval. If the interval includes 1, no difference was seen.
-Fewer than 6 pairs prove nothing, and the verdict says so.
-
-The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
-which servers started here have). The verdict says if it could not be emptied.
-
-Each run is saved when it ends (DIR/runs). The same command again continues there. Ctrl-C prints the verdict
-of the pairs so far. `tenuto report DIR` draws the results.
-
-If a run is INVALID (tenuto bench --help), nothing is proved: remove that run's folder, and run it again.
-A comparison has one load. For several loads, run several commands, each with its own DIR.
-Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
-"""
-
-
 def _run_ab(given: Given) -> int:
-    """Compare. Status 0: every turn was answered; 1: some were not; 130: interrupted."""
     options = read_ab_options(given)
     with needing("bench"):
         from tenuto.client.ab import run_ab
@@ -145,24 +95,65 @@ def read_ab_options(given: Given) -> AbOptions:
 _EACH_RUNS_OWN = ("urls", "engine_urls", "run_id", "policy")
 """Options of the bench that a comparison sets for each of its runs."""
 AB = Command(
-    _AB_SUMMARY,
-    _AB_EXAMPLES,
-    (Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)),
-    _run_ab,
-    notes=_AB_NOTES,
+    summary="""\
+Compare servers or policies under the same load, and print a verdict in words.
+Every repeat runs the same jobs once on each arm: that makes a pair. The verdict has a 95 % interval.
+""",
+    examples="""\
+  tenuto ab --arm stock=vllm --arm hold=policy:continuum-fixed --model Qwen/Qwen3-8B --jps 6 --out ab1
+  tenuto ab --arm a=http://10.0.0.1:8000 --arm b=http://10.0.0.2:8000 --workload swe-bench --jps 0.5 --out ab2
+  tenuto ab --arm short=policy:continuum-fixed,ttl_s=1 --arm long=policy:continuum-fixed,ttl_s=10 \\
+      --model Qwen/Qwen3-8B --serve-args "--max-model-len 32768 --max-num-seqs 64" \\
+      --hints tool --jps 2 --out ab3
+  tenuto ab --arm stock=sim:stock --arm hold=sim:continuum-fixed --model llama-3.1-8b --jps 1 --out ab4
+""",
+    options=(Part(ArmOptions), Part(AbOptions, without=_EACH_RUNS_OWN)),
+    run=_run_ab,
+    notes="""\
+An arm is NAME=URL, a server that already runs, or a server that is started here before each of its runs and
+stopped afterwards: NAME=vllm is plain vLLM, NAME=policy:POLICY is vLLM with Tenuto's scheduler, and
+NAME=sim:POLICY is a simulated GPU. With more than two arms, each is compared with the first.
+
+The order alternates from repeat to repeat (A B, B A, …), so that a machine that slows down affects all arms
+alike; the seed changes too. Each pair gives one ratio per measure (job time, time to first token, turn time,
+throughput). Their geometric mean has a 95 % interval. If the interval includes 1, no difference was seen.
+Fewer than 6 pairs prove nothing, and the verdict says so.
+
+The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
+which servers started here have). The verdict says if it could not be emptied.
+
+Each run is saved when it ends (DIR/runs). The same command again continues there. Ctrl-C prints the verdict
+of the pairs so far. `tenuto report DIR` draws the results.
+
+If a run is INVALID (tenuto bench --help), nothing is proved: remove that run's folder, and run it again.
+A comparison has one load. For several loads, run several commands, each with its own DIR.
+Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
+""",
     main=("arms", "model", "serve_args", "workload", "jps", "window_s", "repeats", "out", "gpu", "as_json"),
 )
 
 
-# tenuto validate.
+def _run_validate(given: Given) -> int:
+    options = given.read(ValidateOptions)
+    with needing("bench"):
+        from tenuto.client.validate import RECORD, run_validate
+    with needing("report"):
+        from tenuto.report.html.page import run_report
+    record, is_interrupted = run_validate(options)
+    page = options.out / "validation.html"
+    runs = options.out / "ab"
+    sources = [options.out / RECORD, *([runs] if (runs / "results.jsonl").exists() else [])]
+    run_report(sources, out=page)
+    print(f"{options.out / RECORD}: the record, to send in as docs/field-results.md says")
+    return 130 if is_interrupted else 1 if record.stopped else 0
 
-_VALIDATE_SUMMARY = """\
+
+VALIDATE = Command(
+    summary="""\
 Measure on this machine what Tenuto gains over stock vLLM, and whether the simulator predicts it. It makes one
 page with a verdict, and one small record to send in. It takes thirty minutes, and nothing else should run.
-"""
-
-_VALIDATE_EXAMPLES = """\
-examples:
+""",
+    examples="""\
   tenuto validate Qwen/Qwen3-8B
   tenuto validate Qwen/Qwen3-8B --quick --out quick
       the same in minutes: shows that everything works, and proves nothing
@@ -170,9 +161,10 @@ examples:
   tenuto validate llama-3.1-8b --engine sim --quick \\
       --serve-args "--gpu L40S --max-num-batched-tokens 2048 --max-num-seqs 64"
       on simulated servers: without vLLM and a GPU
-"""
-
-_VALIDATE_NOTES = """\
+""",
+    options=(Part(ValidateOptions),),
+    run=_run_validate,
+    notes="""\
 It starts the vLLM that is installed here in two or three arms: as it is; at the step size that the simulator
 finds best for it (--max-num-batched-tokens), unless that is its own; and with Tenuto. One server runs at a
 time, on 127.0.0.1. First it times identical requests, which show the noise, and a server's steps, as `tenuto
@@ -189,51 +181,42 @@ docs/field-results.md says how to send it in.
 
 Ctrl-C stops the servers and makes the page from the runs so far. The same command again continues from there.
 Exit status: 0 if all runs were made, 1 if it ended early, 2 if it could not run, 130 if interrupted.
-"""
-
-
-def _run_validate(given: Given) -> int:
-    """Validate, and write the page."""
-    options = given.read(ValidateOptions)
-    with needing("bench"):
-        from tenuto.client.validate import RECORD, run_validate
-    with needing("report"):
-        from tenuto.report.html.page import run_report
-    record, is_interrupted = run_validate(options)
-    page = options.out / "validation.html"
-    runs = options.out / "ab"
-    sources = [options.out / RECORD, *([runs] if (runs / "results.jsonl").exists() else [])]
-    run_report(sources, out=page)
-    print(f"{options.out / RECORD}: the record, to send in as docs/field-results.md says")
-    return 130 if is_interrupted else 1 if record.stopped else 0
-
-
-VALIDATE = Command(
-    _VALIDATE_SUMMARY,
-    _VALIDATE_EXAMPLES,
-    (Part(ValidateOptions),),
-    _run_validate,
-    notes=_VALIDATE_NOTES,
+""",
     main=("model", "minutes", "quick", "serve_args", "workload", "out", "despite_noise", "engine"),
 )
 
 
-# tenuto profile.
+def _run_profile(given: Given) -> int:
+    from tenuto.sim.cost.fitted import run_fit
 
-_PROFILE_SUMMARY = """\
+    fit = given.read(FitOptions)
+    paths = list(fit.observations)
+    if given.has("url"):
+        options = given.read(ProfileOptions)
+        with needing("bench"):
+            from tenuto.client.profile import run_profile
+        run_profile(options, fit.save_path)
+        paths.append(fit.save_path)
+    if not paths:
+        raise ConfigError("name a server with --url, or a file with --observations")
+    with needing("bench"):
+        return run_fit(paths, fit.out, force=fit.force, as_json=fit.as_json)
+
+
+PROFILE = Command(
+    summary="""\
 Fit how long a server's steps take, for --step-cost FILE of `tenuto simulate`, `compare` and `plan`.
 With --url a live server is timed; with --observations the times come from a file; both are fitted as one.
-"""
-
-_PROFILE_EXAMPLES = """\
-examples:
+""",
+    examples="""\
   tenuto profile --url http://localhost:8000 --out costs.json
   tenuto profile --url http://localhost:8000 --step-tokens 8192 --max-batch 64 --out costs.json
   tenuto profile --observations steps.jsonl --out costs.json
   tenuto simulate --step-cost costs.json --gpu H100 --kv-tokens 400000 --policy tenuto --jps 3
-"""
-
-_PROFILE_NOTES = """\
+""",
+    options=(Part(ProfileOptions, optional=("url",)), Part(FitOptions)),
+    run=_run_profile,
+    notes="""\
 A live server should be idle, and have its prefix cache on. Prompts of several lengths after several contexts,
 with one token of output each, show its prefill. Several conversations at once, at several contexts, show its
 decode. What was measured goes to --save, one step a line.
@@ -253,33 +236,7 @@ link; no server tells them over HTTP.
   {"prefills": [[512, 2048]], "decodes": [], "seconds": 0.031}     chunks as [tokens, context tokens]
   {"prefills": [], "decodes": [2048, 300], "seconds": 0.012}       a context for each decode
   {"num_bytes": 33554432, "seconds": 0.00068}
-"""
-
-
-def _run_profile(given: Given) -> int:
-    """Time a server's steps, fit them, or both."""
-    from tenuto.sim.cost.fitted import run_fit
-
-    fit = given.read(FitOptions)
-    paths = list(fit.observations)
-    if given.has("url"):
-        options = given.read(ProfileOptions)
-        with needing("bench"):
-            from tenuto.client.profile import run_profile
-        run_profile(options, fit.save_path)
-        paths.append(fit.save_path)
-    if not paths:
-        raise ConfigError("name a server with --url, or a file with --observations")
-    with needing("bench"):
-        return run_fit(paths, fit.out, force=fit.force, as_json=fit.as_json)
-
-
-PROFILE = Command(
-    _PROFILE_SUMMARY,
-    _PROFILE_EXAMPLES,
-    (Part(ProfileOptions, optional=("url",)), Part(FitOptions)),
-    _run_profile,
-    notes=_PROFILE_NOTES,
+""",
     main=(
         *("url", "model", "step_tokens", "max_batch", "repeats"),
         *("limit_s", "observations", "out", "force", "as_json"),

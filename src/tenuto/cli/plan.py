@@ -36,34 +36,6 @@ from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.sim.steady import Target
 from tenuto.workload.load import LoadOptions
 
-_SUMMARY = """\
-Find the fewest GPUs that keep the P95 job time within a target, and their kind and policy. It searches with
-the simulator. With --router, all machines are simulated behind that router. Without it, they are independent,
-as behind a perfect router with session affinity.
-"""
-
-_EXAMPLES = """\
-examples:
-  tenuto plan --gpu H100,H200,L40S --workload swe-bench --jps 4 --p95 120 --policies stock,tenuto
-  tenuto plan --gpu H100 --router sticky-least-loaded --workload swe-bench --jps 4 --p95 120
-  tenuto plan --gpu H100 --servers H100:2,L40S:4 --router tenuto --workload swe-bench --jps 4 --p95 120
-  tenuto plan --gpu H100,L40S --price H100=2.5,L40S=0.9 --workload jobs.jsonl --jps 2 --p95-ttft 3
-"""
-
-_NOTES = """\
-Each machine is simulated until it is steady: its warm-up is cut off, and the number of jobs in it must have
-no trend, with every seed. A queue that grows has no P95, because its times depend on the length of the run.
-Such a machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on
---window, which only sets the least time to simulate. The jobs of a trace are repeated, in random order, each
-time as new jobs. A run ends as "too slow" if its P95 would exceed 1.3 times the target less its margin, even
-if all open jobs had ended at that moment.
-
-With --servers, only these machines are simulated, and no others are tried.
-
-Exit status: 0 if some number of GPUs suffices, 1 if none does.
-"""
-
-
 _CHANGES = -1
 """The number of the measurement of what changes the plan; setups are numbered from 0."""
 
@@ -210,15 +182,35 @@ def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], targe
 
 
 PLAN = Command(
-    _SUMMARY,
-    _EXAMPLES,
-    (
+    summary="""\
+Find the fewest GPUs that keep the P95 job time within a target, and their kind and policy. It searches with
+the simulator. With --router, all machines are simulated behind that router. Without it, they are independent,
+as behind a perfect router with session affinity.
+""",
+    examples="""\
+  tenuto plan --gpu H100,H200,L40S --workload swe-bench --jps 4 --p95 120 --policies stock,tenuto
+  tenuto plan --gpu H100 --router sticky-least-loaded --workload swe-bench --jps 4 --p95 120
+  tenuto plan --gpu H100 --servers H100:2,L40S:4 --router tenuto --workload swe-bench --jps 4 --p95 120
+  tenuto plan --gpu H100,L40S --price H100=2.5,L40S=0.9 --workload jobs.jsonl --jps 2 --p95-ttft 3
+""",
+    options=(
         Part(PlanOptions),
         Part(LoadOptions, without=("jps", "seed", "users", "max_jobs", "loop", "scale_rate", "goodput")),
         Part(FleetOptions, without=("faults",)),
         Part(Setup, without=("gpu",)),
     ),
-    run,
-    notes=_NOTES,
+    run=run,
+    notes="""\
+Each machine is simulated until it is steady: its warm-up is cut off, and the number of jobs in it must have
+no trend, with every seed. A queue that grows has no P95, because its times depend on the length of the run.
+Such a machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on
+--window, which only sets the least time to simulate. The jobs of a trace are repeated, in random order, each
+time as new jobs. A run ends as "too slow" if its P95 would exceed 1.3 times the target less its margin, even
+if all open jobs had ended at that moment.
+
+With --servers, only these machines are simulated, and no others are tried.
+
+Exit status: 0 if some number of GPUs suffices, 1 if none does.
+""",
     main=("gpus", "policies", "jps", "p95_s", "p95_ttft_s", "workload", "model", "tp", "prices", "router"),
 )

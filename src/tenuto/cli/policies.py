@@ -12,19 +12,6 @@ from tenuto.cli.command import Command, Given, Part
 from tenuto.core.errors import PolicyError
 from tenuto.core.settings import Options, option, parse_policy_options
 
-# tenuto policies.
-
-_POLICIES_SUMMARY = """\
-List the policies and presets, with their options, units and defaults.
-`--policy` takes any of these names, file.py:Class, or my.module:Class.
-"""
-
-_POLICIES_EXAMPLES = """\
-examples:
-  tenuto policies
-  tenuto policies --json
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesOptions(Options):
@@ -34,7 +21,6 @@ class PoliciesOptions(Options):
 
 
 def _run_policies(given: Given) -> int:
-    """Print the list."""
     from tenuto.core.loader import format_policies, list_policies
 
     listed = list_policies()
@@ -42,23 +28,18 @@ def _run_policies(given: Given) -> int:
     return 0
 
 
-POLICIES = Command(_POLICIES_SUMMARY, _POLICIES_EXAMPLES, (Part(PoliciesOptions),), _run_policies)
-
-
-# tenuto check-policy.
-
-_CHECK_POLICY_SUMMARY = """\
-Check a policy: the names, arguments and answers of its hooks on a grid of inputs, then short simulations
-with little memory, each twice. Takes a few seconds and needs no vLLM.
-Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 for a wrong option.
-"""
-
-_CHECK_POLICY_EXAMPLES = """\
-examples:
-  tenuto check-policy mine.py:Mine --option ttl_s=3
-  tenuto check-policy my_package.policies:Mine
-  tenuto check-policy tenuto
-"""
+POLICIES = Command(
+    summary="""\
+List the policies and presets, with their options, units and defaults.
+`--policy` takes any of these names, file.py:Class, or my.module:Class.
+""",
+    examples="""\
+  tenuto policies
+  tenuto policies --json
+""",
+    options=(Part(PoliciesOptions),),
+    run=_run_policies,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,34 +70,28 @@ def _run_check(given: Given, check: Callable[[str, Mapping[str, Any]], None]) ->
 
 
 def _run_check_policy(given: Given) -> int:
-    """Check a policy."""
     from tenuto.api import check_policy
 
     return _run_check(given, check_policy)
 
 
 CHECK_POLICY = Command(
-    _CHECK_POLICY_SUMMARY, _CHECK_POLICY_EXAMPLES, (Part(CheckOptions),), _run_check_policy
+    summary="""\
+Check a policy: the names, arguments and answers of its hooks on a grid of inputs, then short simulations
+with little memory, each twice. Takes a few seconds and needs no vLLM.
+Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 for a wrong option.
+""",
+    examples="""\
+  tenuto check-policy mine.py:Mine --option ttl_s=3
+  tenuto check-policy my_package.policies:Mine
+  tenuto check-policy tenuto
+""",
+    options=(Part(CheckOptions),),
+    run=_run_check_policy,
 )
 
 
-# tenuto check-router.
-
-_CHECK_ROUTER_SUMMARY = """\
-Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and
-die, twice. Takes a second and needs no vLLM.
-Exit status: 0 if nothing is wrong, 1 if the router breaks its contract, 2 for a wrong option.
-"""
-
-_CHECK_ROUTER_EXAMPLES = """\
-examples:
-  tenuto check-router mine.py:Mine --option seed=3
-  tenuto check-router tenuto
-"""
-
-
 def _run_check_router(given: Given) -> int:
-    """Check a router."""
     return _run_check(given, _check)
 
 
@@ -128,5 +103,15 @@ def _check(name: str, options: Mapping[str, Any]) -> None:
 
 
 CHECK_ROUTER = Command(
-    _CHECK_ROUTER_SUMMARY, _CHECK_ROUTER_EXAMPLES, (Part(CheckOptions),), _run_check_router
+    summary="""\
+Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and
+die, twice. Takes a second and needs no vLLM.
+Exit status: 0 if nothing is wrong, 1 if the router breaks its contract, 2 for a wrong option.
+""",
+    examples="""\
+  tenuto check-router mine.py:Mine --option seed=3
+  tenuto check-router tenuto
+""",
+    options=(Part(CheckOptions),),
+    run=_run_check_router,
 )

@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from tenuto.cli.command import Command, Given, Part, needing
+from tenuto.cli.command import Command, Given, Part, needing, policy_options
 from tenuto.client.options import BenchOptions
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option, parse_policy_options
@@ -14,15 +14,20 @@ from tenuto.proxy import RecordOptions
 from tenuto.workload.convert import ConvertOptions
 from tenuto.workload.load import LoadOptions
 
-# tenuto record.
 
-_RECORD_SUMMARY = """\
+def _run_record(given: Given) -> int:
+    options = given.read(RecordOptions)
+    with needing("bench"):
+        from tenuto.proxy.proxy import run_recording
+    return run_recording(options)
+
+
+RECORD = Command(
+    summary="""\
 Record the requests of agents to a server, without their text: a proxy that passes everything on unchanged.
 Point the agents at the proxy instead of the server. Ctrl-C or SIGTERM ends the recording.
-"""
-
-_RECORD_EXAMPLES = """\
-examples:
+""",
+    examples="""\
   tenuto record --url http://localhost:8000 --out trace.jsonl
       agents use http://localhost:8001/v1; then: tenuto replay trace.jsonl --url http://localhost:8000
   tenuto record --url https://api.example.com --out trace.jsonl --port 9000 --ask-usage
@@ -30,53 +35,18 @@ examples:
       recordings with one salt have the same hashes, so that they can be compared or put together
   tenuto record --url http://router:9000 --out trace.jsonl --name-jobs
       agents that send no id, before a router that pins sessions by X-Session-ID
-"""
-
-_RECORD_NOTES = """\
+""",
+    options=(Part(RecordOptions),),
+    run=_run_record,
+    notes="""\
 Every answered turn becomes a line of Tenuto's JSONL: session, arrival, tool gap, prompt and output length,
 the tool called, latencies, and salted hashes that say which prompts begin alike. No text, no header and no
 key is written, unless --keep-text asks for the text.
 
 Prompt lengths and hashes are of the server's own tokens if it has /tokenize (vLLM, SGLang) or gets token ids.
 Otherwise they are of whole messages, with lengths estimated from the server's usage.
-"""
-
-
-def _run_record(given: Given) -> int:
-    """Record until Ctrl-C or SIGTERM."""
-    options = given.read(RecordOptions)
-    with needing("bench"):
-        from tenuto.proxy.proxy import run_recording
-    return run_recording(options)
-
-
-RECORD = Command(_RECORD_SUMMARY, _RECORD_EXAMPLES, (Part(RecordOptions),), _run_record, notes=_RECORD_NOTES)
-
-
-# tenuto replay.
-
-_REPLAY_SUMMARY = """\
-Run a recording against a server again: the same jobs, arrivals, tool times and prompt lengths.
-With --decisions: make the decisions of a scheduler's own trace again, without a server.
-"""
-
-_REPLAY_EXAMPLES = """\
-examples:
-  tenuto replay recorded.jsonl --url http://localhost:8000 --out runs/replayed
-  tenuto replay recorded.jsonl --url http://localhost:8000 --loop open --scale-rate 2
-      every turn at its recorded time, twice as fast
-  tenuto replay --decisions scheduler.jsonl
-  tenuto replay --decisions scheduler.jsonl --policy continuum-fixed --option ttl_s=3
-      what another policy would have answered to the same questions
-"""
-
-_REPLAY_NOTES = """\
-Against a server, this is `tenuto bench --workload TRACE` with its options.
-
-With --decisions, TRACE comes from `tenuto serve --trace` or `tenuto simulate --trace`. A new policy gets the
-same reports and questions as in the trace, and must give the same answers.
-Exit status with --decisions: 0 if it does, 1 if an answer differs, 2 if the trace cannot be replayed.
-"""
+""",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +62,14 @@ class ReplayOptions(Options):
     policy: str | None = option(
         None, "ask this policy instead of the trace's own; with --url: label in the result", metavar="NAME"
     )
-    options: tuple[str, ...] = option(
-        (),
-        "a policy's option; needs --policy, unless the trace does not name its policy",
-        flag="--option",
-        metavar="[POLICY:]KEY=VALUE",
-        is_repeatable=True,
+    options: tuple[str, ...] = policy_options(
+        "a policy's option; needs --policy, unless the trace does not name its policy"
     )
     max_shown: int = option(10, "show the first N differences", minimum=0)
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
 
 def _run_replay(given: Given) -> int:
-    """Replay. Status 0: success; 1: an answer differs, or a turn was not answered."""
     options = given.read(ReplayOptions)
     if options.decisions:
         return _replay_decisions(options)
@@ -129,46 +94,55 @@ def _replay_decisions(options: ReplayOptions) -> int:
 
 
 REPLAY = Command(
-    _REPLAY_SUMMARY,
-    _REPLAY_EXAMPLES,
-    (Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("urls",))),
-    _run_replay,
-    notes=_REPLAY_NOTES,
+    summary="""\
+Run a recording against a server again: the same jobs, arrivals, tool times and prompt lengths.
+With --decisions: make the decisions of a scheduler's own trace again, without a server.
+""",
+    examples="""\
+  tenuto replay recorded.jsonl --url http://localhost:8000 --out runs/replayed
+  tenuto replay recorded.jsonl --url http://localhost:8000 --loop open --scale-rate 2
+      every turn at its recorded time, twice as fast
+  tenuto replay --decisions scheduler.jsonl
+  tenuto replay --decisions scheduler.jsonl --policy continuum-fixed --option ttl_s=3
+      what another policy would have answered to the same questions
+""",
+    options=(Part(ReplayOptions), Part(BenchOptions, without=("workload",), optional=("urls",))),
+    run=_run_replay,
+    notes="""\
+Against a server, this is `tenuto bench --workload TRACE` with its options.
+
+With --decisions, TRACE comes from `tenuto serve --trace` or `tenuto simulate --trace`. A new policy gets the
+same reports and questions as in the trace, and must give the same answers.
+Exit status with --decisions: 0 if it does, 1 if an answer differs, 2 if the trace cannot be replayed.
+""",
     main=("trace", "urls", "decisions", "policy", "model", "jps", "users", "max_jobs", "out", "as_json"),
 )
 
 
-# tenuto convert.
-
-_CONVERT_SUMMARY = """\
-Change a trace's format, or import agents' logs as a workload.
-It says on stderr what the new format cannot hold.
-"""
-
-_CONVERT_EXAMPLES = """\
-examples:
-  tenuto convert recorded.jsonl sessions --to weka
-      a folder with a file per session, as AIPerf reads it
-  tenuto convert recorded.jsonl mooncake.jsonl --to mooncake
-  tenuto convert runs/trajectories swe.jsonl
-      mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …
-"""
-
-_CONVERT_NOTES = """\
-IN is anything that --workload takes: Tenuto's JSONL (a recording, say), Mooncake, agentic Mooncake, Weka,
-trajectories of mini-swe-agent (a file, or a folder of *.traj.json), OpenAI-style chat logs (JSONL of rows
-with messages), ShareGPT, TraceLab's rounds, or OpenTelemetry's spans of agents (JSON). The written file is
-read again and compared, to find what was lost.
-"""
-
-
 def _run_convert(given: Given) -> int:
-    """Convert a file."""
     from tenuto.workload.convert import run_convert
 
     return run_convert(given.read(ConvertOptions))
 
 
 CONVERT = Command(
-    _CONVERT_SUMMARY, _CONVERT_EXAMPLES, (Part(ConvertOptions),), _run_convert, notes=_CONVERT_NOTES
+    summary="""\
+Change a trace's format, or import agents' logs as a workload.
+It says on stderr what the new format cannot hold.
+""",
+    examples="""\
+  tenuto convert recorded.jsonl sessions --to weka
+      a folder with a file per session, as AIPerf reads it
+  tenuto convert recorded.jsonl mooncake.jsonl --to mooncake
+  tenuto convert runs/trajectories swe.jsonl
+      mini-swe-agent's own logs as a workload; then: tenuto bench --workload swe.jsonl --url …
+""",
+    options=(Part(ConvertOptions),),
+    run=_run_convert,
+    notes="""\
+IN is anything that --workload takes: Tenuto's JSONL (a recording, say), Mooncake, agentic Mooncake, Weka,
+trajectories of mini-swe-agent (a file, or a folder of *.traj.json), OpenAI-style chat logs (JSONL of rows
+with messages), ShareGPT, TraceLab's rounds, or OpenTelemetry's spans of agents (JSON). The written file is
+read again and compared, to find what was lost.
+""",
 )

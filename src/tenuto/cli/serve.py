@@ -7,25 +7,11 @@ import shlex
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from tenuto.cli.command import Command, Given, Part, get_flags
+from tenuto.cli.command import Command, Given, Part, get_flags, policy_options
 from tenuto.core.console import say
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
 from tenuto.core.settings import Options, option, parse_policy_options
-
-_SUMMARY = """\
-Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.
-MODEL comes first. Options that are not listed here go to vLLM as they are.
-"""
-
-_EXAMPLES = """\
-examples:
-  tenuto serve Qwen/Qwen3-8B --port 8000
-  tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --trace trace.jsonl
-  tenuto serve Qwen/Qwen3-8B --host-gb 200 --disk /mnt/kv --disk-gb 1000
-  tenuto serve --engine sim --help
-      a simulated GPU instead, without vLLM
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +27,7 @@ class ServeOptions(Options):
         metavar="NAME",
         shown_default="tenuto",
     )
-    options: tuple[str, ...] = option(
-        (),
-        "a policy's option; may be repeated",
-        flag="--option",
-        metavar="[POLICY:]KEY=VALUE",
-        is_repeatable=True,
-    )
+    options: tuple[str, ...] = policy_options("a policy's option; may be repeated")
     step_tokens: StepTokens | None = option(
         None,
         "most tokens in a step, within vLLM's --max-num-batched-tokens: a number, or adaptive; adaptive:X "
@@ -123,4 +103,19 @@ def run(given: Given) -> int:
 
 
 _FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]
-SERVE = Command(_SUMMARY, _EXAMPLES, (Part(ServeOptions),), run, passes_on=True)
+SERVE = Command(
+    summary="""\
+Run vLLM with Tenuto's scheduler: print the `vllm serve` line, then become it.
+MODEL comes first. Options that are not listed here go to vLLM as they are.
+""",
+    examples="""\
+  tenuto serve Qwen/Qwen3-8B --port 8000
+  tenuto serve Qwen/Qwen3-8B --policy continuum-fixed --option ttl_s=3 --trace trace.jsonl
+  tenuto serve Qwen/Qwen3-8B --host-gb 200 --disk /mnt/kv --disk-gb 1000
+  tenuto serve --engine sim --help
+      a simulated GPU instead, without vLLM
+""",
+    options=(Part(ServeOptions),),
+    run=run,
+    passes_on=True,
+)

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from tenuto.cli.command import Command, Given, Part, needing
+from tenuto.cli.command import Command, Given, Part, needing, policy_options
 from tenuto.core.console import Progress
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option, parse_policy_options
@@ -21,18 +21,6 @@ from tenuto.sim.server import ServerOptions
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import LoadOptions
 
-# What commands on simulated GPUs share.
-
-
-def _policy_options() -> Any:
-    return option(
-        (),
-        "a policy's option; may be repeated, and be for one policy alone",
-        flag="--option",
-        metavar="[POLICY:]KEY=VALUE",
-        is_repeatable=True,
-    )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(Options):
@@ -41,7 +29,9 @@ class PolicyOptions(Options):
     GROUP = "the policy"
 
     policy: str = option("tenuto", "see `tenuto policies`, or file.py:Class", metavar="NAME")
-    options: tuple[str, ...] = _policy_options()
+    options: tuple[str, ...] = policy_options(
+        "a policy's option; may be repeated, and be for one policy alone"
+    )
 
     def read_setup(self, given: Given) -> Setup:
         """The setup of the machine with this policy."""
@@ -63,7 +53,9 @@ class GridOptions(Options):
     policies: tuple[str, ...] = option(
         MISSING, "see `tenuto policies`, or file.py:Class", metavar="A,B,…", alias="--policy"
     )
-    options: tuple[str, ...] = _policy_options()
+    options: tuple[str, ...] = policy_options(
+        "a policy's option; may be repeated, and be for one policy alone"
+    )
 
     def read_setups(self, given: Given) -> list[Setup]:
         """A machine for each GPU and policy, or a fleet for each of them with each router."""
@@ -97,28 +89,6 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-# tenuto simulate.
-
-_SIMULATE_SUMMARY = """\
-Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
-It needs no GPU and no vLLM.
-"""
-
-_SIMULATE_EXAMPLES = """\
-examples:
-  tenuto simulate --gpu H200 --policy continuum-fixed --jps 6
-  tenuto simulate --gpu H100 --policy tenuto --workload sessions/ --jps 0.05 --out runs/mine
-  tenuto simulate --gpu A100-80 --policy stock --offload async --host-gb 200 --workload swe-bench --jps 1
-"""
-
-_SIMULATE_NOTES = """\
-It prints the result, and next to it the result of stock as shipped on the same load, unless --no-beside-stock
-is given. If stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
-With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
-`tenuto report` and `tenuto analyze`.
-"""
-
-
 _OF_STOCK = (
     *("job_s", "slowdown", "ttft_s", "reused_tokens", "reusable_tokens", "recomputed_tokens"),
     *("offered_jps", "finished_jps", "step_cost"),
@@ -146,7 +116,6 @@ class SimulateOptions(Options):
 
 
 def _run_simulate(given: Given) -> int:
-    """Simulate one run."""
     from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.fidelity import get_error
@@ -214,42 +183,25 @@ def _make_tell(progress: Progress, what: str) -> Callable[[float, int, int], Non
 
 
 SIMULATE = Command(
-    _SIMULATE_SUMMARY,
-    _SIMULATE_EXAMPLES,
-    (Part(PolicyOptions), Part(LoadOptions), Part(FleetOptions), Part(Setup), Part(SimulateOptions)),
-    _run_simulate,
-    notes=_SIMULATE_NOTES,
+    summary="""\
+Run one workload on one simulated GPU: vLLM's scheduler decision by decision, GPU time from measured tables.
+It needs no GPU and no vLLM.
+""",
+    examples="""\
+  tenuto simulate --gpu H200 --policy continuum-fixed --jps 6
+  tenuto simulate --gpu H100 --policy tenuto --workload sessions/ --jps 0.05 --out runs/mine
+  tenuto simulate --gpu A100-80 --policy stock --offload async --host-gb 200 --workload swe-bench --jps 1
+""",
+    options=(Part(PolicyOptions), Part(LoadOptions), Part(FleetOptions), Part(Setup), Part(SimulateOptions)),
+    run=_run_simulate,
+    notes="""\
+It prints the result, and next to it the result of stock as shipped on the same load, unless --no-beside-stock
+is given. If stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
+With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
+`tenuto report` and `tenuto analyze`.
+""",
     main=("gpu", "model", "policy", "workload", "jps", "window_s", "seed", "out", "as_json", "beside_stock"),
 )
-
-
-# tenuto serve --engine sim.
-
-_SERVE_SIM_SUMMARY = """\
-Serve a simulated engine behind an OpenAI-compatible server, as vLLM would serve a real one.
-It is for tests of clients, routers and benchmarks without a GPU. The model's answers are made up.
-"""
-
-_SERVE_SIM_EXAMPLES = """\
-examples:
-  tenuto serve --engine sim --gpu H200 --model llama-3.1-8b --policy continuum-fixed
-      in real time, on port 8000; then: tenuto verify --url http://localhost:8000
-  tenuto serve --engine sim --gpu A100-80 --model qwen3-32b --tp 2 --speed 10
-      ten simulated seconds a second; waits of the clients, such as tool calls, do not shrink by themselves
-"""
-
-_SERVE_SIM_NOTES = """\
-Scheduler, KV cache and policy are those of `tenuto simulate`. Jobs are known, and hints are read, as in
-`tenuto serve MODEL`.
-
-Prompts: text, token ids, or chat messages (text only). The tokenizer is made up too, unless --tokenizer names
-a real one.
-Answers: words without meaning, as many as `max_tokens` says (without it: 16 in a completion, --answer-tokens
-in a chat). A prompt gets the same answer each time at temperature 0 or with a `seed`. `stop` is never met. A
-request has one choice.
-Tools: one is called when `tool_choice` demands it, or when the request says
-"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}, or the headers X-Sim-Tool and X-Sim-Arguments.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +212,6 @@ class EngineOptions(Options):
 
 
 def _run_serve_sim(given: Given) -> int:
-    """Serve until Ctrl-C."""
     from tenuto.sim.machine import build
 
     given.read(EngineOptions)
@@ -272,38 +223,36 @@ def _run_serve_sim(given: Given) -> int:
 
 
 SERVE_SIM = Command(
-    _SERVE_SIM_SUMMARY,
-    _SERVE_SIM_EXAMPLES,
-    (Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),
-    _run_serve_sim,
-    notes=_SERVE_SIM_NOTES,
+    summary="""\
+Serve a simulated engine behind an OpenAI-compatible server, as vLLM would serve a real one.
+It is for tests of clients, routers and benchmarks without a GPU. The model's answers are made up.
+""",
+    examples="""\
+  tenuto serve --engine sim --gpu H200 --model llama-3.1-8b --policy continuum-fixed
+      in real time, on port 8000; then: tenuto verify --url http://localhost:8000
+  tenuto serve --engine sim --gpu A100-80 --model qwen3-32b --tp 2 --speed 10
+      ten simulated seconds a second; waits of the clients, such as tool calls, do not shrink by themselves
+""",
+    options=(Part(EngineOptions), Part(PolicyOptions), Part(ServerOptions), Part(Setup)),
+    run=_run_serve_sim,
+    notes="""\
+Scheduler, KV cache and policy are those of `tenuto simulate`. Jobs are known, and hints are read, as in
+`tenuto serve MODEL`.
+
+Prompts: text, token ids, or chat messages (text only). The tokenizer is made up too, unless --tokenizer names
+a real one.
+Answers: words without meaning, as many as `max_tokens` says (without it: 16 in a completion, --answer-tokens
+in a chat). A prompt gets the same answer each time at temperature 0 or with a `seed`. `stop` is never met. A
+request has one choice.
+Tools: one is called when `tool_choice` demands it, or when the request says
+"vllm_xargs": {"sim_tool": NAME, "sim_arguments": JSON}, or the headers X-Sim-Tool and X-Sim-Arguments.
+""",
     main=(
         *("engine", "policy", "gpu", "model", "host"),
         *("port", "speed", "served_model_name", "api_key", "trace"),
     ),
 )
 
-
-# tenuto memory.
-
-_MEMORY_SUMMARY = """\
-Say how much KV cache a GPU has for a model, what a lease on a job's context locks, and how many jobs fit.
-It computes what vLLM would do at its start. Nothing is simulated, and no GPU is needed.
-"""
-
-_MEMORY_EXAMPLES = """\
-examples:
-  tenuto memory --gpu H100 --model llama-3.1-8b --context 30000
-  tenuto memory --gpu B200 --tp 4 --model llama-3.1-70b --kv-cache-dtype fp8 --context 8000,30000,100000
-  tenuto memory --gpu L40S --model gemma-3-12b --context 16000 --json
-"""
-
-_MEMORY_NOTES = """\
-The size of the KV cache follows vLLM's start-up: the memory that --gpu-memory-utilization allows, less the
-weights, the activations and what lies outside PyTorch. For some GPUs with llama-3.1-8b, it is the size that a
-server reported, of which the parts are not known; --gpu-memory-utilization 0.9 computes it there too. Give
---kv-tokens to use the size that your own server's log names.
-"""
 
 _MEMORY_USES = (
     *("gpu", "model", "tp", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "kv_tokens", "host_gb"),
@@ -326,7 +275,6 @@ class MemoryOptions(Options):
 
 
 def _run_memory(given: Given) -> int:
-    """Compute, and print."""
     from tenuto.records.text import write_csv
     from tenuto.sim.memory import format_memory, measure_memory
 
@@ -343,11 +291,23 @@ _MEMORY_LEAVES_OUT = tuple(
 )
 
 MEMORY = Command(
-    _MEMORY_SUMMARY,
-    _MEMORY_EXAMPLES,
-    (Part(MemoryOptions), Part(Setup, without=_MEMORY_LEAVES_OUT)),
-    _run_memory,
-    notes=_MEMORY_NOTES,
+    summary="""\
+Say how much KV cache a GPU has for a model, what a lease on a job's context locks, and how many jobs fit.
+It computes what vLLM would do at its start. Nothing is simulated, and no GPU is needed.
+""",
+    examples="""\
+  tenuto memory --gpu H100 --model llama-3.1-8b --context 30000
+  tenuto memory --gpu B200 --tp 4 --model llama-3.1-70b --kv-cache-dtype fp8 --context 8000,30000,100000
+  tenuto memory --gpu L40S --model gemma-3-12b --context 16000 --json
+""",
+    options=(Part(MemoryOptions), Part(Setup, without=_MEMORY_LEAVES_OUT)),
+    run=_run_memory,
+    notes="""\
+The size of the KV cache follows vLLM's start-up: the memory that --gpu-memory-utilization allows, less the
+weights, the activations and what lies outside PyTorch. For some GPUs with llama-3.1-8b, it is the size that a
+server reported, of which the parts are not known; --gpu-memory-utilization 0.9 computes it there too. Give
+--kv-tokens to use the size that your own server's log names.
+""",
     main=(
         *("gpu", "model", "context", "tp", "kv_cache_dtype"),
         *("gpu_memory_utilization", "kv_tokens", "max_model_len", "host_gb", "as_json"),
