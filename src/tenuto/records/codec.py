@@ -74,17 +74,11 @@ class Fields:
 
     def string(self, field: str) -> str:
         """Read a string, which may be empty."""
-        value = self._get(field)
-        if not isinstance(value, str):
-            raise self.error(field, f"must be a string, got {show(value)}")
-        return value
+        return self._get_typed(field, str, "a string")
 
     def flag(self, field: str) -> bool:
         """Read a boolean."""
-        value = self._get(field)
-        if not isinstance(value, bool):
-            raise self.error(field, f"must be true or false, got {show(value)}")
-        return value
+        return self._get_typed(field, bool, "true or false")
 
     def integer(self, field: str, low: int = 0, high: int = MAX_TOKENS) -> int:
         """Read an integer from `low` to `high`; a bool or float is an error."""
@@ -120,9 +114,7 @@ class Fields:
 
     def integers(self, field: str) -> list[int]:
         """Read a list of integers of at least 0."""
-        value = self._get(field)
-        if not isinstance(value, list):
-            raise self.error(field, f"must be a list of whole numbers, got {show(value)}")
+        value = self._get_typed(field, list, "a list of whole numbers")
         for index, each in enumerate(value):
             if type(each) is not int or each < 0:
                 raise self.error(f"{field}[{index}]", f"must be a whole number, got {show(each)}")
@@ -130,9 +122,7 @@ class Fields:
 
     def part(self, field: str) -> Fields:
         """Read an object."""
-        value = self._get(field)
-        if not isinstance(value, dict):
-            raise self.error(field, f"must be an object, got {show(value)}")
+        value = self._get_typed(field, dict, "an object")
         return Fields(self.place, value, f"{self._path}{field}.")
 
     def optional_part(self, field: str) -> Fields:
@@ -141,9 +131,7 @@ class Fields:
 
     def items(self, field: str) -> Fields:
         """Read a list. Its items are fields of the result: `FIELD[0]`, `FIELD[1]` and so on."""
-        value = self._get(field)
-        if not isinstance(value, list):
-            raise self.error(field, f"must be a list, got {show(value)}")
+        value = self._get_typed(field, list, "a list")
         named = {f"{field}[{number}]": each for number, each in enumerate(value)}
         return Fields(self.place, named, self._path)
 
@@ -156,6 +144,12 @@ class Fields:
         if field not in self.values:
             raise self.error(field, "is missing")
         return self.values[field]
+
+    def _get_typed(self, field: str, kind: type[T], wanted: str) -> T:
+        value = self._get(field)
+        if not isinstance(value, kind):
+            raise self.error(field, f"must be {wanted}, got {show(value)}")
+        return value
 
 
 def show(value: object) -> str:
@@ -218,9 +212,8 @@ def write(value: Any) -> Any:
 @cache
 def _get_readers(cls: Any) -> list[tuple[str, Read, bool]]:
     """Each field's name and reader, and whether it has a default."""
-    missing = dataclasses.MISSING
     return [
-        (field.name, _make_reader(kind), not (field.default is missing and field.default_factory is missing))
+        (field.name, _make_reader(kind), not (field.default is field.default_factory is dataclasses.MISSING))
         for field, kind in _get_fields(cls)
     ]
 

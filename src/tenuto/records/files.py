@@ -134,20 +134,16 @@ class _Reader:
         while line := file.readline(MAX_FILE_BYTES + 1):
             self.number += 1
             self._num_bytes += len(line)
-            if len(line) > MAX_FILE_BYTES or (
-                self.max_bytes is not None and self._num_bytes > self.max_bytes
-            ):
+            if len(line) > MAX_FILE_BYTES or self._num_bytes > (self.max_bytes or math.inf):
                 raise DataError(f"{self.path}: holds more than {MAX_FILE_BYTES} bytes; split it")
-            if self.say is not None and self.number % _LINES_PER_LOOK == 0:
+            if self.number % _LINES_PER_LOOK == 0:
                 self._say_progress(file)
             yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line
 
     def _read_whole(self, first: bytes, lines: Iterator[bytes]) -> Iterator[Fields]:
         """Read one JSON value that spans several lines."""
-        first_number = self.number
-        blank = b"\n" * (first_number - 1)
-        self.max_bytes = MAX_FILE_BYTES
-        data = blank + first + b"".join(lines)
+        first_number, self.max_bytes = self.number, MAX_FILE_BYTES
+        data = b"\n" * (first_number - 1) + first + b"".join(lines)
         try:
             value = self._decode(data)
         except UnicodeDecodeError as error:
@@ -227,11 +223,6 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _make_null(name: str) -> object:
-    """Replace NaN with null. Python writes NaN if a run measured nothing."""
-    return None
-
-
 def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) != len(pairs):
@@ -240,7 +231,8 @@ def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return values
 
 
-_PLAIN = json.JSONDecoder(parse_constant=_make_null)
+_PLAIN = json.JSONDecoder(parse_constant=lambda name: None)
+"""Reads NaN as null: Python writes NaN if a run measured nothing."""
 _EXACT = json.JSONDecoder(
     parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_make_object
 )

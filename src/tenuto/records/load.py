@@ -59,40 +59,26 @@ RUN_FOLDER = Kind("the folder of a run", _READERS)
 RESULTS_FOLDER = Kind("the folder of several runs", _READERS)
 UNKNOWN = Kind("of no kind that Tenuto writes")
 
-_BY_KEYS: tuple[tuple[frozenset[str], Kind], ...] = tuple(
-    (frozenset(keys.split()), kind)
-    for keys, kind in (
-        ("step kind", TRACE),
-        ("trajectory_format", WORKLOAD),
-        ("messages", WORKLOAD),
-        ("requests hash_id_scope", WORKLOAD),
-        ("requests id", WORKLOAD),
-        ("schema hash_id_scope", WORKLOAD),
-        ("session input_length", WORKLOAD),
-        ("session_id input_length", WORKLOAD),
-        ("hash_ids input_length", WORKLOAD),
-        ("round_index timing_events", WORKLOAD),
-        ("resourceSpans", WORKLOAD),
-        ("traceId spanId", WORKLOAD),
-        ("context start_time attributes", WORKLOAD),
-        ("job_s", RUN),
-        ("job turn", TURNS),
-        ("now_s num_blocks", SAMPLES),
-        ("at_s window_s server", VIEW),
-        ("at_s problem", VIEW),
-        ("at_s", SERVER_SAMPLES),
-        ("job after_turn command", COMMANDS),
-        ("seconds decodes", STEP_TIMES),
-        ("seconds prefills", STEP_TIMES),
-        ("seconds num_bytes", STEP_TIMES),
-        ("prefill decode", FIT),
-        ("schema runs", ANALYSIS),
-        ("traceEvents", EVENTS),
-        ("format policy state", STATE),
-        ("arms", AB_SETTINGS),
-        ("comparisons", AB_SETTINGS),
-    )
+_BY_KEYS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    (TRACE, ("step kind",)),
+    (WORKLOAD, ("trajectory_format", "messages", "requests hash_id_scope", "requests id")),
+    (WORKLOAD, ("schema hash_id_scope", "session input_length", "session_id input_length")),
+    (WORKLOAD, ("hash_ids input_length", "round_index timing_events", "resourceSpans")),
+    (WORKLOAD, ("traceId spanId", "context start_time attributes")),
+    (RUN, ("job_s",)),
+    (TURNS, ("job turn",)),
+    (SAMPLES, ("now_s num_blocks",)),
+    (VIEW, ("at_s window_s server", "at_s problem")),
+    (SERVER_SAMPLES, ("at_s",)),
+    (COMMANDS, ("job after_turn command",)),
+    (STEP_TIMES, ("seconds decodes", "seconds prefills", "seconds num_bytes")),
+    (FIT, ("prefill decode",)),
+    (ANALYSIS, ("schema runs",)),
+    (EVENTS, ("traceEvents",)),
+    (STATE, ("format policy state",)),
+    (AB_SETTINGS, ("arms", "comparisons")),
 )
+"""The first kind of which all keys of one of its texts are there."""
 _BY_WORD = {
     "run": RUN,
     "turn": TURNS,
@@ -118,16 +104,12 @@ def identify_object(values: Mapping[str, object]) -> Kind:
     if isinstance(word, str) and "step" not in values and word in _BY_WORD:
         return _BY_WORD[word]
     keys = frozenset(values)
-    if (found := next((kind for wanted, kind in _BY_KEYS if wanted <= keys), None)) is not None:
+    every = (kind for kind, texts in _BY_KEYS for text in texts if keys.issuperset(text.split()))
+    if (found := next(every, None)) is not None:
         # Field that `tenuto record` adds to a session's turn.
         return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
-    if values and all(_is_event_list(events) for events in values.values()):
-        return PROTOTYPE
-    return UNKNOWN
-
-
-def _is_event_list(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(event, dict) for event in value)
+    events = (each for value in values.values() for each in (value if isinstance(value, list) else [None]))
+    return PROTOTYPE if values and all(isinstance(event, dict) for event in events) else UNKNOWN
 
 
 def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
@@ -218,20 +200,7 @@ def _check_schema(fields: Fields) -> None:
         )
 
 
-def make_wrong_kind_error(path: Path, kind: Kind) -> DataError:
-    """Make the error for a file that holds no run. It names the command that reads the file."""
-    wanted = (
-        "a scheduler's trace, a recording, turns.jsonl, result.json, results.jsonl, the folder of a run, of "
-        "a sweep or of an ab, or the Continuum prototype's scheduler_timestamps"
-    )
-    return make_error(path, kind, wanted)
-
-
 def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
-    """Fill `data` with the turns of a recording (`tenuto record`), as its proxy saw them.
-
-    Raises DataError for a malformed line, or if no turn was recorded.
-    """
     numbers: dict[str, int] = {}
     ends_s: dict[str, float] = {}
     for fields in objects:

@@ -59,26 +59,20 @@ class Figure(NamedTuple):
         return "" if value is None else format(value, self.form)
 
 
-def get_recomputed_share(runs: Runs) -> float | None:
-    """Return the tokens that were computed again, as a share of the prompt tokens."""
-    return _get_share(runs, "recomputed_tokens", "prompt_tokens")
+def _get_share(part: str, whole: str) -> Callable[[Runs], float | None]:
+    def get(runs: Runs) -> float | None:
+        known = [each for each in runs if each.get(part) is not None and each.get(whole)]
+        return sum(each[part] for each in known) / sum(each[whole] for each in known) if known else None
+
+    return get
 
 
-def get_best_hits_share(runs: Runs) -> float | None:
-    """Return the hits as a share of the reusable tokens: 1 is the best possible."""
-    return _get_share(runs, "reused_tokens", "reusable_tokens")
-
-
-def _get_share(runs: Runs, part: str, whole: str) -> float | None:
-    known = [each for each in runs if each.get(part) is not None and each.get(whole)]
-    if not known:
-        return None
-    return float(sum(each[part] for each in known) / sum(each[whole] for each in known))
-
-
+RECOMPUTED = _get_share("recomputed_tokens", "prompt_tokens")
+HITS = _get_share("reused_tokens", "reusable_tokens")
+"""1 is the best possible."""
 FIGURES = (
-    Figure("recomputed_share", "Recomputed", "recomp.", get_recomputed_share, ".1%"),
-    Figure("best_hits_share", "Hits of the reusable", "hits", get_best_hits_share, ".1%"),
+    Figure("recomputed_share", "Recomputed", "recomp.", RECOMPUTED, ".1%"),
+    Figure("best_hits_share", "Hits of the reusable", "hits", HITS, ".1%"),
 )
 
 
@@ -245,8 +239,8 @@ def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
     return {
         str(number): TurnMeans(
             len(by_turn[number]),
-            _mean(turn.latency_s for turn in by_turn[number]),
-            _mean(turn.prompt_tokens for turn in by_turn[number]),
+            get_known_mean(turn.latency_s for turn in by_turn[number]),
+            get_known_mean(turn.prompt_tokens for turn in by_turn[number]),
         )
         for number in sorted(by_turn)
     }
@@ -292,11 +286,9 @@ def estimate_reusable_tokens(before: TurnRecord | None, turn: TurnRecord, block_
 def estimate_missed_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
     """Estimate the reusable tokens that were not hit. Tokens lost to preemptions are not included."""
     reusable = estimate_reusable_tokens(before, turn, block_size)
-    return (
-        None
-        if reusable is None or turn.hit_tokens is None
-        else count_missed_tokens(reusable, turn.hit_tokens)
-    )
+    if reusable is None or turn.hit_tokens is None:
+        return None
+    return count_missed_tokens(reusable, turn.hit_tokens)
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
@@ -410,6 +402,7 @@ def _interpolate(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def get_known_mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

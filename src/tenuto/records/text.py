@@ -25,6 +25,10 @@ _SLOWED = 1.25
 _MIN_JOBS = 12
 """Fewer jobs show neither a rate nor a trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
+_LOSSES = {
+    "ok_after_retries": "after retries", "failed": "failed", "cancelled": "cancelled", "not_sent": "not sent",
+    "refused": "too long for this machine, left out",
+}  # fmt: skip
 _NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
 """Parts of a run's record that are not columns: lists, and what differs from run to run."""
 
@@ -42,10 +46,17 @@ def format_run(record: Mapping[str, Any]) -> str:
         f"{record['workload']}{load}{policy}: {machine} ({kind})",
         f"jobs         {record['jobs']} of {record['jobs_planned']} finished"
         + ("" if makespan_s is None else f" in {makespan_s:.1f} s"),
-        f"turns        {turns['ok']} of {turns['planned']} ok" + _format_losses(turns),
+        f"turns        {turns['ok']} of {turns['planned']} ok"
+        + "".join(f", {turns[name]} {word}" for name, word in _LOSSES.items() if turns[name]),
         *_format_rates(record),
         f"job time     {format_stats(record['job_s'])}",
-        *_format_slowdown(record),
+    ]
+    if (slowdown := record["slowdown"]) is not None:
+        lines.append(
+            f"slowdown     p50 {slowdown['p50']:.2f}, p95 {slowdown['p95']:.2f}, max {slowdown['max']:.2f} "
+            "times a job alone"
+        )
+    lines += [
         f"e2e (turn)   {format_stats(record['latency_s'])}",
         f"ttft         {format_stats(record['ttft_s'])}",
         f"tpot         {format_stats(record['tpot_s'])}",
@@ -56,21 +67,24 @@ def format_run(record: Mapping[str, Any]) -> str:
             for name in ("prompt", "output", "hit", "reusable", "recomputed", "loaded", "stored")
             if record[f"{name}_tokens"] is not None or name not in ("loaded", "stored")
         ),
-        *_format_reuse(record),
-        f"preemptions  {format_count(record['preemptions'])}",
-        *_format_goodput(record),
     ]
+    reused, reusable = record.get("reused_tokens"), record["reusable_tokens"]
+    if reused is not None and reusable:
+        lines.append(
+            f"cache        hits {reused / reusable:.1%} of the tokens that were reusable (best: 100 %)"
+        )
+    lines.append(f"preemptions  {format_count(record['preemptions'])}")
+    if goodput := record.get("goodput"):
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["limits_ms"].items())
+        share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns"
+        rate = "" if goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f} turns/s"
+        lines.append(f"goodput      {rate}{share} within {limits}")
     if record["policy_faults"]:
         lines.append(
             f"faults       {record['policy_faults']} hooks of the policy failed; the default was used instead"
         )
-    if record["step_cost"]:
-        lines.append(
-            f"wall time    {record['wall_s']:.2f} s, simulated; step times from the {record['step_cost']}"
-        )
-    else:
-        lines.append(f"wall time    {record['wall_s']:.2f} s")
-    return "\n".join(lines)
+    source = f", simulated; step times from the {record['step_cost']}" if record["step_cost"] else ""
+    return "\n".join([*lines, f"wall time    {record['wall_s']:.2f} s{source}"])
 
 
 def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
@@ -81,9 +95,8 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
         marks.insert(0, "overloaded")
     if (stock["step_cost"] or "").startswith("roofline"):
         marks.insert(0, "roofline")
-    hits = ""
-    if stock["reused_tokens"] is not None and stock["reusable_tokens"]:
-        hits = f", hits {stock['reused_tokens'] / stock['reusable_tokens']:.1%}"
+    reused, reusable = stock["reused_tokens"], stock["reusable_tokens"]
+    hits = f", hits {reused / reusable:.1%}" if reused is not None and reusable else ""
     return (
         f"stock        job time {format_stats({name: other[name] for name in ('mean', 'p95')})}{hits}; "
         f"this run's mean is {own['mean'] / other['mean']:.2f} of it ({', '.join(marks)})"
@@ -108,11 +121,8 @@ def is_overloaded(record: Mapping[str, Any]) -> bool:
 
 
 def _format_rates(record: Mapping[str, Any]) -> list[str]:
-    """The line about jobs and the line about tokens per second, where they are known."""
     lines = []
-    offered, finished, makespan_s = (
-        record.get(name) for name in ("offered_jps", "finished_jps", "makespan_s")
-    )
+    offered, finished, makespan_s = map(record.get, ("offered_jps", "finished_jps", "makespan_s"))
     if finished and record["jobs"] >= _MIN_JOBS:
         verdict = "; overloaded: the longer it runs, the longer jobs take" if is_overloaded(record) else ""
         arrived = f"offered {offered:.3g} jobs/s" if offered else "all jobs at once"
@@ -125,33 +135,6 @@ def _format_rates(record: Mapping[str, Any]) -> list[str]:
             f"{total / makespan_s:,.0f} tokens/s with prompts"
         )
     return lines
-
-
-def _format_slowdown(record: Mapping[str, Any]) -> list[str]:
-    slowdown = record["slowdown"]
-    if slowdown is None:
-        return []
-    return [
-        f"slowdown     p50 {slowdown['p50']:.2f}, p95 {slowdown['p95']:.2f}, max {slowdown['max']:.2f} "
-        "times a job alone"
-    ]
-
-
-def _format_reuse(record: Mapping[str, Any]) -> list[str]:
-    reused, reusable = record.get("reused_tokens"), record["reusable_tokens"]
-    if reused is None or not reusable:
-        return []
-    return [f"cache        hits {reused / reusable:.1%} of the tokens that were reusable (best: 100 %)"]
-
-
-def _format_goodput(record: Mapping[str, Any]) -> list[str]:
-    goodput = record.get("goodput")
-    if not goodput:
-        return []
-    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["limits_ms"].items())
-    share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns"
-    rate = "" if goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f} turns/s"
-    return [f"goodput      {rate}{share} within {limits}"]
 
 
 def format_table(
@@ -176,17 +159,6 @@ def format_stats(stats: Mapping[str, float] | None) -> str:
         return "–"
     known = (name for name in _STATS if stats.get(name) is not None)
     return ", ".join(f"{name} {format_time_s(stats[name])}" for name in known)
-
-
-def _format_losses(turns: Mapping[str, int]) -> str:
-    words = {
-        "ok_after_retries": "after retries",
-        "failed": "failed",
-        "cancelled": "cancelled",
-        "not_sent": "not sent",
-        "refused": "too long for this machine, left out",
-    }
-    return "".join(f", {turns[name]} {word}" for name, word in words.items() if turns[name])
 
 
 def format_time_s(seconds: float | None) -> str:

@@ -6,7 +6,6 @@ docs/glossary.md defines the figures.
 from __future__ import annotations
 
 import json
-import statistics
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,10 @@ from typing import Any, NamedTuple
 from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.types import WORDS
-from tenuto.records import load, metrics
+from tenuto.records import load
 from tenuto.records.files import RESULTS, Say, read_objects
-from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_wrong_kind_error, read_run
+from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_error, read_run
+from tenuto.records.metrics import get_known_mean, summarise
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
@@ -54,6 +54,10 @@ class Growth(NamedTuple):
 LABELS = ("policy", "gpu", "model", "workload", "jps", "seed")
 WIDTH = 100
 _MAX_TURN_ROWS = 40
+_WANTED = (
+    "a scheduler's trace, a recording, turns.jsonl, result.json, results.jsonl, the folder of a run, of a "
+    "sweep or of an ab, or the Continuum prototype's scheduler_timestamps"
+)
 _NOTHING = (
     "Nothing: none of the known shapes (linear growth, turn-2 explosion, link collapse, preemption storm)."
 )
@@ -93,12 +97,11 @@ def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say) -> dict[st
 
 
 def _load(path: Path, kind: load.Kind, say: Say) -> RunData:
-    """Read one run. Raises DataError."""
     if kind is load.RUN_FOLDER:
         return load_folder(path, say=say)
     if kind in LOADABLE:
         return load_file(path, kind, say=say, with_samples=False)
-    raise make_wrong_kind_error(path, kind)
+    raise make_error(path, kind, _WANTED)
 
 
 def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[str]) -> list[dict[str, Any]]:
@@ -116,7 +119,6 @@ def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[
 
 
 def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
-    """Return all figures that `tenuto analyze` shows for one run."""
     turns = [turn for job in jobs for turn in job.turns]
     report: dict[str, Any] = {
         "source": data.source,
@@ -186,12 +188,10 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:
-    """Return the description of the run, as far as the record has it."""
     return {name: getattr(record, name) for name in LABELS if getattr(record, name) is not None}
 
 
 def _get_gauges(data: RunData) -> dict[str, Gauge]:
-    """Return the engine's state, from a trace's steps or from samples of the KV cache."""
     if data.gauges or not data.samples:
         return data.gauges
     gauges: dict[str, Gauge] = {}
@@ -210,13 +210,12 @@ def _count_moved(record: RunRecord) -> int:
 
 def describe(values: Iterable[float | None]) -> dict[str, float | None]:
     """Return mean, percentiles, maximum and minimum of the known values; each is None if there are none."""
-    stats = metrics.summarise(values)
+    stats = summarise(values)
     names = [each.name for each in fields(Stats)]
     return dict.fromkeys(names) if stats is None else asdict(stats)
 
 
 def _get_job_counts(jobs: Sequence[JobStory]) -> dict[str, int]:
-    """Count completed jobs, jobs with a failed turn, and jobs that were unfinished when the records ended."""
     aborted = sum(any(turn.record.status != "ok" for turn in job.turns) for job in jobs)
     finished = sum(job.duration_s is not None for job in jobs)
     return {
@@ -248,8 +247,12 @@ def _get_tokens(turns: Iterable[TurnStory]) -> dict[str, Any]:
     }
 
 
+def _get_ratios(turns: Iterable[TurnStory]) -> dict[str, float | None]:
+    tokens = _get_tokens(turns)
+    return {name: tokens[name] for name in ("hit_ratio", "best_ratio")}
+
+
 def _get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[str, int]]:
-    """Count turns and missed tokens by cause, largest first."""
     counts: Counter[Cause] = Counter()
     tokens: Counter[Cause] = Counter()
     for turn in turns:
@@ -261,7 +264,6 @@ def _get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[s
 
 
 def _get_leases(data: RunData) -> dict[str, Any]:
-    """Return the number of leases, how they ended and how long they lasted; and why some were refused."""
     leases = data.leases
     ended = [lease for lease in leases if lease.ended_s is not None]
     held: defaultdict[str, list[float]] = defaultdict(list)
@@ -280,7 +282,6 @@ def _get_leases(data: RunData) -> dict[str, Any]:
 
 
 def _get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
-    """Return means over all first turns, all second turns, and so on."""
     by_number: defaultdict[int, list[TurnStory]] = defaultdict(list)
     for turn in turns:
         by_number[turn.record.turn].append(turn)
@@ -288,15 +289,13 @@ def _get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
 
 
 def _describe_turns(number: int, turns: Sequence[TurnStory]) -> dict[str, Any]:
-    tokens = _get_tokens(turns)
     return {
         "turn": number,
         "count": len(turns),
-        "latency_s": _mean(turn.latency_s for turn in turns),
-        "queue_s": _mean(turn.record.queue_s for turn in turns),
-        "prompt_tokens": _mean(turn.record.prompt_tokens for turn in turns),
-        "hit_ratio": tokens["hit_ratio"],
-        "best_ratio": tokens["best_ratio"],
+        "latency_s": get_known_mean(turn.latency_s for turn in turns),
+        "queue_s": get_known_mean(turn.record.queue_s for turn in turns),
+        "prompt_tokens": get_known_mean(turn.record.prompt_tokens for turn in turns),
+        **_get_ratios(turns),
         "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
     }
 
@@ -314,14 +313,11 @@ def _get_growth(latency_s: Mapping[int, float], counts: Mapping[int, int] | None
 
 
 def _describe_job(job: JobStory, block_size: int) -> dict[str, Any]:
-    """Describe one job turn by turn."""
-    tokens = _get_tokens(job.turns)
     return {
         "job": job.job_id,
         "turns": len(job.turns),
         "job_s": job.duration_s,
-        "hit_ratio": tokens["hit_ratio"],
-        "best_ratio": tokens["best_ratio"],
+        **_get_ratios(job.turns),
         "missed_tokens": _count_missed(job),
         "turn_by_turn": [_describe_turn(turn, block_size) for turn in job.turns],
     }
@@ -362,16 +358,10 @@ def _get_queue_share(turns: Iterable[TurnStory]) -> float | None:
     return sum(queue for queue, _ in both) / total if total else None
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
 # A diagnosis for each result record.
 
 
 def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:
-    """Summarise all records of a file, with figures and diagnosis. Raises DataError if there are none."""
     if not records:
         raise DataError(f"{source}: holds no record")
     light: dict[tuple[object, ...], RunRecord] = {}
@@ -392,18 +382,11 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
 
 
 def _get_series(record: RunRecord) -> tuple[object, ...]:
-    """Return the key of runs that differ only in load."""
     return record.policy, record.gpu, record.model, record.workload
 
 
 def _get_load(record: RunRecord) -> tuple[object, ...]:
-    """Return the key of runs that differ only in policy."""
     return tuple(getattr(record, name) for name in LABELS if name != "policy")
-
-
-def _count_turns(record: RunRecord) -> int:
-    """Count turns as the client did. If it did not, assume equal jobs."""
-    return record.turns.ok or (record.jobs or 0) * len(record.by_turn)
 
 
 def _get_best_share(record: RunRecord) -> float | None:
@@ -415,7 +398,9 @@ def _get_best_share(record: RunRecord) -> float | None:
 
 
 def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | None) -> dict[str, Any]:
-    latency_s, num_turns = record.get_turn_latencies(), _count_turns(record)
+    latency_s = record.get_turn_latencies()
+    # Where the client did not count turns, jobs are taken to be equal.
+    num_turns = record.turns.ok or (record.jobs or 0) * len(record.by_turn)
     growth = _get_growth(latency_s)
     prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
     hit_ratio = hit / prompt if prompt and hit is not None else None
@@ -589,15 +574,10 @@ def _format_causes(report: Mapping[str, Any]) -> list[str]:
     ]
     lines = _table(("cause", "turns", "tokens", "share", "that is"), rows, left=(0, 4))
     cut = [f"{group} {_n(number)}" for group, number in report["short_groups"].items()]
-    # Other jobs' prefixes count here too, so the sum may be larger than the cause's.
-    return (
-        [
-            *lines,
-            f"tokens that another layer group still had, by the group that ended the hit: {', '.join(cut)}",
-        ]
-        if cut
-        else lines
-    )
+    if cut:  # Other jobs' prefixes count here too, so the sum may be larger than the cause's.
+        what = "tokens that another layer group still had, by the group that ended the hit"
+        lines.append(f"{what}: {', '.join(cut)}")
+    return lines
 
 
 def _format_job(job: Mapping[str, Any]) -> list[str]:
