@@ -124,7 +124,6 @@ class _JobReader:
         self._is_ours = False
 
     def take(self, event: Fields) -> None:
-        """Take a turn or a lease as it was known when the file was written."""
         self._is_ours = True
         known = event.part(OURS)
         if ARRIVED in event:
@@ -137,7 +136,6 @@ class _JobReader:
             self.data.leases.append(replace(codec.read(LeaseRecord, known), job=self.job_id))
 
     def read(self, event: Fields) -> None:
-        """Process one event."""
         name = next((name for name in EVENTS if name in event), None)
         if name is None:
             self.unknown[next(iter(event.values), "without a name")] += 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
@@ -104,7 +104,7 @@ class RunData:
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)
     """How often blocks were reclaimed from a lease before its end, by the kind of turn that got them."""
-    gauges: dict[str, Gauge] = field(default_factory=dict)
+    gauges: defaultdict[str, Gauge] = field(default_factory=lambda: defaultdict(Gauge))
     """Values of the engine's state, by their names in the file."""
     step_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds between consecutive steps of a busy engine."""
@@ -143,10 +143,6 @@ class RunData:
         self.leases = [_shift(lease, origin_s) for lease in self.leases]
         self.preemptions = [_shift(preemption, origin_s) for preemption in self.preemptions]
 
-    def add_to_gauge(self, name: str, value: float) -> None:
-        """Add one value of the engine's state."""
-        self.gauges.setdefault(name, Gauge()).add(value)
-
 
 _TIMES = (
     *("due_s", "sent_s", "start_s", "first_token_s", "last_token_s", "now_s"),
@@ -159,6 +155,5 @@ _Record = TypeVar("_Record", TurnRecord, Sample, LeaseRecord, Preemption)
 
 
 def _shift(record: _Record, origin_s: float) -> _Record:
-    names = (each.name for each in fields(record) if each.name in _TIMES)
-    known = {name: value for name in names if (value := getattr(record, name)) is not None}
-    return replace(record, **{name: value - origin_s for name, value in known.items()})
+    times_s = {name: value for name in _TIMES if (value := getattr(record, name, None)) is not None}
+    return replace(record, **{name: value - origin_s for name, value in times_s.items()})

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ from tenuto.records.run_data import LeaseRecord, Preemption, RunData
 from tenuto.records.schema import Sample, TurnRecord
 
 Commands = Literal["none", "hash", "full"]
-COMMANDS: tuple[Commands, ...] = ("none", "hash", "full")
+COMMANDS: tuple[Commands, ...] = get_args(Commands)
 """How a trace records the commands of tools."""
 SCHEMA = 1
 OLDER = ".1"
@@ -52,8 +52,6 @@ OLDER = ".1"
 
 MAX_IDS = 1000
 """Most ids in each of a step's lists of all requests or jobs. Its counts say how many there are."""
-
-_DIGEST_BYTES = 8
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -288,7 +286,7 @@ class CommandHider:
         if command is None or self._commands == "none":
             return None
         text = str(command).encode(errors="replace")
-        return "hash-" + hashlib.blake2b(text, key=self._salt, digest_size=_DIGEST_BYTES).hexdigest()
+        return "hash-" + hashlib.blake2b(text, key=self._salt, digest_size=8).hexdigest()
 
 
 SCARCE = 0.05
@@ -337,8 +335,6 @@ def read_part(header: Fields) -> Part:
 
 @dataclass(slots=True)
 class _TracedTurn:
-    """A turn with the data that has been read from the trace so far."""
-
     job: str
     turn: int
     due_s: float
@@ -358,17 +354,15 @@ class _TracedTurn:
     """Prompt tokens that have not been computed yet."""
 
     def to_record(self) -> TurnRecord:
+        recomputed = None
+        if self.reusable_tokens is not None and self.hit_tokens is not None:
+            recomputed = count_missed_tokens(self.reusable_tokens, self.hit_tokens) + (self.lost_tokens or 0)
         names = (each.name for each in fields(TurnRecord) if hasattr(self, each.name))
         return TurnRecord(
             **{name: getattr(self, name) for name in names},
             status="cancelled" if self.is_aborted else "ok",
-            recomputed_tokens=self._count_recomputed(),
+            recomputed_tokens=recomputed,
         )
-
-    def _count_recomputed(self) -> int | None:
-        if self.reusable_tokens is None or self.hit_tokens is None:
-            return None
-        return count_missed_tokens(self.reusable_tokens, self.hit_tokens) + (self.lost_tokens or 0)
 
 
 @dataclass
@@ -528,7 +522,6 @@ class _TraceReader:
         self._take(record, self.leases.get(turn_id))
 
     def _take(self, record: Fields, lease: LeaseRecord | None) -> None:
-        """Blocks of a lease were reclaimed."""
         taken_by = record.text("taken_by")
         self.data.takes[taken_by] += 1
         if lease is not None:
@@ -554,21 +547,22 @@ class _TraceReader:
         for each in inputs:
             if isinstance(each, dict) and type(each.get("block_size")) is int and each["block_size"] > 0:
                 self.data.known_block_size = each["block_size"]
-        if record.values.get("hook") == "load" and inputs and isinstance(inputs[0], dict):
-            turn = self.live.get(inputs[0].get("turn_id", ""))
-            if turn is not None:
-                # A turn that waits is asked for again; its last answer counts.
-                change = self.data.declined_loads.discard if answer else self.data.declined_loads.add
-                change((turn.job, turn.turn))
-        if record.values.get("hook") == "retain" and _is_offload(answer) and inputs:
-            job = inputs[0].get("job") if isinstance(inputs[0], dict) else None
+        hook, first = record.values.get("hook"), inputs[0] if inputs else None
+        if not isinstance(first, dict):
+            return
+        if hook == "load" and (turn := self.live.get(first.get("turn_id", ""))) is not None:
+            # A turn that waits is asked for again; its last answer counts.
+            change = self.data.declined_loads.discard if answer else self.data.declined_loads.add
+            change((turn.job, turn.turn))
+        if hook == "retain" and isinstance(answer, dict) and answer.get("type") == "Offload":
+            job = first.get("job")
             name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
             if name in self.finished:
                 self.data.offloaded.add((name, self.finished[name].turn))
 
     def _on_admission(self, record: Fields) -> None:
         turn = self.live.get(record.text("turn"))
-        num_loaded = record.optional(record.integer, "num_external_hit_tokens") or 0
+        num_loaded = record.optional(record.integer, "num_external_hit_tokens")
         if turn is not None and num_loaded:
             turn.loaded_tokens = num_loaded
 
@@ -576,7 +570,7 @@ class _TraceReader:
         now_s = record.number("now_s")
         values = {name: record.integer(name) for name in _GAUGES}
         for name, value in values.items():
-            self.data.add_to_gauge(name, value)
+            self.data.gauges[name].add(value)
         self.num_blocks = record.optional(record.integer, "num_blocks") or self.num_blocks
         self._see_pressure(values["num_free_blocks"], now_s)
         counts = record.optional_part("num_tokens")
@@ -638,10 +632,6 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
     data.turns = [turn.to_record() for turn in reader.turns]
     data.samples = [_set_size(sample, reader.num_blocks or reader.most_free) for sample in reader.samples]
     data.tells_leases = True
-
-
-def _is_offload(answer: Any) -> bool:
-    return isinstance(answer, dict) and answer.get("type") == "Offload"
 
 
 def _set_size(sample: Sample, num_blocks: int) -> Sample:

@@ -192,14 +192,14 @@ def _get_labels(record: RunRecord) -> dict[str, object]:
 
 
 def _get_gauges(data: RunData) -> dict[str, Gauge]:
-    if data.gauges or not data.samples:
+    if data.gauges:
         return data.gauges
-    gauges: dict[str, Gauge] = {}
+    gauges: defaultdict[str, Gauge] = defaultdict(Gauge)
     names = [each.name for each in fields(Sample) if each.name not in ("now_s", "num_blocks")]
     for sample in data.samples:
         for name in names:
             if (value := getattr(sample, name)) is not None:
-                gauges.setdefault(f"num_{name}", Gauge()).add(value)
+                gauges[f"num_{name}"].add(value)
     return gauges
 
 

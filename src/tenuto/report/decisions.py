@@ -127,9 +127,16 @@ def _start_run(
         raise type(error)(f"{record.place}: {error}") from None
     if isinstance(made, Oracle):
         raise ConfigError(f"policy {name} is told the whole workload beforehand, which no trace holds")
-    state = record.values.get("state")
-    if is_own and state is not None:
-        _restore(made, state, record)
+    state: Any = record.values.get("state")
+    if is_own and state is not None and isinstance(made, Learns):
+        try:
+            made.set_state(state)
+        except Exception as error:  # a policy is external code, and the trace may contain anything
+            raise record.error(
+                "state",
+                f"cannot be loaded by this policy ({error!r}): another version of the policy wrote the "
+                "trace, or the file is damaged",
+            ) from None
     verdict.num_runs += 1
     verdict.policies.append(name)
     return Replay(made)
@@ -156,19 +163,6 @@ def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerd
         )
 
 
-def _restore(policy: Policy, state: Any, record: Fields) -> None:
-    """Restore the state that the policy had learned before the trace began."""
-    try:
-        if isinstance(policy, Learns):
-            policy.set_state(state)
-    except Exception as error:  # a policy is external code, and the trace may contain anything
-        raise record.error(
-            "state",
-            f"cannot be loaded by this policy ({error!r}): another version of the policy wrote the trace, or "
-            "the file is damaged",
-        ) from None
-
-
 def format_verdict(verdict: DecisionVerdict) -> str:
     """Format the result as text."""
     lines = [
@@ -178,16 +172,12 @@ def format_verdict(verdict: DecisionVerdict) -> str:
     for place, each in verdict.differences:
         lines.append(f"{place}: {each.hook} was {_show(each.was)}, is {_show(each.answer)}")
         lines.append(f"    asked with {_show(each.inputs)}")
-    hidden = verdict.num_differences - len(verdict.differences)
-    if hidden:
+    if hidden := verdict.num_differences - len(verdict.differences):
         lines.append(f"… and {hidden:,} more")
-    lines += verdict.notes
-    lines.append(
-        f"{verdict.num_differences:,} answers differ"
-        if verdict.num_differences
-        else "every answer is the same"
+    differ = f"{verdict.num_differences:,} answers differ"
+    return "\n".join(
+        [*lines, *verdict.notes, differ if verdict.num_differences else "every answer is the same"]
     )
-    return "\n".join(lines)
 
 
 def _show(value: Any) -> str:

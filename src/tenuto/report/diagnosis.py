@@ -39,7 +39,6 @@ class Cause(Enum):
         "blocks of a window or a state were evicted, those of full attention were not",
     )
     NOT_STORED = "not yet stored", "its copy was still under way, or the tier had dropped it"
-    """The copy was still running, or the tier had dropped it."""
     DECLINED = "not loaded", "a tier had them, and the policy did not wait for the link"
     """It computed them again: the link was busy, or slow."""
     PARALLEL = "parallel turn", "another turn of the job still ran; their prompts may have nothing in common"
@@ -113,13 +112,11 @@ class JobStory:
 def make_stories(data: RunData) -> list[JobStory]:
     """Return the jobs of a run, in the order in which their ids were read."""
     leases = {(lease.job, lease.turn): lease for lease in data.leases}
-    offloads = _offloads_all(data)
+    # An engine with a tier also copies blocks that have no lease.
+    offloads = any(turn.loaded_tokens for turn in data.turns) or _is_offloading(data)
     return [
         JobStory(
-            job_id,
-            tuple(
-                _make_story(data, turns[:index], turn, leases, offloads) for index, turn in enumerate(turns)
-            ),
+            job_id, tuple(_make_story(data, turns[:n], turns[n], leases, offloads) for n in range(len(turns)))
         )
         for job_id, turns in data.jobs.items()
     ]
@@ -127,12 +124,7 @@ def make_stories(data: RunData) -> list[JobStory]:
 
 def get_policy(data: RunData) -> str | None:
     """Return the policy's name from the record or the trace."""
-    return data.record.policy if data.record is not None and data.record.policy else data.policy
-
-
-def _offloads_all(data: RunData) -> bool:
-    """Whether an engine with a tier also copies blocks that have no lease."""
-    return any(turn.loaded_tokens for turn in data.turns) or (get_policy(data) or "").startswith("offload")
+    return (data.record.policy if data.record else None) or data.policy
 
 
 def _make_story(
@@ -143,35 +135,25 @@ def _make_story(
     offloads: bool,
 ) -> TurnStory:
     started_s = turn.due_s if turn.start_s is None else turn.start_s
-    finished = [
-        each
-        for each in earlier
-        if each.status == "ok" and each.last_token_s is not None and each.last_token_s <= started_s
-    ]
-    before = finished[-1] if finished else None
+    ended = [each for each in earlier if each.last_token_s is not None and each.last_token_s <= started_s]
+    before = next((each for each in reversed(ended) if each.status == "ok"), None)
     lease = leases.get((before.job, before.turn)) if before else None
     fate = _get_fate(data, before, offloads)
-    if earlier and earlier[-1] is not before and _is_running(earlier[-1], started_s):
+    if earlier and (not ended or ended[-1] is not earlier[-1]):  # that one still runs
         before, lease, fate = before or earlier[-1], None, Cause.PARALLEL
     if before is not None and not data.tells_leases and before.turn != turn.turn - 1:
         before, lease, fate = None, None, Cause.UNTOLD
-    reusable = (
-        None if before is None and turn.turn > 1 else estimate_reusable_tokens(before, turn, data.block_size)
-    )
-    return TurnStory(
-        turn,
-        before,
-        lease,
-        fate,
-        reusable,
-        None if reusable is None else estimate_missed_tokens(before, turn, data.block_size),
-        data.short_hits.get((turn.job, turn.turn)),
-        (turn.job, turn.turn) in data.declined_loads,
-    )
+    reusable = missed = None
+    if before is not None or turn.turn <= 1:
+        reusable = estimate_reusable_tokens(before, turn, data.block_size)
+        missed = estimate_missed_tokens(before, turn, data.block_size)
+    key = turn.job, turn.turn
+    short_group, was_declined = data.short_hits.get(key), key in data.declined_loads
+    return TurnStory(turn, before, lease, fate, reusable, missed, short_group, was_declined)
 
 
-def _is_running(turn: TurnRecord, at_s: float) -> bool:
-    return turn.last_token_s is None or turn.last_token_s > at_s
+def _is_offloading(data: RunData) -> bool:
+    return (get_policy(data) or "").startswith("offload")
 
 
 def _get_fate(data: RunData, before: TurnRecord | None, offloads: bool) -> Cause:
@@ -181,7 +163,7 @@ def _get_fate(data: RunData, before: TurnRecord | None, offloads: bool) -> Cause
         return Cause.NOT_STORED
     if data.tells_leases or get_policy(data) == "stock":
         return Cause.NOT_STORED if offloads else Cause.NEVER_KEPT
-    return Cause.NOT_STORED if offloads and (get_policy(data) or "").startswith("offload") else Cause.UNTOLD
+    return Cause.NOT_STORED if _is_offloading(data) else Cause.UNTOLD
 
 
 _LEASE_ENDS = {
@@ -356,11 +338,9 @@ def _find_explosion(evidence: Evidence) -> Finding | None:
     worst = max(early, key=lambda number: early[number])
     if early[worst] < EXPLODES * later_s:
         return None
-    seen = (
-        ", ".join(f"turn {number} takes {_s(value)}" for number, value in early.items())
-        + f", a turn from 3 to {evidence.last_turn} takes {_s(later_s)} on average: "
-        + f"{early[worst] / later_s:.1f} times less"
-    )
+    seen = ", ".join(f"turn {number} takes {_s(value)}" for number, value in early.items())
+    seen += f", a turn from 3 to {evidence.last_turn} takes {_s(later_s)} on average: "
+    seen += f"{early[worst] / later_s:.1f} times less"
     if evidence.job_s and evidence.stock_job_s:
         seen += f"; jobs take {_s(evidence.job_s)}, with stock {_s(evidence.stock_job_s)} at this load"
     if 2 in early and early[1] >= WAITS_OUTSIDE * early[2]:
@@ -420,20 +400,16 @@ def _find_growth(evidence: Evidence) -> Finding | None:
     growth, second_s = evidence.growth, evidence.latency_s.get(2)
     if growth is None or growth < GROWS or evidence.last_turn is None:
         return None
-    if (
-        second_s
-        and evidence.last_turn > 2
-        and (evidence.latency_s[evidence.last_turn] < GROWS_FROM_SECOND * second_s)
-    ):
+    last_s = evidence.latency_s[evidence.last_turn]
+    if second_s and evidence.last_turn > 2 and last_s < GROWS_FROM_SECOND * second_s:
         return None
     seen = _show_growth(evidence)
     if evidence.queue_share is not None:
         seen += f"; {evidence.queue_share:.0%} of a turn is waiting for its first step"
     hit, best = evidence.hit_share, evidence.best_share
     if hit is not None:
-        seen += f"; {hit:.0%} of prompt tokens were hit" + (
-            f", {best:.0%} could be" if best is not None else ""
-        )
+        seen += f"; {hit:.0%} of prompt tokens were hit"
+        seen += "" if best is None else f", {best:.0%} could be"
     if hit is not None and best is not None and best - hit < 0.1:
         return Finding(
             "linear growth",

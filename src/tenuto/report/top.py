@@ -38,9 +38,6 @@ LATENCIES = {
     "turn": "vllm:e2e_request_latency_seconds",
     "queue": "vllm:request_queue_time_seconds",
 }
-TIER_USAGE = {"cpu": "vllm:kv_offload_cpu_cache_usage_perc"}
-TIER_BLOCKS = {"host": "vllm:simple_kv_offload_used_blocks"}
-OWN_TIERS = ("host", "disk")
 _RESET_SIGNS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "tenuto:leases_granted_total")
 
 
@@ -230,11 +227,9 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
 
 
 def _get_engines(page: Page) -> list[str]:
-    """The engines by their labels, in order."""
+    """The engines by their labels: numbers first, in their order."""
     engines = page.labels("vllm:num_requests_running", "engine")
-    return sorted(
-        engines, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name)
-    )
+    return sorted(engines, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
 
 
 def _get_longest_wait_s(page: Page) -> float | None:
@@ -247,23 +242,18 @@ def _get_longest_wait_s(page: Page) -> float | None:
 
 def _get_next_deadline_in_s(page: Page) -> float | None:
     """Seconds until the next lease's deadline. A busy engine ends leases a little late."""
-    deadlines = [
-        value
-        for _, value in page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
-        if value > 0
-    ]
-    return max(0.0, min(deadlines) - page.at_s) if deadlines else None
+    told = page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
+    first_s = min((value for _, value in told if value > 0), default=None)
+    return None if first_s is None else max(0.0, first_s - page.at_s)
 
 
 def _get_tenants(page: Page) -> dict[str, Any]:
-    """The number of active tenants, and the leased blocks of each tenant, largest first."""
-    names = page.labels("tenuto:tenant_leased_blocks", "tenant")
-    blocks = {name: page.total("tenuto:tenant_leased_blocks", tenant=name) or 0.0 for name in names}
+    blocks = page.by_label("tenuto:tenant_leased_blocks", "tenant")
     shares = [value for _, value in page.samples.get("tenuto:largest_tenant_share", ())]
     return {
         "active": page.total("tenuto:active_tenants"),
         "largest_share": max(shares, default=None),
-        "leased_blocks": dict(sorted(blocks.items(), key=lambda item: -item[1])),
+        "leased_blocks": dict(sorted(blocks.items(), key=lambda item: (-item[1], item[0]))),
     }
 
 
@@ -276,8 +266,8 @@ def _get_cache(page: Page, **labels: str) -> dict[str, Any]:
     wanted = labels.get("engine")
     num_blocks = used = 0.0
     for engine, own in sizes.items():
-        # Block 0 holds no tokens.
-        blocks = _get_number(own.get("num_gpu_blocks")) - 1
+        told = own.get("num_gpu_blocks", "")
+        blocks = (int(told) if told.isdecimal() else 0) - 1  # block 0 holds no tokens
         if blocks > 0 and wanted in (None, engine):
             num_blocks += blocks
             used += blocks * (page.total("vllm:kv_cache_usage_perc", engine=engine) or 0.0)
@@ -297,7 +287,6 @@ def _get_cache(page: Page, **labels: str) -> dict[str, Any]:
 
 
 def _count_apart(cumulative: Buckets) -> list[dict[str, float | None]]:
-    """A histogram's buckets, each with its own count."""
     counts: list[dict[str, float | None]] = []
     below = 0.0
     for bound, count in cumulative.items():
@@ -308,29 +297,18 @@ def _count_apart(cumulative: Buckets) -> list[dict[str, float | None]]:
 
 def _get_tiers(page: Page) -> list[dict[str, Any]]:
     """Tiers below the GPU, as far as the server's connector shows them."""
-    shares = [(name, page.total(metric), None) for name, metric in TIER_USAGE.items()]
-    blocks = [(name, None, page.total(metric)) for name, metric in TIER_BLOCKS.items()]
-    own = [_get_own_tier(page, name) for name in OWN_TIERS]
-    if any(own):
-        return [each for each in own if each is not None]
+    found: list[tuple[str, float | None, float | None]] = []
+    for name in ("host", "disk"):  # of `tenuto serve --host-gb`
+        used = page.total("tenuto:tier_used_blocks", tier=name)
+        found.append((name, _divide(used, page.total("tenuto:tier_blocks", tier=name)), used))
+    if all(used is None for *_, used in found):
+        found = [("cpu", page.total("vllm:kv_offload_cpu_cache_usage_perc"), None)]
+        found.append(("host", None, page.total("vllm:simple_kv_offload_used_blocks")))
     return [
         {"name": name, "used_share": share, "used_blocks": used}
-        for name, share, used in (*shares, *blocks)
+        for name, share, used in found
         if share is not None or used is not None
     ]
-
-
-def _get_own_tier(page: Page, name: str) -> dict[str, Any] | None:
-    """A tier of `tenuto serve --host-gb`; None if the server has none of this name."""
-    size = page.total("tenuto:tier_blocks", tier=name)
-    used = page.total("tenuto:tier_used_blocks", tier=name)
-    if used is None:
-        return None
-    return {"name": name, "used_share": used / size if size else None, "used_blocks": used}
-
-
-def _get_number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
 
 
 TIMEOUT_S = 10.0
@@ -447,7 +425,6 @@ def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
 
 
 def _explain(error: Exception, url: str) -> str:
-    """The reason why there is nothing to show, in words."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"{url} answers /metrics with status {error.response.status_code}"
     if isinstance(error, DataError):
@@ -529,7 +506,6 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=_LABEL_WIDTH, style="bold")
     grid.add_column(overflow="fold")
-    has_tenuto = state["server"]["has_tenuto"]
     rows: list[tuple[str, RenderableType]] = [
         ("requests", _show_requests(state)),
         ("", _show_rates(state["requests"])),
@@ -540,13 +516,14 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
         ("", _show_hit_spark(state["hits"], history["hit_ratio"])),
         ("latency", _show_latencies(state["latency"])),
     ]
-    if has_tenuto:
+    if state["server"]["has_tenuto"]:
+        wishes = ", ".join(f"{_n(number)} {result}" for result, number in state["wishes"].items() if number)
         rows += [
             ("leases", _show_leases(state["leases"])),
             ("", _show_ends(state["leases"])),
             *(("", words) for words in _show_reasons(state["leases"])),
             ("", _show_spark("leased", history["leased"])),
-            *_show_wishes(state["wishes"]),
+            *([("wishes", wishes)] if wishes else []),
             *_show_tenants(state["tenants"]),
             ("tools", _show_tools(state["tools"])),
             ("policy", _show_policy(state["policy"])),
@@ -561,12 +538,6 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
     if len(state["engines"]) > 1:
         parts += [Text(), _show_engines(state["engines"])]
     return Group(*parts)
-
-
-def _show_wishes(wishes: Mapping[str, float | None]) -> list[tuple[str, RenderableType]]:
-    """What became of cache wishes so far; no line if there were none."""
-    told = ", ".join(f"{_n(number)} {result}" for result, number in wishes.items() if number)
-    return [("wishes", told)] if told else []
 
 
 def make_line(state: Mapping[str, Any]) -> str:
@@ -658,12 +629,8 @@ def _show_bar(cache: Mapping[str, Any]) -> Text:
 
 
 def _show_split(cache: Mapping[str, Any]) -> Text:
-    known = [
-        (name, cache[name], style) for name, _, style in _PARTS if cache["blocks"] and cache[name] is not None
-    ]
-    return Text.assemble(
-        *((f"{name} {_p(blocks / cache['blocks'])}  ", style) for name, blocks, style in known)
-    )
+    known = [(name, style) for name, _, style in _PARTS if cache["blocks"] and cache[name] is not None]
+    return Text.assemble(*((f"{name} {_p(cache[name] / cache['blocks'])}  ", style) for name, style in known))
 
 
 def _show_hits(hits: Mapping[str, Any]) -> str:
@@ -710,7 +677,6 @@ def _show_ends(leases: Mapping[str, Any]) -> str:
 
 
 def _show_reasons(leases: Mapping[str, Any]) -> Iterator[Text]:
-    """The most frequent reasons, in words."""
     rates = [
         (rate, what, why)
         for what, name in (("not granted", "refused_per_s"), ("taken back", "reclaims_per_s"))

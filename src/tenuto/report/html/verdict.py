@@ -96,7 +96,6 @@ def describe(
 
 
 def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
-    """The winner, by how much, at which load, against which policies; and whether it is simulated."""
     if not places:
         text = _describe_no_comparison(groups)
     elif len(places) == 1:
@@ -110,7 +109,6 @@ def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
 
 
 def _mark(text: str, settings: Sequence[Setting]) -> str:
-    """Put before a text that its numbers are simulated."""
     kinds = {setting.kind for setting in settings}
     if kinds == {"simulated"}:
         return f"Simulated: {text}"
@@ -125,11 +123,12 @@ def _describe_one(place: Place) -> str:
     winner, against = place.winner, place.winner.against
     best = shorten(winner.policies[0])
     if winner.is_open:
-        return (
-            f"nothing is proved {place.words}: {_describe_reason(against)}. {_describe_difference(against)}."
-        )
+        reason = _describe_reason(against)
+        return f"nothing is proved {place.words}: {reason}. {_describe_difference(against)}."
     if len(winner.policies) == len(place.group.policies) == 2:
-        small = "that matters " if _is_sure_but_small(against) else ""
+        low, high = against.mean.low, against.mean.high
+        is_sure = low is not None and high is not None and not low <= 1 <= high
+        small = "that matters " if is_sure else ""
         return (
             f"no difference {small}between {best} and {shorten(winner.policies[1])} was seen {place.words}: "
             f"{_describe_values(against)}."
@@ -147,13 +146,7 @@ def _describe_one(place: Place) -> str:
     return f"{best} is faster {rivals} {place.words}: {_describe_values(against, to)}."
 
 
-def _is_sure_but_small(each: Contrast) -> bool:
-    low, high = each.mean.low, each.mean.high
-    return low is not None and high is not None and not low <= 1 <= high
-
-
 def _describe_reason(each: Contrast) -> str:
-    """The reason why runs show nothing."""
     if not each.is_valid:
         return "figures of these runs are INVALID"
     if not each.is_paired:
@@ -165,12 +158,10 @@ def _describe_reason(each: Contrast) -> str:
 
 
 def _describe_difference(each: Contrast) -> str:
-    """One policy against another, without saying who wins."""
     return f"{shorten(each.policy)} against {shorten(each.other)}: {_describe_values(each)}"
 
 
 def _describe_values(each: Contrast, than: str = "") -> str:
-    """Mean and P95, how they differ, and how sure that is."""
     mean = (
         f"mean job time {format_seconds(each.values.mean_s)} against "
         f"{format_seconds(each.other_values.mean_s)} ({_describe_estimate(each.mean)}{than})"
@@ -184,7 +175,6 @@ def _describe_values(each: Contrast, than: str = "") -> str:
 
 
 def _describe_estimate(estimate: Estimate) -> str:
-    """A ratio of times with its interval."""
     change = describe_change(estimate.ratio, is_time=True)
     if estimate.low is None or estimate.high is None:
         return f"{change}; one pair"
@@ -243,7 +233,6 @@ def _describe_range(policy: str, places: Sequence[Place]) -> str:
 
 
 def _describe_ends(ratios: Sequence[tuple[float, Place | None]]) -> str:
-    """From the smallest to the largest change, with their places."""
     by_ratio = sorted(ratios, key=lambda item: item[0])
     first, last = by_ratio[0], by_ratio[-1]
     if last[0] < 1.0005:  # all are shorter
@@ -283,7 +272,6 @@ def _describe_times(cell: PolicyCell) -> str:
 
 
 def _describe_splits(groups: Sequence[Group]) -> Iterator[str]:
-    """How much of each policy's difference to stock is due to steps, order and cache."""
     words = (
         " Steps: what the policy's step size does to stock; order: what the policy does with these steps "
         "and no KV kept; cache: what keeping KV adds. stock @N: stock with the best of a few step sizes, "
@@ -367,7 +355,6 @@ def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str
 
 
 def _find_caveats(runs: Sequence[Run], groups: Sequence[Group], places: Sequence[Place]) -> Iterator[str]:
-    """How sure all that is, and what was measured."""
     if invalid := [run for run in runs if run.invalid]:
         yield (
             f"INVALID: the figures of {len(invalid)} of {count(len(runs), 'run')} do not describe the "
@@ -414,17 +401,15 @@ def _describe_origin(runs: Sequence[Run], groups: Sequence[Group]) -> str:
         "load": {cell.load for cell in cells},
     }
     total = ", ".join([count(len(runs), "run"), *(count(len(each), noun) for noun, each in counted.items())])
-    known = {
+    origins = {
         "simulated": "simulated",
         "measured": "measured on a live server",
         "origin unknown": "of unknown origin",
     }
-    kinds = sorted(Counter(run.setting.kind for run in runs).items())
-    words = [known.get(kind, f"on a {kind}") for kind, _ in kinds]
-    if len(kinds) > 1:
-        words = [f"{number} {each}" for (_, number), each in zip(kinds, words, strict=True)]
-    elif len(runs) > 1:
-        words[0] = f"all {words[0]}"
+    words = []
+    for kind, number in sorted(Counter(run.setting.kind for run in runs).items()):
+        many = "all " if number == len(runs) > 1 else f"{number} " if number < len(runs) else ""
+        words.append(many + origins.get(kind, f"on a {kind}"))
     scale = (
         " A simulated server at speed N sends everything N times as fast as the machine that it simulates "
         "would: times are real seconds, 1/N of the simulated ones, and loads are real too."
