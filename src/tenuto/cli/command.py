@@ -33,12 +33,8 @@ T = TypeVar("T")
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 RENAMED: Mapping[str, str] = {"--scale": "--scale-lengths", "--speed": "--scale-rate"}
 """Flags of earlier releases, and their present names."""
-
-
 NOW_WANTS: Mapping[str, str] = {"--hints": "; what --hints alone did in 0.1 is --hints tool now"}
 """Flags that took no value in earlier releases, and what to write instead."""
-
-
 _POINTER = "\n--help-all shows %d more options.\n"
 
 
@@ -67,12 +63,10 @@ class Command:
     run: Callable[[Given], int]
     """Returns the exit status. Raises TenutoError."""
     notes: str = ""
-    """Further notes, at the end of the help."""
     passes_on: bool = False
     """Whether unknown arguments are passed on to another program."""
     main: tuple[str, ...] = ()
-    """For commands with many options: the fields that --help shows. --help-all shows all. Empty: --help shows
-    all. Required options are always shown."""
+    """Of many options, those that --help shows beside required ones; --help-all shows all. Empty: all."""
 
     def get_flags(self) -> list[Flag]:
         """All its flags. A field of several parts is one flag."""
@@ -221,7 +215,6 @@ def get_flags(cls: type) -> Iterator[Flag]:
 
 
 def _find_owner(cls: type, field: dataclasses.Field[Any]) -> type:
-    """The class that declares a field."""
     return next(each for each in cls.__mro__ if field.name in vars(each).get("__annotations__", ()))
 
 
@@ -349,7 +342,6 @@ class Given:
 
 
 def _convert(flag: Flag, given: Any) -> Any:
-    """One value of a flag. Raises ConfigError."""
     if flag.kind is bool:
         return given
     try:

@@ -253,7 +253,6 @@ class RunFiles:
     def __init__(self, folder: Path | None, *, replaces: bool = False) -> None:
         """`replaces`: overwrite the files of an earlier run. Otherwise such a folder is a ConfigError."""
         self.problem: str | None = None
-        """The error message if something could not be written, else None."""
         self._folder = folder
         self._replaces = replaces
         self._files: dict[str, TextIO] = {}

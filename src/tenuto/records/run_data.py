@@ -36,8 +36,7 @@ class LeaseRecord:
     taken_by: str | None = None
     """Who took blocks back last: a value of `tenuto.core.types.TakenBy`; None if unknown."""
     was_pressed: bool = True
-    """Whether free blocks were scarce during the lease, so that some of its blocks may have been
-    reclaimed."""
+    """Whether free blocks were scarce during the lease, so that some of its own may have been reclaimed."""
 
 
 @dataclass(slots=True)
@@ -49,7 +48,6 @@ class Preemption:
     preempted_s: float
     resumed_s: float | None = None
     hit_tokens: int | None = None
-    """Tokens that it hit when it resumed."""
 
 
 @dataclass(slots=True)
@@ -80,7 +78,6 @@ class RunData:
     """All known data of one run. Times are seconds on the run's own clock."""
 
     source: str
-    """The file or folder."""
     kind: str = "turns"
     """turns, trace, recording or prototype."""
     record: RunRecord | None = None
@@ -98,8 +95,7 @@ class RunData:
     short_tokens: Counter[str] = field(default_factory=Counter)
     """Prompt tokens after such hits that another group still had, by the group that ended the hit."""
     parted_at: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Tokens before the first difference to the job's last prompt, by job and turn number, if there is
-    one."""
+    """Tokens before the first difference to the job's last prompt, by job and turn number, if any."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)
@@ -113,7 +109,6 @@ class RunData:
     tells_leases: bool = False
     """Whether leases were recorded. If so, a turn without a lease record really had no lease."""
     notes: list[str] = field(default_factory=list)
-    """Remarks about anything unusual in the files."""
     known_block_size: int | None = None
 
     @property

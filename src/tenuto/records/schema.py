@@ -28,9 +28,8 @@ RUN, TURN, SAMPLE, VALIDATION = "run", "turn", "sample", "validation"
 """Values of `kind`."""
 
 _ALWAYS_KEPT = ("gpu", "model", "policy", "workload", "seed", "async_scheduling")
-"""Options that are recorded even if they have their default values.
-
-Records without `async_scheduling` are from versions that had it off by default."""
+"""Options that are recorded even if they have their default values. Records without `async_scheduling` are
+from versions that had it off by default."""
 
 Status = Literal["ok", "failed", "cancelled"]
 Tokens = Annotated[int, Range(0, MAX_TOKENS)]
@@ -97,7 +96,6 @@ class TurnRecord:
     """Prompt tokens as counted by the engine."""
     output_tokens: Tokens | None = None
     planned_prompt_tokens: Tokens | None = None
-    """Prompt tokens that the workload plans."""
     planned_output_tokens: Tokens | None = None
     hit_tokens: Tokens | None = None
     """Prompt tokens not computed when the turn first started: they were found in the KV cache or loaded."""
@@ -184,7 +182,6 @@ class TurnMeans:
     """Means over the turns of all jobs that have the same turn number."""
 
     turns: int = 0
-    """Number of turns in the means."""
     latency_s: float | None = None
     prompt_tokens: float | None = None
 
@@ -218,8 +215,7 @@ class RunRecord:
     model: str = "unnamed model"
     workload: str = "unnamed workload"
     jps: float | None
-    """Arrival rate in jobs per second. None for recorded arrivals, and for users who run jobs one at a
-    time."""
+    """Jobs that arrive per second. None for recorded arrivals, and for users who run jobs one at a time."""
     seed: int | None
     simulated: bool | None
 
@@ -263,8 +259,7 @@ class RunRecord:
     job_times_s: Mapping[str, float] = field(default_factory=dict)
     """Time of each finished job by id, in order of arrival."""
     policy_faults: int | None = None
-    """Number of policy hook calls that raised or gave an invalid answer. The engine's default was used
-    instead."""
+    """Calls of the policy's hooks that raised or answered wrongly. The engine's default was used instead."""
 
     # How the run was made.
     block_size: int | None

@@ -188,7 +188,7 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:
-    return {name: getattr(record, name) for name in LABELS if getattr(record, name) is not None}
+    return {name: value for name, value in _get_values(record, *LABELS).items() if value is not None}
 
 
 def _get_gauges(data: RunData) -> dict[str, Gauge]:
@@ -332,10 +332,7 @@ def _describe_turn(turn: TurnStory, block_size: int) -> dict[str, Any]:
         "tool_s": turn.tool_s,
         "queue_s": record.queue_s,
         "latency_s": turn.latency_s,
-        "prompt_tokens": prompt,
-        "output_tokens": record.output_tokens,
-        "hit_tokens": hit,
-        "loaded_tokens": record.loaded_tokens,
+        **_get_values(record, "prompt_tokens", "output_tokens", "hit_tokens", "loaded_tokens"),
         "reusable_tokens": reusable,
         "missed_tokens": turn.missed_tokens,
         "hit_ratio": None if hit is None or not prompt else hit / prompt,
@@ -345,6 +342,10 @@ def _describe_turn(turn: TurnStory, block_size: int) -> dict[str, Any]:
         "preemptions": record.preemptions or 0,
         "aborted": record.status != "ok",
     }
+
+
+def _get_values(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _count_missed(job: JobStory) -> int:
@@ -413,24 +414,18 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
         hit_share=hit_ratio,
         best_share=_get_best_share(record),
         num_moved_tokens=_count_moved(record),
-        light_first_s=light.get_turn_latencies().get(1)
-        if light is not None and light is not record
-        else None,
+        light_first_s=light.get_turn_latencies().get(1) if light and light is not record else None,
         policy=record.policy,
         job_s=job_s,
-        stock_job_s=get_stat(stock.job_s, "mean") if stock is not None and stock is not record else None,
+        stock_job_s=get_stat(stock.job_s, "mean") if stock and stock is not record else None,
     )
     return {
         "labels": _get_labels(record),
         "jobs": record.jobs,
         "job_s": job_s,
         "p95_job_s": get_stat(record.job_s, "p95"),
-        "prompt_tokens": prompt,
-        "hit_tokens": hit,
-        "recomputed_tokens": record.recomputed_tokens,
-        "preemptions": preemptions,
-        "loaded_tokens": record.loaded_tokens,
-        "stored_tokens": record.stored_tokens,
+        **_get_values(record, "prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions"),
+        **_get_values(record, "loaded_tokens", "stored_tokens"),
         "hit_ratio": hit_ratio,
         "best_ratio": _get_best_share(record),
         "preemptions_per_turn": preemptions / num_turns if preemptions is not None and num_turns else None,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens
+from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
 
@@ -72,7 +72,6 @@ class TurnStory:
     """Reusable tokens that were not hit."""
     short_group: str | None = None
     """The layer group that ended its hit before another group's blocks did; None if none did."""
-
     was_declined: bool = False
     """Whether a tier below the GPU had more of it, and the policy chose to compute that again."""
 
@@ -98,15 +97,8 @@ class JobStory:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the first arrival to the last token, with tools.
-
-        None if a turn failed or has no end.
-        """
-        ends_s = [turn.record.last_token_s for turn in self.turns if turn.record.status == "ok"]
-        known_s = [end_s for end_s in ends_s if end_s is not None]
-        if not known_s or len(known_s) < len(self.turns):
-            return None
-        return max(known_s) - min(turn.record.due_s for turn in self.turns)
+        """Seconds from the first arrival to the last token, with tools; None if a turn has none."""
+        return get_job_times_s(turn.record for turn in self.turns).get(self.job_id)
 
 
 def make_stories(data: RunData) -> list[JobStory]:

@@ -123,7 +123,7 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
 
 def plot_jct(group: Group, looks: Looks) -> Chart | None:
     """JCT against load: the mean, the band up to P95, whiskers over seeds."""
-    cells = [cell for policy in group.policies for cell in group.get_cells(policy)]
+    cells = group.get_cells()
     if not cells:
         return None
     at = _describe_loads(group, (cell.load for cell in cells))
@@ -191,15 +191,8 @@ def plot_speed_ups(group: Group, looks: Looks) -> Chart | None:
             interval = (
                 "–" if low is None or high is None else f"{format_ratio(1 / high)} – {format_ratio(1 / low)}"
             )
-            rows.append(
-                (
-                    looks[policy].label,
-                    group.describe_load(load),
-                    *map(format_ratio, speed_up),
-                    interval,
-                    "yes" if contrast.differs else "no",
-                )
-            )
+            place, differs = (looks[policy].label, group.describe_load(load)), contrast.differs
+            rows.append((*place, *map(format_ratio, speed_up), interval, "yes" if differs else "no"))
     if not points:
         return None
     at, baseline = _describe_loads(group, (point.load for point in points)), shorten(group.baseline)
@@ -240,10 +233,8 @@ def plot_hits(group: Group, looks: Looks) -> Chart | None:
             points.append(_Point(cell.policy, cell.load, Spread.of(shares)))
     if not any(point.value.high for point in points):
         return None
-    at, what = (
-        _describe_loads(group, (point.load for point in points)),
-        "reusable" if of_reusable else "prompt",
-    )
+    at = _describe_loads(group, (point.load for point in points))
+    what = "reusable" if of_reusable else "prompt"
     if at.is_one:
         points = [point._replace(band=(0, point.value.middle)) for point in points]
     return Chart(
@@ -270,8 +261,6 @@ def plot_hits(group: Group, looks: Looks) -> Chart | None:
 
 
 class _Point(NamedTuple):
-    """One policy at one load."""
-
     policy: str
     load: Load
     value: Spread
@@ -425,9 +414,7 @@ def plot_cdf(group: Group, looks: Looks) -> Chart | None:
 
 def _choose_loads(group: Group, has_data: Callable[[PolicyCell], bool]) -> list[Load]:
     """The lowest, the middle and the highest load with data."""
-    loads = [
-        load for load in group.loads if any(cell.load == load and has_data(cell) for cell in group.cells)
-    ]
+    loads = sort_loads(cell.load for cell in group.cells if has_data(cell))
     return loads if len(loads) <= 3 else [loads[0], loads[len(loads) // 2], loads[-1]]
 
 
@@ -440,13 +427,8 @@ def _average_turns(cell: PolicyCell | None) -> dict[int, float]:
     return {turn: sum(found[turn]) / len(found[turn]) for turn in sorted(found)}
 
 
-OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...] = (
-    plot_jct,
-    plot_speed_ups,
-    plot_hits,
-    plot_turns,
-    plot_cdf,
-)
+OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...]
+OF_A_SETTING = (plot_jct, plot_speed_ups, plot_hits, plot_turns, plot_cdf)
 """The charts of each setting, in their order on the page. None where a setting has no data for one."""
 
 
@@ -585,18 +567,13 @@ def plot_validation(record: ValidationRecord) -> Chart | None:
             ("simulated", "p2", "X", arm.simulated_job_s),
         ):
             if values:
-                span = [(min(values), max(values))]
-                look = Look(what, color, marker)
-                marks.append(
-                    Series(look=look, at=[len(labels)], values=[statistics.fmean(values)], ranges=span)
-                )
+                look, span = Look(what, color, marker), Spread.of(values)
+                marks.append(Series(look=look, at=[len(labels)], values=[span.middle], ranges=[span[1:]]))
                 labels.append(f"{name}, {what}")
         times_s = (arm.mean_job_s, arm.simulated_job_s, arm.p95_job_s, arm.mean_ttft_s, arm.p95_ttft_s)
         times = [format_seconds(statistics.fmean(each)) if each else "–" for each in times_s]
-        shares = [
-            "–" if share is None else format_share(share)
-            for share in (arm.reused_share, arm.simulated_reused_share)
-        ]
+        reused = (arm.reused_share, arm.simulated_reused_share)
+        shares = ["–" if share is None else format_share(share) for share in reused]
         steps = "own" if arm.step_tokens is None else f"{arm.step_tokens:,}"
         error = "–" if arm.error is None else f"{arm.error:+.1%}"
         rows.append((name, steps, *times[:2], error, *times[2:], *shares))
@@ -661,19 +638,17 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _describe_router(fleet: Mapping[str, Any]) -> str:
-    """What the router did, as far as the record has it."""
+    numbers = {key: int(number) for key, number in fleet.items() if _is_number(number)}
     parts = []
-    if _is_number(moves := fleet.get("moves")):
-        tokens, copied = (
-            number if _is_number(number := fleet.get(key)) else 0 for key in ("moved_tokens", "copied_tokens")
-        )
+    if "moves" in numbers:
+        tokens, copied = (numbers.get(key, 0) for key in ("moved_tokens", "copied_tokens"))
         parts.append(
-            f"{count(int(moves), 'move')} of jobs, with {int(tokens):,} tokens of context, "
-            f"{int(copied):,} of them copied and the others computed again"
+            f"{count(numbers['moves'], 'move')} of jobs, with {tokens:,} tokens of context, "
+            f"{copied:,} of them copied and the others computed again"
         )
     for key, words in (("held", "held back at first"), ("resent", "sent again because an engine failed")):
-        if _is_number(number := fleet.get(key)):
-            parts.append(f"{count(int(number), 'turn')} {words}")
+        if key in numbers:
+            parts.append(f"{count(numbers[key], 'turn')} {words}")
     return f"{'; '.join(parts)}." if parts else "The record does not say what the router did."
 
 
@@ -725,17 +700,16 @@ def plot_occupancy(detail: Detail) -> Chart | None:
         traces = [Trace(tier, times_s, get(tier, samples)) for tier in tiers]
         most = max(blocks for trace in traces for blocks in trace.values)
         panels.append(make_panel("blocks below the GPU", traces, most))
-    means = {state: statistics.fmean(get(state, samples)) for state in (*states, *tiers)}
+    sizes = {
+        state: (statistics.fmean(get(state, samples)), max(get(state, detail.samples)))
+        for state in (*states, *tiers)
+    }
     return Chart(
         name="kv",
         title=f"KV cache over time: {detail.label}",
         caption="Blocks of the GPU's KV cache by state: running turns, leased for jobs in a tool call, "
-        + (
-            "cached (free, but can still be hit), free. "
-            if has_cached
-            else "free (empty, or can still be hit). "
-        )
-        + f"{size:,} blocks in all. {detail.note}".rstrip()
+        + ("cached (free, but can still be hit), free" if has_cached else "free (empty, or can still be hit)")
+        + f". {size:,} blocks in all. {detail.note}".rstrip()
         + (" Below: what the host and disk tiers hold." if tiers else "")
         + (f" {count(len(detail.samples), 'sample')}, averaged to {len(samples)}." if thinned else ""),
         panels=panels,
@@ -743,13 +717,8 @@ def plot_occupancy(detail: Detail) -> Chart | None:
         table=Table(
             ("State", "Mean blocks", "Most blocks", "Mean share"),
             tuple(
-                (
-                    state,
-                    f"{mean:,.0f}",
-                    f"{max(get(state, detail.samples)):,.0f}",
-                    f"{mean / size:.0%}" if size else "–",
-                )
-                for state, mean in means.items()
+                (state, f"{mean:,.0f}", f"{most:,.0f}", f"{mean / size:.0%}" if size else "–")
+                for state, (mean, most) in sizes.items()
             ),
         ),
         mark=detail.mark,

@@ -59,8 +59,7 @@ class Contrast:
     is_simulated: bool
     """Whether the runs are simulated. A seed then has one result, so two pairs are enough for an interval."""
     is_paired: bool
-    """Whether both ran with at least one common seed. Without one, the ratio is of other jobs and shows
-    nothing."""
+    """Whether both ran with a common seed. Without one, the ratio is of other jobs and shows nothing."""
     is_valid: bool
     """Whether no run says that its figures are INVALID."""
 
@@ -87,21 +86,15 @@ class Contrast:
 def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
     """By seed, the job times of the policies that ran with it and took any time.
 
-    `runs`: by policy, at one load of one setting.
-
-    A job that failed with one policy is left out for all, as in `tenuto ab`, because failed jobs are usually
-    long. Runs of one policy with the same seed count as one.
+    `runs`: by policy, at one load of one setting. A job that failed with one policy is left out for all, as
+    in `tenuto ab`, because failed jobs are usually long. Runs of one policy with the same seed count as one.
     """
     seeds = dict.fromkeys(run.seed for each in runs.values() for run in each)
     pairs: dict[int | None, Pair] = {}
     for seed in seeds:
         same = {policy: [run for run in each if run.seed == seed] for policy, each in runs.items()}
-        known = [
-            frozenset(run.record.job_times_s)
-            for each in same.values()
-            for run in each
-            if run.record.job_times_s
-        ]
+        every = (frozenset(run.record.job_times_s) for each in same.values() for run in each)
+        known = [jobs for jobs in every if jobs]
         jobs = frozenset.intersection(*known) if known else frozenset()
         found = {policy: _get_times(each, jobs) for policy, each in same.items()}
         pairs[seed] = {policy: times for policy, times in found.items() if times is not None}
@@ -109,9 +102,8 @@ def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
 
 
 def _get_times(runs: Sequence[Run], jobs: frozenset[str]) -> JobTimes | None:
-    times = [each for run in runs if (each := _get_run_times(run, jobs)) is not None]
-    times = [each for each in times if each.mean_s >= MIN_TIME_S]
-    return _average(times)
+    every = (_get_run_times(run, jobs) for run in runs)
+    return _average([each for each in every if each is not None and each.mean_s >= MIN_TIME_S])
 
 
 def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
@@ -131,7 +123,6 @@ def contrast(
     if any(run.ab is not None for run in both):
         # `tenuto ab` counts the repeats that all its arms have run.
         known = [pair for pair in known if runs.keys() <= pair.keys()]
-    is_paired = bool(known)
     values, other_values = (
         _average([pair[each] for pair in known or pairs.values() if each in pair]) for each in (policy, other)
     )
@@ -154,7 +145,7 @@ def contrast(
         other_values=other_values,
         threshold=next((run.ab.threshold for run in both if run.ab), THRESHOLD_PERCENT / 100),
         is_simulated=all(run.setting.is_simulated for run in both),
-        is_paired=is_paired,
+        is_paired=bool(known),
         is_valid=not any(run.invalid for run in both),
     )
 
@@ -218,13 +209,11 @@ class Winner:
     """Which policy has the shortest mean JCT in one setting at one load, and how sure that is."""
 
     policies: tuple[str, ...]
-    """The policy with the shortest mean, then policies that these runs do not distinguish from it, by their
-    means."""
+    """The policy with the shortest mean, then those that these runs do not tell from it, by their means."""
     is_open: bool
     """Whether nothing is proved: one seed, too few measured pairs, no common seed, or INVALID figures."""
     against: Contrast
-    """The first policy against the baseline. If it is the baseline, or there is none: against the next
-    best."""
+    """The first policy against the baseline; if it is that, or there is none, against the next best."""
 
     @property
     def is_tie(self) -> bool:
@@ -264,9 +253,9 @@ class Group:
         """The cell, if there are runs in it."""
         return next((cell for cell in self.cells if (cell.policy, cell.load) == (policy, load)), None)
 
-    def get_cells(self, policy: str) -> list[PolicyCell]:
-        """The policy's cells that have a mean JCT, by load."""
-        cells = [self.try_cell(policy, load) for load in self.loads]
+    def get_cells(self) -> list[PolicyCell]:
+        """The cells that have a mean JCT, by policy and load."""
+        cells = (self.try_cell(policy, load) for policy in self.policies for load in self.loads)
         return [cell for cell in cells if cell and cell.mean_s_by_seed]
 
     @property
@@ -338,11 +327,8 @@ class Group:
 
     def _get_timed(self, load: Load) -> tuple[list[Timed], list[Timed]]:
         def read(runs: Iterable[Run]) -> list[Timed]:
-            return [
-                Timed(_get_arm(run), run.seed, run.mean_s)
-                for run in runs
-                if run.jps == load and run.mean_s is not None
-            ]
+            known = ((run, run.mean_s) for run in runs if run.jps == load)
+            return [Timed(_get_arm(run), run.seed, mean_s) for run, mean_s in known if mean_s is not None]
 
         asked = (run for cell in self.cells if cell.policy != BEST_STOCK for run in cell.runs)
         return read(asked), read(self.arms)

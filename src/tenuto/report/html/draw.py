@@ -182,7 +182,6 @@ def _draw_panel(axes: Axes, panel: Panel, legend: Legend, is_narrow: bool, num_t
 
 
 def _get_values(panel: Panel, which: Which) -> list[float]:
-    """All values that must be visible on an axis."""
     is_values = (which == "x") == panel.has_rows
     found = [panel.reference.value] if panel.reference and is_values else []
     for mark in panel.marks:

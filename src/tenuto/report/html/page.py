@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -23,7 +23,7 @@ from tenuto.client.options import BenchOptions
 from tenuto.core.console import Progress
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
-from tenuto.records.files import write_whole, writing
+from tenuto.records.files import Say, write_whole, writing
 from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
@@ -38,8 +38,6 @@ from tenuto.workload.load import LoadOptions
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
 DPI = 200
-Say = Callable[[str], None]
-"""Called with the progress in words."""
 
 
 def run_report(
@@ -148,7 +146,6 @@ def render_page(report: Report, say: Say = lambda text: None) -> str:
 
 
 def _fold(verdict: ReportVerdict) -> tuple[list[str], list[str]]:
-    """Split the sentences into those on the first screen and the collapsed rest."""
     first = [verdict.headline]
     more: list[str] = []
     for sentences in (verdict.splits, verdict.places, verdict.speed_ups):
@@ -229,7 +226,6 @@ def _get_outcome(winner: Winner | None) -> str | None:
 
 
 def _write_figures(report: Report, folder: Path, say: Say) -> int:
-    """Every picture of the page as a file. Raises OSError."""
     charts = [chart for section in report.sections for chart in section.charts]
     folder.mkdir(parents=True, exist_ok=True)
     with styled():
@@ -394,7 +390,6 @@ def _make_bench_command(run: Run, loads: str | None = None) -> str:
 
 
 def _make_ab_command(run: Run, ab: AbRun) -> str:
-    """The one command of all runs of a comparison."""
     known = {name: value for name, value in ab.options.items() if isinstance(value, str | int | float)}
     lists = {name: value for name, value in ab.options.items() if isinstance(value, list)}
     words = [word for arm in lists.get("arms", ()) for word in ("--arm", str(arm))]

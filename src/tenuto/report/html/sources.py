@@ -17,7 +17,7 @@ from tenuto.records.codec import Fields
 from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
 from tenuto.records.metrics import summarise
-from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, RunData
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord
 from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
 from tenuto.records.text import is_overloaded
 from tenuto.report.html.spec import format_load, shorten
@@ -91,7 +91,6 @@ class Run:
 
     record: RunRecord
     place: str
-    """Where the record was read."""
     policy: str
     """The policy with its options. Two settings of one policy are two policies."""
     setting: Setting
@@ -163,12 +162,9 @@ class Run:
 
 def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
     """A result record as the report shows it."""
-    options = record.config.get("options")
-    shown = (
-        [f"{clean(key)}={_to_text(options[key])}" for key in sorted(options)]
-        if isinstance(options, dict)
-        else []
-    )
+    given = record.config.get("options")
+    options = given if isinstance(given, dict) else {}
+    shown = [f"{clean(key)}={_to_text(options[key])}" for key in sorted(options)]
     setting = Setting(
         clean(record.workload),
         clean(record.model),
@@ -268,11 +264,6 @@ class Detail:
     mark: str = ""
     """The note of pictures about their source, if it is not a real machine."""
 
-    def add_turns(self, data: RunData) -> None:
-        """The turns of one more file."""
-        self.turns += data.turns
-        self.block_size = data.block_size
-
 
 @dataclass
 class Sources:
@@ -297,11 +288,8 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     for path, is_named in _find_files(paths):
         reader.read(path, is_named)
     sources = reader.finish()
-    if (
-        not sources.runs
-        and not sources.validations
-        and not any(detail.turns or detail.samples for detail in sources.details)
-    ):
+    details = [detail for detail in sources.details if detail.turns or detail.samples]
+    if not (sources.runs or sources.validations or details):
         raise DataError(
             f"{', '.join(map(str, paths))}: nothing found that a report can show: {WANTED}. `tenuto "
             "simulate`, `compare`, `bench` and `ab` write records with --out DIR"
@@ -310,8 +298,6 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 class _Reader:
-    """Files read so far."""
-
     def __init__(self) -> None:
         self._sources = Sources()
         self._folders: dict[Path, Detail] = {}
@@ -334,10 +320,8 @@ class _Reader:
             return
         notes: list[str] = []
         if kind is load.RUN:
-            runs = [
-                make_run(read_run(each), each.place, _read_ab(each))
-                for each in read_objects(path, notes.append)
-            ]
+            objects = read_objects(path, notes.append)
+            runs = [make_run(read_run(each), each.place, _read_ab(each)) for each in objects]
             self._runs.setdefault(path.parent, []).extend(runs)
         elif kind is load.VALIDATION:
             self._sources.validations += [read_validation(each) for each in read_objects(path, notes.append)]
@@ -353,7 +337,9 @@ class _Reader:
             )
             notes += data.notes
         elif kind is load.TURNS:
-            self._get_detail(path).add_turns(load_file(path, kind))
+            data, detail = load_file(path, kind), self._get_detail(path)
+            detail.turns += data.turns
+            detail.block_size = data.block_size
         elif must_be_ours:
             raise load.make_error(path, kind, WANTED)
         else:
@@ -383,7 +369,6 @@ class _Reader:
 
 
 def _read_ab(fields: Fields) -> AbRun | None:
-    """The fields that `tenuto ab` adds to a record."""
     if "ab" not in fields:
         return None
     part = fields.part("ab")
@@ -421,26 +406,19 @@ def _make_unique(details: Sequence[Detail]) -> None:
 def _drop_copies(sources: Sources) -> None:
     """Drop duplicates: a sweep's results.jsonl may have records that are also in its runs' folders."""
     kept: list[Run] = []
-    by_key: dict[tuple[object, ...], list[Run]] = {}
+    by_key: dict[tuple[Setting, object], list[object]] = {}
     for run in sources.runs:
-        key = (run.policy, run.given_steps, run.keeps_kv, run.setting, run.jps, run.seed)
-        same = by_key.setdefault(key, [])
-        if not any(_is_copy(run, other) for other in same):
-            same.append(run)
+        key = run.setting, (run.policy, run.given_steps, run.keeps_kv, run.jps, run.seed)
+        same, record = by_key.setdefault(key, []), run.record
+        results = record.job_times_s, run.mean_s, record.hit_tokens, record.get_turn_latencies()
+        if results not in same:
+            same.append(results)
             kept.append(run)
     if dropped := len(sources.runs) - len(kept):
         sources.notes.append(f"Copies of {dropped:,} records were there; each counts once.")
     sources.runs = kept
-    repeated = sum(len(same) > 1 and bool(same[0].setting.is_simulated) for same in by_key.values())
-    if repeated:
+    if repeated := sum(len(same) > 1 and bool(setting.is_simulated) for (setting, _), same in by_key.items()):
         sources.notes.append(
             f"{repeated:,} simulated runs are there with different results under one policy, setting, load "
             "and seed: were they made with different options? Their mean is shown."
         )
-
-
-def _is_copy(run: Run, other: Run) -> bool:
-    one, two = run.record, other.record
-    return (one.job_times_s, run.mean_s, one.hit_tokens, one.get_turn_latencies()) == (
-        two.job_times_s, other.mean_s, two.hit_tokens, two.get_turn_latencies(),
-    )  # fmt: skip

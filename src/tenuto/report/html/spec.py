@@ -207,12 +207,10 @@ class Axis:
 
     label: str = ""
     write: Callable[[float], str] = "{:g}".format
-    """How a value is written on it."""
     ends: tuple[float, float] | None = None
     places: Mapping[float, str] = field(default_factory=dict)
     """Names that are written instead of numbers."""
     is_whole: bool = False
-    """Whether it has whole numbers only."""
 
 
 TIME = Axis(write=format_seconds)

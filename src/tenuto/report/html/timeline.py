@@ -36,7 +36,6 @@ LABELS: dict[State, str] = {
 }
 
 Event = dict[str, Any]
-"""A Chrome trace event."""
 MAX_TURNS = 20_000
 """Maximum number of turns in the page over all runs; each takes about 60 bytes."""
 
@@ -65,10 +64,7 @@ class Life(NamedTuple):
 
     @property
     def slices(self) -> list[Slice]:
-        """The turn's time since its due time, in states.
-
-        Without `start_s` queue and prefill are one state, "wait": for the first token.
-        """
+        """The turn's time since its due time, in states. Without `start_s`, "wait" is queue and prefill."""
         turn = self.turn
         waiting: State = "wait" if turn.start_s is None else "queue"
         marks: list[tuple[State, float | None]] = [
@@ -153,28 +149,20 @@ def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
         chosen = choose_jobs(jobs, room)
         if len(chosen) < len(jobs):
             notes.append(f"{detail.label}: {len(chosen):,} of {count(len(jobs), 'job')}")
-        runs.append(
-            {
-                "label": detail.label,
-                "jobs": [[clean(name), [_make_row(life) for life in jobs[name]]] for name in chosen],
-            }
-        )
+        rows = [[clean(name), list(map(_make_row, jobs[name]))] for name in chosen]
+        runs.append({"label": detail.label, "jobs": rows})
         for turn in detail.turns:
             states |= {"wait"} if turn.start_s is None else {"queue", "prefill"}
             states |= {"failed"} if turn.status != "ok" else set()
         states |= {"held"} if detail.leases else set()
     inferred = dict.fromkeys(detail.note for detail in details if detail.note)
-    note = (
-        f"Not every job is shown, to keep the page small: {'; '.join(notes)}, taken evenly over the run. "
-        "--trace-events writes them all."
-        if notes
-        else ""
-    )
+    note = "Not every job is shown, to keep the page small"
+    note = f"{note}: {'; '.join(notes)}, taken evenly over the run. --trace-events writes them all."
     shown = [(state, height, LABELS[state]) for state, height in HEIGHTS.items() if state in states]
     return {
         "data": {"runs": runs, "heights": HEIGHTS},
         "states": shown,
-        "note": " ".join([note, *inferred]).strip(),
+        "note": " ".join([*([note] if notes else []), *inferred]),
     }
 
 
@@ -196,19 +184,19 @@ def choose_jobs(jobs: Mapping[str, Sequence[object]], max_turns: int) -> list[st
 def _make_row(life: Life) -> list[Any]:
     """A turn, in the order of fields that timeline.js names."""
     turn = life.turn
-    times = (
-        *(turn.due_s, turn.start_s, turn.first_token_s, turn.last_token_s),
-        *(life.held_end_s, life.tool_end_s),
+    times_s = (
+        turn.due_s,
+        turn.start_s,
+        turn.first_token_s,
+        turn.last_token_s,
+        life.held_end_s,
+        life.tool_end_s,
     )
     return [
         turn.turn,
-        *(None if time_s is None else round(time_s, 3) for time_s in times),
-        turn.prompt_tokens,
-        turn.hit_tokens,
-        turn.output_tokens,
-        life.verdict,
-        int(turn.status == "ok"),
-        clean(turn.tool or "") or None,
+        *(None if time_s is None else round(time_s, 3) for time_s in times_s),
+        *(turn.prompt_tokens, turn.hit_tokens, turn.output_tokens),
+        *(life.verdict, int(turn.status == "ok"), clean(turn.tool or "") or None),
     ]
 
 
@@ -232,11 +220,7 @@ def make_events(details: Sequence[Detail]) -> Iterator[Event]:
             process += 1
             yield from _name_process(process, f"{detail.label}: KV cache, blocks")
             for sample in detail.samples:
-                counts = {
-                    name: value
-                    for name in BLOCK_STATES
-                    if (value := getattr(sample, f"{name}_blocks")) is not None
-                }
+                counts = _drop_unknown({name: getattr(sample, f"{name}_blocks") for name in BLOCK_STATES})
                 at_us = _us(sample.now_s)
                 yield {"name": "blocks", "ph": "C", "pid": process, "tid": 0, "ts": at_us, "args": counts}
         for job, lives in follow_jobs(detail).items():
@@ -270,7 +254,7 @@ def _make_job_events(lives: Sequence[Life], process: int) -> Iterator[Event]:
             "cache": life.verdict,
             "tool": clean(turn.tool or "") or None,
         }
-        known = {key: value for key, value in facts.items() if value is not None}
+        known = _drop_unknown(facts)
         for state, start_s, end_s in slices:
             # Ends are rounded, not lengths: neighbours must meet without overlap.
             start_us, end_us = _us(start_s), _us(end_s)
@@ -278,6 +262,10 @@ def _make_job_events(lives: Sequence[Life], process: int) -> Iterator[Event]:
                 "name": state, "cat": "turn", "ph": "X", "pid": process, "tid": thread + 1,
                 "ts": start_us, "dur": round(end_us - start_us, 3), "args": known,
             }  # fmt: skip
+
+
+def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _us(time_s: float) -> float:
