@@ -220,11 +220,10 @@ def _place(
         return dataclasses.replace(setup, policy=policy, options=options or {}), given
     if options:
         raise ConfigError("options are for a policy that is named; this one has its own")
-    fields = [field for field in dataclasses.fields(policy) if field.init]
     changed = {
-        field.name: getattr(policy, field.name)
-        for field in fields
-        if getattr(policy, field.name) != field.default
+        field.name: value
+        for field in dataclasses.fields(policy)
+        if field.init and (value := getattr(policy, field.name)) != field.default
     }
     name = get_policy_name(type(policy))
     label = name.rpartition(":")[2].rpartition(".")[2]

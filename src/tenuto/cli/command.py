@@ -128,7 +128,7 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
         allow_abbrev=False,
         add_help=False,
     )
-    add_flags(parser, flags, hidden)
+    _add_flags(parser, flags, hidden)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     whole = partial(make_parser, name, command, shows_all=True)
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, const=whole, help=argparse.SUPPRESS)
@@ -232,11 +232,8 @@ def _make_flag(cls: type, field: dataclasses.Field[Any], kind: Any) -> Flag:
     return Flag(field, str if choices else kind, is_tuple, choices, group, is_required)
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Container[str] = ()) -> None:
-    """Add the flags under their headings. Values stay text until `Given.read`.
-
-    `hidden`: fields that the help leaves out.
-    """
+def _add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Container[str]) -> None:
+    """Add the flags under their headings. Values stay text until `Given.read`."""
     groups: dict[str, Any] = {}
     for flag in flags:
         form = flag.field.metadata

@@ -68,7 +68,7 @@ def run(given: Given) -> int:
             ]
         )
     every = [*cells, *arms]
-    runs = Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
+    runs = _Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
     try:
         with runs.show_waiting():
             records, beside = run_grid(
@@ -84,7 +84,7 @@ def run(given: Given) -> int:
     return 0
 
 
-class Runs:
+class _Runs:
     """Prints a line on stderr per finished run, with the remaining time, and progress lines in between."""
 
     def __init__(self, cells: list[Cell], num_done_before: int) -> None:
@@ -96,17 +96,14 @@ class Runs:
             self._progress.say(f"{num_done_before} of {len(cells)} runs are there already")
 
     def show_waiting(self) -> AbstractContextManager[None]:
-        """Print progress lines at intervals until the context ends."""
         return self._progress.keep_updating(lambda: f"{self._num_done} of {self._num_cells} runs done")
 
     def say_kept(self, folder: Path) -> None:
-        """The sweep was interrupted: say which runs were saved."""
         self._progress.say(
             f"{self._num_done} of {self._num_cells} runs are in {folder}; the same command goes on from there"
         )
 
     def say(self, cell: Cell, record: dict[str, Any]) -> None:
-        """A run finished."""
         self._num_done += 1
         num_new = self._num_done - self._num_done_before
         if num_new <= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from tenuto.cli.command import Command, Given, Part
@@ -102,7 +102,9 @@ def run(given: Given) -> int:
     options = given.read(PlanOptions)
     seeds = tuple(dict.fromkeys(options.seeds))
     target = Target(p95_s=options.p95_s, p95_ttft_s=options.p95_ttft_s, margin=options.margin or 0.0)
-    wanted = _read_setups(options, given)
+    # With --router but without --servers, a fleet of one engine stands for any number.
+    any_number = given.has("router") and not given.has("servers")
+    wanted = options.read_setups(given, **({"servers": ("",)} if any_number else {}))
     _check_prices(options.prices, wanted)
     setups, left_out = drop_too_small(wanted)
     load = given.read(LoadOptions, jps=options.jps, seed=seeds[0])
@@ -139,14 +141,6 @@ def run(given: Given) -> int:
                 measure.expect(_CHANGES, num_changes - len(effects))
     _print(options, plans, effects, target)
     return 0 if best else 1
-
-
-def _read_setups(options: PlanOptions, given: Given) -> list[Setup]:
-    """The setups. With --router but without --servers, a fleet of one engine stands for any number."""
-    if given.has("router") and not given.has("servers"):
-        fleets = given.read(FleetOptions, servers=("",)).make_fleets()
-        return [replace(setup, fleet=fleet) for setup in options.make_setups(given) for fleet in fleets]
-    return options.read_setups(given)
 
 
 def _check_prices(prices: Mapping[str, float], setups: Iterable[Setup]) -> None:

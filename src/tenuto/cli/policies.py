@@ -92,14 +92,10 @@ Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 for a
 
 
 def _run_check_router(given: Given) -> int:
-    return _run_check(given, _check)
-
-
-def _check(name: str, options: Mapping[str, Any]) -> None:
     from tenuto.core.contracts import check_router
     from tenuto.core.loader import load_router
 
-    check_router(load_router(name, options))
+    return _run_check(given, lambda name, options: check_router(load_router(name, options)))
 
 
 CHECK_ROUTER = Command(

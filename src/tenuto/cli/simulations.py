@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tenuto.cli.command import Command, Given, Part, needing, policy_options
 from tenuto.core.console import Progress
@@ -57,23 +57,18 @@ class GridOptions(Options):
         "a policy's option; may be repeated, and be for one policy alone"
     )
 
-    def read_setups(self, given: Given) -> list[Setup]:
-        """A machine for each GPU and policy, or a fleet for each of them with each router."""
-        fleets = given.read(FleetOptions).make_fleets()
-        return [replace(setup, fleet=fleet) for setup in self.make_setups(given) for fleet in fleets]
+    def read_setups(self, given: Given, **known: Any) -> list[Setup]:
+        """A machine for each GPU and policy, or a fleet for each of them with each router.
 
-    def make_setups(self, given: Given) -> list[Setup]:
-        """A machine for each GPU and policy."""
+        `known`: options of the fleet that are not from the command line.
+        """
+        fleets = given.read(FleetOptions, **known).make_fleets()
+        options = {policy: parse_policy_options(self.options, policy) for policy in self.policies}
         return [
-            given.read(
-                Setup,
-                gpu=get_gpu(gpu).name,
-                policy=policy,
-                options=parse_policy_options(self.options, policy),
-                fleet=None,
-            )
-            for gpu in self.gpus
+            given.read(Setup, gpu=gpu.name, policy=policy, options=options[policy], fleet=fleet)
+            for gpu in map(get_gpu, self.gpus)
             for policy in self.policies
+            for fleet in fleets
         ]
 
 

@@ -105,11 +105,11 @@ class Fields:
         # A division would round a second time. Moving the decimal point does not.
         return value / 1000 if "e" in written.lower() else float(f"{written}e-3")
 
-    def numbers(self, field: str, high: float = MAX_SECONDS) -> tuple[float, ...]:
-        """Read a list of numbers from 0 to `high`; nulls are left out."""
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """Read a list of numbers from 0 to `MAX_SECONDS`; nulls are left out."""
         value = self._get(field)
-        if not isinstance(value, list) or not all(each is None or _is_number(each, high) for each in value):
-            raise self.error(field, f"must be a list of numbers from 0 to {high:g}, got {show(value)}")
+        if not isinstance(value, list) or not all(each is None or _is_number(each) for each in value):
+            raise self.error(field, f"must be a list of numbers from 0 to {MAX_SECONDS:g}, got {show(value)}")
         return tuple(float(each) for each in value if each is not None)
 
     def integers(self, field: str) -> list[int]:
@@ -158,7 +158,7 @@ def show(value: object) -> str:
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[: _SHOWN_CHARS - 3]}..."
 
 
-def _is_number(value: object, high: float, low: float = 0.0) -> bool:
+def _is_number(value: object, high: float = MAX_SECONDS, low: float = 0.0) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high and (isinstance(value, int) or math.isfinite(value))

@@ -39,7 +39,7 @@ RESULTS = "results.jsonl"
 """In the folder of a sweep or of `tenuto ab`."""
 
 Say = Callable[[str], None]
-Note = Callable[[str], None]
+Note = Say
 
 MAX_FILE_BYTES = 2**30
 """Largest size after unpacking, for a file that is held in memory as a whole. The limit stops a gzip bomb.

@@ -5,13 +5,13 @@ Nothing else reads the files of runs. Every function raises DataError, which nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records import codec, files
-from tenuto.records.codec import Fields
+from tenuto.records.codec import Fields, T
 from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_objects
 from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
@@ -119,10 +119,16 @@ def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
     return DataError(f"{message}; try {commands}" if commands else message)
 
 
+def _read(cls: Callable[..., T], fields: Fields) -> T:
+    if "schema" in fields and (schema := fields.integer("schema")) != SCHEMA:
+        problem = f"must be {SCHEMA}, got {schema}: read it with the version of Tenuto that wrote it"
+        raise fields.error("schema", problem)
+    return codec.read(cls, fields)
+
+
 def read_run(fields: Fields) -> RunRecord:
     """Read a result record."""
-    _check_schema(fields)
-    record = codec.read(RunRecord, fields)
+    record = _read(RunRecord, fields)
     for key in record.by_turn:
         if not (key.isdecimal() and key.isascii() and 0 < int(key) < 1_000_000):
             raise fields.part("by_turn").error(key, "must be the number of a turn")
@@ -131,8 +137,7 @@ def read_run(fields: Fields) -> RunRecord:
 
 def read_turn(fields: Fields) -> TurnRecord:
     """Read one line of turns.jsonl."""
-    _check_schema(fields)
-    turn = codec.read(TurnRecord, fields)
+    turn = _read(TurnRecord, fields)
     latest_s = turn.due_s
     for name in ("start_s", "first_token_s", "last_token_s"):
         time_s = getattr(turn, name)
@@ -147,14 +152,12 @@ def read_turn(fields: Fields) -> TurnRecord:
 
 def read_sample(fields: Fields) -> Sample:
     """Read one line of occupancy.jsonl."""
-    _check_schema(fields)
-    return codec.read(Sample, fields)
+    return _read(Sample, fields)
 
 
 def read_validation(fields: Fields) -> ValidationRecord:
     """Read the record of `tenuto validate`."""
-    _check_schema(fields)
-    return codec.read(ValidationRecord, fields)
+    return _read(ValidationRecord, fields)
 
 
 def load_file(path: Path, kind: Kind, *, say: Say | None = None, with_samples: bool = True) -> RunData:
@@ -191,13 +194,6 @@ def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
     if occupancy.exists():
         data.samples = [read_sample(fields) for fields in read_objects(occupancy, data.notes.append)]
     return data
-
-
-def _check_schema(fields: Fields) -> None:
-    if "schema" in fields and (schema := fields.integer("schema")) != SCHEMA:
-        raise fields.error(
-            "schema", f"must be {SCHEMA}, got {schema}: read it with the version of Tenuto that wrote it"
-        )
 
 
 def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:

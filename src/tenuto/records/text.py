@@ -243,22 +243,17 @@ def format_validation(record: ValidationRecord) -> list[str]:
         lines.append("There is no verdict because the interval holds 1, or figures are INVALID.")
     if record.stopped:
         lines.append(f"It ended early: {record.stopped}.")
-    lines += [
-        f"{_MEASURES[each.measure]} over that of {name_arm(each.baseline)}: {each.words}."
-        for each in trusted
-        if each.measure in _MEASURES
-    ]
+    for each in trusted:
+        if each.measure in _MEASURES:
+            lines.append(f"{_MEASURES[each.measure]} over that of {name_arm(each.baseline)}: {each.words}.")
     errors = [f"{name_arm(arm.name)} {arm.error:+.0%}" for arm in record.arms if arm.error is not None]
     if errors:
         lines.append(
             f"Simulated mean job times were off by (below 0: too fast): {', '.join(errors)}, over "
             f"{num_pairs} {'pair' if num_pairs == 1 else 'pairs'}."
         )
-    lines += [
-        f"Cost of the hook, by the time between tokens of plain requests: {each.words}."
-        for each in trusted
-        if each.measure == "plain_itl_s"
-    ]
+    cost = "Cost of the hook, by the time between tokens of plain requests"
+    lines += [f"{cost}: {each.words}." for each in trusted if each.measure == "plain_itl_s"]
     if record.verify:
         lines.append(_VERIFIED[record.verify])
     if record.noise is not None:
@@ -268,8 +263,7 @@ def format_validation(record: ValidationRecord) -> list[str]:
 
 
 def _describe_ratio(each: ValidatedRatio) -> str:
-    span = (
-        "" if each.low is None or each.high is None else f" (95 % interval {each.low:.2f} to {each.high:.2f})"
-    )
+    is_known = each.low is not None and each.high is not None
+    span = f" (95 % interval {each.low:.2f} to {each.high:.2f})" if is_known else ""
     simulated = "" if each.simulated is None else f", simulated {each.simulated:.2f}"
     return f"mean job time {each.ratio:.2f} of {name_arm(each.baseline)}{span}{simulated}"

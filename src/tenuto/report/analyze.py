@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
@@ -42,13 +42,6 @@ from tenuto.report.diagnosis import (
 
 GROWTH_TURN = 8
 """The published figure is T8/T1. Shorter jobs are compared at the last turn that half of them reach."""
-
-
-class Growth(NamedTuple):
-    """The ratio of a late turn's latency to the first turn's."""
-
-    turn: int
-    ratio: float
 
 
 LABELS = ("policy", "gpu", "model", "workload", "jps", "seed")
@@ -145,10 +138,9 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
     }
     rows, tokens, leases = report["by_turn"], report["tokens"], report["leases"]
     latency_s = {row["turn"]: row["latency_s"] for row in rows if row["latency_s"] is not None}
-    growth = _get_growth(latency_s, {row["turn"]: row["count"] for row in rows})
     evidence = Evidence(
         latency_s=latency_s,
-        last_turn=growth.turn if growth else None,
+        last_turn=_get_last_turn(latency_s, {row["turn"]: row["count"] for row in rows}),
         num_turns=len(turns),
         num_preemptions=report["preemptions"],
         hit_share=tokens["hit_ratio"],
@@ -161,11 +153,12 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         missed_tokens_by_cause={name: row["tokens"] for name, row in report["causes"].items()},
         policy=get_policy(data),
     )
-    return {
-        **report,
-        "growth": growth._asdict() if growth else None,
-        "diagnosis": [asdict(finding) for finding in diagnose(evidence)],
-    }
+    return {**report, **_diagnose(evidence)}
+
+
+def _diagnose(evidence: Evidence) -> dict[str, Any]:
+    growth = {"turn": evidence.last_turn, "ratio": evidence.growth} if evidence.last_turn else None
+    return {"growth": growth, "diagnosis": [asdict(finding) for finding in diagnose(evidence)]}
 
 
 def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
@@ -300,16 +293,14 @@ def _describe_turns(number: int, turns: Sequence[TurnStory]) -> dict[str, Any]:
     }
 
 
-def _get_growth(latency_s: Mapping[int, float], counts: Mapping[int, int] | None = None) -> Growth | None:
-    """Return T8/T1, or the same ratio for the last turn that half of the jobs reach."""
-    known = {number: value for number, value in latency_s.items() if value}
+def _get_last_turn(latency_s: Mapping[int, float], counts: Mapping[int, int] | None = None) -> int | None:
+    """Return the turn to compare with the first: 8, or the last one that half of the jobs reach."""
+    known = [number for number, value in latency_s.items() if value]
     if 1 not in known:
         return None
     reached = [number for number in known if counts is None or counts.get(number, 0) * 2 >= counts.get(1, 0)]
     last = GROWTH_TURN if GROWTH_TURN in reached else max(reached, default=1)
-    if last == 1:
-        return None
-    return Growth(last, known[last] / known[1])
+    return None if last == 1 else last
 
 
 def _describe_job(job: JobStory, block_size: int) -> dict[str, Any]:
@@ -376,8 +367,7 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
         "kind": "results",
         "notes": notes,
         "records": [
-            _describe(record, light.get(_get_series(record)), stock.get(_get_load(record)))
-            for record in records
+            _describe(each, light.get(_get_series(each)), stock.get(_get_load(each))) for each in records
         ],
     }
 
@@ -402,13 +392,12 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
     latency_s = record.get_turn_latencies()
     # Where the client did not count turns, jobs are taken to be equal.
     num_turns = record.turns.ok or (record.jobs or 0) * len(record.by_turn)
-    growth = _get_growth(latency_s)
     prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
     hit_ratio = hit / prompt if prompt and hit is not None else None
     job_s = get_stat(record.job_s, "mean")
     evidence = Evidence(
         latency_s=latency_s,
-        last_turn=growth.turn if growth else None,
+        last_turn=_get_last_turn(latency_s),
         num_turns=num_turns,
         num_preemptions=preemptions,
         hit_share=hit_ratio,
@@ -430,8 +419,7 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
         "best_ratio": _get_best_share(record),
         "preemptions_per_turn": preemptions / num_turns if preemptions is not None and num_turns else None,
         "latency_s": {str(number): value for number, value in latency_s.items()},
-        "growth": growth._asdict() if growth else None,
-        "diagnosis": [asdict(finding) for finding in diagnose(evidence)],
+        **_diagnose(evidence),
     }
 
 
@@ -461,8 +449,8 @@ def _format_run(report: Mapping[str, Any]) -> list[str]:
 
 def _format_head(report: Mapping[str, Any]) -> list[str]:
     jobs, turns, tokens, growth = (report[name] for name in ("jobs", "turns", "tokens", "growth"))
-    rows = [("what", ", ".join(f"{name} {value}" for name, value in report["labels"].items()))]
-    rows += [
+    rows = [
+        ("what", ", ".join(f"{name} {value}" for name, value in report["labels"].items())),
         ("jobs", _say_counts(jobs, ("finished", "aborted", "unfinished"))),
         ("job time", _format_times(report["job_s"])),
         ("turns", _say_counts(turns, ("aborted",)) + f", {_n(report['preemptions'])} preemptions"),
@@ -474,9 +462,15 @@ def _format_head(report: Mapping[str, Any]) -> list[str]:
     if growth:
         rows.append((f"T{growth['turn']}/T1", f"{growth['ratio']:.2f}"))
     if tokens["turns"]:
-        rows += [("hit ratio", _format_ratio(tokens)), ("prefill", _format_savings(tokens))]
-    rows += [("leases", _format_leases(report["leases"])), ("held", _format_held(report["leases"]))]
-    rows += [("engine", _format_engine(report))]
+        hit, best = _p(tokens["hit_ratio"]), _p(tokens["best_ratio"])
+        rows.append(("hit ratio", f"{hit} of {_n(tokens['prompt'])} prompt tokens; {best} at best"))
+        rows.append(("prefill", _format_savings(tokens)))
+    leases = report["leases"]
+    rows += [
+        ("leases", _format_leases(leases)),
+        ("held", _format_held(leases)),
+        ("engine", _format_engine(report)),
+    ]
     return [line for name, text in rows if text for line in _wrap(f"  {name:<11}", text)]
 
 
@@ -486,11 +480,6 @@ def _wrap(label: str, text: str) -> list[str]:
 
 def _say_counts(counts: Mapping[str, int], names: Iterable[str]) -> str:
     return f"{_n(counts['total'])}: " + ", ".join(f"{_n(counts[name])} {name}" for name in names)
-
-
-def _format_ratio(tokens: Mapping[str, Any]) -> str:
-    hit, best = _p(tokens["hit_ratio"]), _p(tokens["best_ratio"])
-    return f"{hit} of {_n(tokens['prompt'])} prompt tokens; {best} at best"
 
 
 def _format_savings(tokens: Mapping[str, Any]) -> str:
@@ -519,10 +508,8 @@ def _format_reasons(leases: Mapping[str, Any]) -> list[str]:
 
 
 def _format_held(leases: Mapping[str, Any]) -> str:
-    parts = [
-        f"{why} p50 {_s(times['p50'])} p95 {_s(times['p95'])}"
-        for why, times in leases["held_s_by_end"].items()
-    ]
+    held = leases["held_s_by_end"].items()
+    parts = [f"{why} p50 {_s(times['p50'])} p95 {_s(times['p95'])}" for why, times in held]
     return ("; ".join(parts) + f"; {_n(leases['blocks']['p50'])} blocks (median)") if parts else ""
 
 

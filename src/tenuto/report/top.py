@@ -437,7 +437,6 @@ class Watch:
 
     def __init__(self, clients: Sequence[httpx.Client], where: str, window_s: float) -> None:
         self.where = where
-        """The servers, in words."""
         self.history: dict[str, deque[float | None]] = {
             name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
         }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
 from tenuto.records.codec import MAX_COUNT
-from tenuto.records.metrics import FIGURES, get_percentile
+from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile
 from tenuto.records.schema import Sample, ValidationRecord
 from tenuto.records.text import name_arm, name_machine
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
@@ -739,10 +739,8 @@ def average_samples(samples: Sequence[Sample]) -> tuple[list[Sample], bool]:
 
 
 def _average(samples: Sequence[Sample]) -> Sample:
-    values: dict[str, Any] = {}
-    for name in Sample.__slots__:
-        known = [value for sample in samples if (value := getattr(sample, name)) is not None]
-        values[name] = statistics.fmean(known) if known else None
+    names = Sample.__slots__
+    values: Any = {name: get_known_mean(getattr(sample, name) for sample in samples) for name in names}
     return Sample(**values)
 
 

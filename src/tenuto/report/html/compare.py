@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tenuto.client.ab_verdict import Estimate, estimate_ratio
 from tenuto.client.options import THRESHOLD_PERCENT
-from tenuto.records.metrics import get_geometric_mean, get_mean, get_percentile
+from tenuto.records.metrics import get_geometric_mean, get_known_mean, get_mean, get_percentile
 from tenuto.records.schema import get_stat
 from tenuto.report.html.sources import NO_GPU, Run, Setting
 from tenuto.report.html.spec import BASELINE, format_load, shorten
@@ -153,8 +153,7 @@ def contrast(
 def _average(times: Sequence[JobTimes]) -> JobTimes | None:
     if not times:
         return None
-    p95s = [each.p95_s for each in times if each.p95_s is not None]
-    return JobTimes(fmean(each.mean_s for each in times), fmean(p95s) if p95s else None)
+    return JobTimes(fmean(each.mean_s for each in times), get_known_mean(each.p95_s for each in times))
 
 
 @lru_cache(4096)

@@ -328,8 +328,7 @@ def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     for members in by_rest.values():
         loads = sorted({run.jps for run in members if run.jps is not None})
         if len(loads) > 1:
-            words = _make_bench_command(members[0], _join(loads))
-            commands.append(f"{words} --out sweep")
+            commands.append(f"{_make_bench_command(members[0], _join(loads))} --out sweep")
         else:
             left += members
     return commands, left
@@ -378,9 +377,7 @@ def try_command(run: Run) -> str | None:
 def _make_bench_command(run: Run, loads: str | None = None) -> str:
     """The command of a run. `loads`: the text in place of its load."""
     options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
-    given = {
-        name: run.client.get(name) for name, usual in BENCH_USUAL.items() if run.client.get(name) != usual
-    }
+    given = {name: run.client.get(name) for name in BENCH_USUAL if run.client.get(name) != BENCH_USUAL[name]}
     if run.jps is None:
         given.pop("arrival", None)  # The value then means that there was no such process.
     options |= {**given, **run.record.config}
