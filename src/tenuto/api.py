@@ -238,7 +238,6 @@ def _place(
 def _choose_workload(
     load: LoadOptions, workload: str | Workload, rates: Iterable[float | None]
 ) -> tuple[LoadOptions, Workload | None]:
-    """The load with the workload's name, and the workload if it is given."""
     if isinstance(workload, str):
         return dataclasses.replace(load, workload=workload), None
     if any(rate is not None for rate in rates):

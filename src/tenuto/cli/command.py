@@ -108,8 +108,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with every option, and exits."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(self.const().format_help(), end="")
         parser.exit()
@@ -136,7 +134,6 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
 
 
 def _make_usage(name: str, flags: Sequence[Flag]) -> str:
-    """The usage line with the required arguments; the help lists the others."""
     words = ["tenuto", name]
     for flag in flags:
         if flag.field.metadata.get("is_positional"):
@@ -259,7 +256,6 @@ def _add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Conta
 
 
 def _describe(flag: Flag) -> str:
-    """The help of a flag, with its default at the end."""
     text: str = flag.field.metadata["help"]
     default = flag.field.metadata.get("shown_default")
     if default is None:

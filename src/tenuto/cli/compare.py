@@ -61,12 +61,8 @@ def run(given: Given) -> int:
     arms = make_arms(cells) if options.split else []
     make_folder(options.out)
     if arms:
-        say_notes(
-            [
-                f"{len(arms)} runs in addition to the {len(cells)} show where a gain comes from; --no-split "
-                "leaves them out"
-            ]
-        )
+        more = f"{len(arms)} runs in addition to the {len(cells)} show where a gain comes from"
+        say_notes([f"{more}; --no-split leaves them out"])
     every = [*cells, *arms]
     runs = _Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
     try:

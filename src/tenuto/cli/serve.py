@@ -82,9 +82,8 @@ def run(given: Given) -> int:
     for flag in given.passed_on:
         if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.8):
             say("serve", f"{flag} goes to vLLM{near}")
-    tiers = None
-    if options.host_gb is not None:
-        tiers = Tiers(options.host_gb, options.disk, options.disk_gb)
+    host_gb = options.host_gb
+    tiers = None if host_gb is None else Tiers(host_gb, options.disk, options.disk_gb)
     command = build_command(options.model, options.get_settings(), given.passed_on, tiers)
     print(shlex.join(redact(command)), flush=True)
     for hint in get_hints(command):

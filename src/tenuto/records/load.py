@@ -204,7 +204,10 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
             continue
         job = fields.text("session" if "session" in fields else "session_id")
         number = numbers[job] = numbers.get(job, 0) + 1
-        due_s = _get_due_s(fields, ends_s.get(job))
+        if "timestamp" in fields or job not in ends_s:
+            due_s = fields.milliseconds("timestamp")
+        else:
+            due_s = ends_s[job] + fields.milliseconds("delay")
         latency_s = fields.optional(fields.milliseconds, "latency_ms")
         ttft_s = fields.optional(fields.milliseconds, "ttft_ms")
         ends_s[job] = due_s + (latency_s or 0.0)
@@ -224,9 +227,3 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         )
     if not data.turns:
         raise DataError(f"{data.source}: no turn was recorded")
-
-
-def _get_due_s(fields: Fields, end_before_s: float | None) -> float:
-    if "timestamp" in fields or end_before_s is None:
-        return fields.milliseconds("timestamp")
-    return end_before_s + fields.milliseconds("delay")

@@ -161,11 +161,11 @@ def format_stats(stats: Mapping[str, float] | None) -> str:
     return ", ".join(f"{name} {format_time_s(stats[name])}" for name in known)
 
 
-def format_time_s(seconds: float | None) -> str:
-    """A time in seconds or milliseconds."""
+def format_time_s(seconds: float | None, digits: int = 2) -> str:
+    """A time in seconds, or in milliseconds with a digit less."""
     if seconds is None:
         return "–"
-    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.1f} ms"
+    return f"{seconds:.{digits}f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.{digits - 1}f} ms"
 
 
 def format_count(number: float | None) -> str:

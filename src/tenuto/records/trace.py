@@ -461,11 +461,10 @@ class _TraceReader:
             self.names[job_id] = job_id if times == 1 else f"{job_id} #{times}"
         record.optional(record.number, "tool_s")  # only checked; turn times imply it
         due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
-        turn = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
+        turn = self.live[turn_id] = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
         if "parted_at" in record:
             self.data.parted_at[turn.job, turn.turn] = record.integer("parted_at")
         self.turns.append(turn)
-        self.live[turn_id] = turn
 
     def _on_started(self, record: Fields, turn_id: str) -> None:
         turn = self.live.get(turn_id)
@@ -491,9 +490,8 @@ class _TraceReader:
         turn = self.live.get(turn_id)
         if turn is not None:
             turn.preemptions += 1
-            preemption = Preemption(turn.job, turn.turn, record.number("now_s"))
-            self.preempted[turn_id] = preemption
-            self.data.preemptions.append(preemption)
+            self.preempted[turn_id] = Preemption(turn.job, turn.turn, record.number("now_s"))
+            self.data.preemptions.append(self.preempted[turn_id])
 
     def _on_finished(self, record: Fields, turn_id: str) -> None:
         turn = self.live.get(turn_id)
@@ -507,15 +505,14 @@ class _TraceReader:
 
     def _on_lease_granted(self, record: Fields, turn_id: str) -> None:
         turn = self.live.get(turn_id)
-        lease = LeaseRecord(
+        self.leases[turn_id] = LeaseRecord(
             job=self.names[record.text("job")],
             turn=turn.turn if turn else 0,
             granted_s=record.number("now_s"),
             num_blocks=record.integer("num_blocks"),
             until_s=record.number("until_s"),
         )
-        self.data.leases.append(lease)
-        self.leases[turn_id] = lease
+        self.data.leases.append(self.leases[turn_id])
 
     def _on_lease_truncated(self, record: Fields, turn_id: str) -> None:
         record.integer("num_blocks")

@@ -108,9 +108,6 @@ def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[
     return [{**worst, "shown_because": because}] if worst["missed_tokens"] else []
 
 
-# The figures of one run.
-
-
 def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
     turns = [turn for job in jobs for turn in job.turns]
     report: dict[str, Any] = {
@@ -348,9 +345,6 @@ def _get_queue_share(turns: Iterable[TurnStory]) -> float | None:
     both = [(queue, latency) for queue, latency in pairs if queue is not None and latency is not None]
     total = sum(latency for _, latency in both)
     return sum(queue for queue, _ in both) / total if total else None
-
-
-# A diagnosis for each result record.
 
 
 def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:

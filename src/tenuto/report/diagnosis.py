@@ -17,10 +17,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
+from tenuto.records.text import format_time_s
+
+_s = partial(format_time_s, digits=1)
 
 
 class Cause(Enum):
@@ -471,7 +475,3 @@ def _find_changed_prompts(evidence: Evidence) -> Finding | None:
         "no cache can hit what is no longer there.",
         "Append to the conversation instead of rewriting it; keep what changes (times, counters) at its end.",
     )
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.0f} ms"

@@ -338,12 +338,7 @@ def watch(
     """Watch until Ctrl-C, or once; returns the exit status. Raises TenutoError if `once` sees no server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with ExitStack() as stack:
-        clients = [
-            stack.enter_context(
-                httpx.Client(base_url=get_base_url(url), timeout=TIMEOUT_S, headers=headers, trust_env=False)
-            )
-            for url in urls
-        ]
+        clients = [stack.enter_context(_connect(get_base_url(url), headers)) for url in urls]
         watched = Watch(clients, ", ".join(urls), window_s)
         if once:
             _show_once(watched, interval_s, as_json)
@@ -494,10 +489,11 @@ class Watch:
 
 def _find_servers(client: httpx.Client) -> list[httpx.Client]:
     """The client itself; or, if it leads to a router, a client for each of the router's engines."""
-    return [
-        httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=client.headers, trust_env=False)
-        for url in find_engines(client)
-    ] or [client]
+    return [_connect(url, client.headers) for url in find_engines(client)] or [client]
+
+
+def _connect(url: str, headers: Mapping[str, str]) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False)
 
 
 def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:

@@ -324,7 +324,6 @@ def _make_rows(
     inches: float = 0.36,
     reference: Reference | None = None,
 ) -> Panel:
-    """Named rows, the first one on top."""
     return Panel(
         marks=marks,
         x=values,
@@ -449,18 +448,15 @@ def map_winners(groups: Sequence[Group], looks: Looks) -> Chart | None:
     gpus = [shorten(group.setting.gpu, 20) for group in groups]
     rivals = sorted({shorten(winner.against.other) for winner in winners.values()})[:MAX_RIVALS]
     overloaded = {at for at in winners if "overloaded" in groups[at[0]].get_doubts(at[1])}
+    is_open = any(winner.is_open for winner in winners.values())
+    dotted = " Dotted, with a ?: nothing is proved, and the name is only that of the shortest mean."
     named = [looks[each] for each in sort_policies(p for winner in winners.values() for p in winner.policies)]
     return Chart(
         name="map",
         title="Which policy wins where",
         caption="In each square the policy that wins, and how many times faster than "
         f"{' or '.join(rivals)} it is: the larger the ratio, the deeper the shade. Dashed: nobody wins, "
-        "as the best are inside the 95 % interval of each other"
-        + (
-            ". Dotted, with a ?: nothing is proved, and the name is only that of the shortest mean."
-            if any(winner.is_open for winner in winners.values())
-            else "."
-        )
+        f"as the best are inside the 95 % interval of each other.{dotted if is_open else ''}"
         + (" Overloaded (o): the ratio depends on how long the runs were." if overloaded else ""),
         panels=[
             Grid(

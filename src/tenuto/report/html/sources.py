@@ -350,7 +350,6 @@ class _Reader:
         return self._folders.setdefault(path.parent, Detail(clean(path.parent.resolve().name)))
 
     def finish(self) -> Sources:
-        """All that was read, named and without copies."""
         sources = self._sources
         if self._left_out:
             names = sorted(set(self._left_out))
