@@ -10,15 +10,17 @@ import math
 import operator
 from array import array
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, suggest
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 _AT_ONCE = 0.01
 """Jobs that arrive within this share of a run came at once, so they have no arrival rate."""
@@ -168,11 +170,8 @@ def get_job_times_s(
     finish and is left out. `parents`: a job that another job started is part of that job's time, so it is
     left out.
     """
-    by_job: defaultdict[str, list[TurnRecord]] = defaultdict(list)
-    for turn in turns:
-        by_job[turn.job].append(turn)
     arrivals_s, times_s = {}, {}
-    for job, its_turns in by_job.items():
+    for job, its_turns in group_by(turns, lambda turn: turn.job).items():
         ends_s = [turn.last_token_s for turn in its_turns if turn.status == "ok"]
         known_s = [end_s for end_s in ends_s if end_s is not None]
         wanted = len(its_turns) if num_turns is None else num_turns.get(job, len(its_turns))
@@ -233,9 +232,7 @@ def get_makespan_s(turns: Sequence[TurnRecord]) -> float | None:
 
 def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
     """Average over all jobs' first turns, second turns and so on, by turn number; `ok` turns only."""
-    by_turn: defaultdict[int, list[TurnRecord]] = defaultdict(list)
-    for turn in get_ok(turns):
-        by_turn[turn.turn].append(turn)
+    by_turn = group_by(get_ok(turns), lambda turn: turn.turn)
     return {
         str(number): TurnMeans(
             len(by_turn[number]),
@@ -400,6 +397,14 @@ def _interpolate(ordered: Sequence[float], percent: float) -> float:
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def group_by(items: Iterable[T], get_key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items by key; keys in the order of their first items."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(get_key(item), []).append(item)
+    return found
 
 
 def get_known_mean(values: Iterable[float | None]) -> float | None:

@@ -29,6 +29,7 @@ from tenuto.core.reuse import count_reusable_tokens
 from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
 from tenuto.records.files import writing
+from tenuto.records.metrics import group_by
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import open_private
@@ -228,12 +229,8 @@ def write_prototype(path: Path, data: RunData) -> None:
 
 def make_events(data: RunData) -> dict[str, list[dict[str, Any]]]:
     """Each job's events in the order of their times; events of one time in the order of the job's life."""
-    leases: dict[tuple[str, int], list[LeaseRecord]] = {}
-    for lease in data.leases:
-        leases.setdefault((lease.job, lease.turn), []).append(lease)
-    preemptions: dict[tuple[str, int], list[Preemption]] = {}
-    for each in data.preemptions:
-        preemptions.setdefault((each.job, each.turn), []).append(each)
+    leases = group_by(data.leases, lambda lease: (lease.job, lease.turn))
+    preemptions = group_by(data.preemptions, lambda each: (each.job, each.turn))
     jobs: dict[str, list[Event]] = {}
     for job, turns in data.jobs.items():
         events = jobs[job] = []

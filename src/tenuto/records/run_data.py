@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from tenuto.records.metrics import group_by
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
 
 DEFAULT_BLOCK_SIZE = 16
@@ -124,9 +125,7 @@ class RunData:
     @property
     def jobs(self) -> dict[str, list[TurnRecord]]:
         """Each job's turns by turn number; jobs in the order in which they were read."""
-        jobs: dict[str, list[TurnRecord]] = {}
-        for turn in self.turns:
-            jobs.setdefault(turn.job, []).append(turn)
+        jobs = group_by(self.turns, lambda turn: turn.job)
         return {job: sorted(turns, key=lambda turn: turn.turn) for job, turns in jobs.items()}
 
     def shift_to_zero(self) -> None:

@@ -21,7 +21,7 @@ from tenuto.core.types import WORDS
 from tenuto.records import load
 from tenuto.records.files import RESULTS, Say, read_objects
 from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_error, read_run
-from tenuto.records.metrics import get_known_mean, summarise
+from tenuto.records.metrics import get_known_mean, group_by, summarise
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
@@ -272,9 +272,7 @@ def _get_leases(data: RunData) -> dict[str, Any]:
 
 
 def _get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
-    by_number: defaultdict[int, list[TurnStory]] = defaultdict(list)
-    for turn in turns:
-        by_number[turn.record.turn].append(turn)
+    by_number = group_by(turns, lambda turn: turn.record.turn)
     return [_describe_turns(number, by_number[number]) for number in sorted(by_number)]
 
 

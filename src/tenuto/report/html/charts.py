@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
 from tenuto.records.codec import MAX_COUNT
-from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile
+from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile, group_by
 from tenuto.records.schema import Sample, ValidationRecord
 from tenuto.records.text import name_arm, name_machine
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
@@ -92,9 +92,8 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
             sections.append(Section(name, title, tuple(found)))
 
     add("validation", "Measured and simulated", map(plot_validation, sources.validations[:MAX_SETTINGS]))
-    maps: dict[tuple[object, ...], list[Group]] = {}
-    for group in groups:  # A map for each workload, model and origin; GPUs side by side.
-        maps.setdefault((*group.setting[:2], *group.setting[3:]), []).append(group)
+    # A map for each workload, model and origin; GPUs side by side.
+    maps = group_by(groups, lambda group: (*group.setting[:2], *group.setting[3:]))
     add("winners", "Winners", (map_winners(each, looks) for each in list(maps.values())[:MAX_SETTINGS]))
     marks = {run.setting.mark for run in sources.runs if run.ab}
     mark = marks.pop() if len(marks) == 1 else ""  # All runs of a comparison have one origin.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tenuto.client.ab_verdict import Estimate, estimate_ratio
 from tenuto.client.options import THRESHOLD_PERCENT
-from tenuto.records.metrics import get_geometric_mean, get_known_mean, get_mean, get_percentile
+from tenuto.records.metrics import get_geometric_mean, get_known_mean, get_mean, get_percentile, group_by
 from tenuto.records.schema import get_stat
 from tenuto.report.html.sources import NO_GPU, Run, Setting
 from tenuto.report.html.spec import BASELINE, format_load, shorten
@@ -344,9 +344,7 @@ class Group:
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Runs by setting, policy and load; settings in the order of their names."""
-    settings: dict[Setting, list[Run]] = {}
-    for run in runs:
-        settings.setdefault(run.setting, []).append(run)
+    settings = group_by(runs, lambda run: run.setting)
     groups = [group for setting, same in settings.items() for group in _make_groups(setting, same)]
     return sorted(groups, key=lambda group: tuple(map(str, group.setting)))
 
@@ -355,24 +353,20 @@ def _make_groups(setting: Setting, runs: Sequence[Run]) -> Iterator[Group]:
     """The group of a setting's runs, and one for each step size that was set for more than stock."""
     has_stock = any(run.policy == BASELINE and run.given_steps is None for run in runs)
     keeping = {run.policy for run in runs if run.keeps_kv}
-    by_steps: dict[str | None, list[Run]] = {None: []}
-    arms = []
-    for run in runs:
+
+    def is_arm(run: Run) -> bool:
         is_other_stock = has_stock and run.policy == BASELINE and run.given_steps is not None
-        if is_other_stock or (not run.keeps_kv and run.policy in keeping):
-            arms.append(run)
-        else:
-            by_steps.setdefault(run.given_steps, []).append(run)
+        return is_other_stock or (not run.keeps_kv and run.policy in keeping)
+
+    arms = [run for run in runs if is_arm(run)]
+    by_steps = group_by((run for run in runs if not is_arm(run)), lambda run: run.given_steps)
     for steps, same in by_steps.items():
-        if not same:
-            continue
         beside = tuple(run for run in arms if steps is None or run.given_steps == steps)
         variant = [setting.variant] if setting.variant else []
         variant += [] if steps is None else [f"step_tokens {steps}"]
-        cells: dict[tuple[str, Load], list[Run]] = {}
-        for run in same:
-            name = run.policy if run.keeps_kv else f"{run.policy}, keeping no KV"
-            cells.setdefault((name, run.jps), []).append(run)
+        cells = group_by(
+            same, lambda run: (run.policy if run.keeps_kv else f"{run.policy}, keeping no KV", run.jps)
+        )
         group = Group(
             setting._replace(variant=", ".join(variant)),
             tuple(PolicyCell(policy, load, tuple(each)) for (policy, load), each in cells.items()),

@@ -24,6 +24,7 @@ from tenuto.core.console import Progress
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
 from tenuto.records.files import Say, write_whole, writing
+from tenuto.records.metrics import group_by
 from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
@@ -304,7 +305,7 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     commands = []
     for rest_text, members in by_rest.items():
         # Runs made one by one beside a sweep must not hide it.
-        for part in [members] if _try_grid(members) else _split_by_file(members):
+        for part in [members] if _try_grid(members) else group_by(members, _get_file).values():
             if (axes := _try_grid(part)) is None:
                 left += part
                 continue
@@ -342,12 +343,9 @@ def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
     return axes if is_grid else None
 
 
-def _split_by_file(runs: Sequence[Run]) -> list[list[Run]]:
-    parts: dict[str, list[Run]] = {}
-    for run in runs:
-        # A record's place is its file, and its line or index if the file holds several.
-        parts.setdefault(re.sub(r"(:\d+|\[\d+\])$", "", run.place), []).append(run)
-    return list(parts.values())
+def _get_file(run: Run) -> str:
+    # A record's place is its file, and its line or index if the file holds several.
+    return re.sub(r"(:\d+|\[\d+\])$", "", run.place)
 
 
 def _join(values: Sequence[object]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tenuto.core.errors import clean
-from tenuto.records.metrics import estimate_reusable_tokens
+from tenuto.records.metrics import estimate_reusable_tokens, group_by
 from tenuto.records.run_data import LeaseRecord
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
@@ -84,10 +84,7 @@ class Life(NamedTuple):
 
 def group_by_job(turns: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
     """Each job's turns in the order they were due; jobs in the order of their first turns."""
-    jobs: dict[str, list[TurnRecord]] = {}
-    for turn in sorted(turns, key=lambda each: (each.due_s, each.turn)):
-        jobs.setdefault(turn.job, []).append(turn)
-    return jobs
+    return group_by(sorted(turns, key=lambda each: (each.due_s, each.turn)), lambda turn: turn.job)
 
 
 def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | None:
