@@ -18,6 +18,7 @@ from tenuto.core.errors import ConfigError, PolicyError, suggest
 from tenuto.core.loader import get_policy_name, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.records.metrics import group_by
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.compare import check_cells, format_rows, make_arms, make_grid, make_rows, run_grid
 from tenuto.sim.run import Extras, Outcome, run
@@ -71,11 +72,10 @@ class Comparison:
     @property
     def winners(self) -> dict[tuple[str, float | None], tuple[str, ...]]:
         """By GPU and jobs per second, the policies whose mean job time is within 2 % of the best."""
-        found: dict[tuple[str, float | None], tuple[str, ...]] = {}
-        for row in self.rows:
-            place = (row["gpu"], row["jps"])
-            found[place] = (*found.get(place, ()), *([row["policy"]] if row["wins"] else ()))
-        return found
+        by_place = group_by(self.rows, lambda row: (row["gpu"], row["jps"]))
+        return {
+            place: tuple(row["policy"] for row in rows if row["wins"]) for place, rows in by_place.items()
+        }
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per run; a statistic is a column `job_s.mean`. Raises ImportError without pandas."""

@@ -94,6 +94,8 @@ def make_record(
     `facts`: further fields of `RunRecord`; they override what is computed from the turns.
     """
     done = get_ok(turns)
+    # The other jobs call no tool, such as people's requests beside agents: they are plain.
+    agents = {turn.job for turn in done if turn.tool is not None}
     times_s = get_job_times_s(turns, num_turns, parents)
     rates, makespan_s = get_job_rates(turns, times_s), get_makespan_s(turns)
     measured: dict[str, Any] = {
@@ -102,7 +104,7 @@ def make_record(
         "turns": TurnCounts(planned=len(turns), ok=len(done)),
         "job_s": summarise(times_s.values()),
         "slowdown": get_slowdown(times_s, isolated_s or {}),
-        "plain_ttft_s": summarise(turn.ttft_s for turn in get_plain_turns(done)),
+        "plain_ttft_s": summarise(turn.ttft_s for turn in done if turn.job not in agents),
         "by_turn": get_turn_means(done),
         "prompt_tokens": add_up(turn.prompt_tokens for turn in done) or 0,
         "reused_tokens": count_reused_tokens(done),
@@ -201,10 +203,8 @@ def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> 
     `times_s` is what `get_job_times_s` returns. In an overloaded run jobs arrive faster than they finish, and
     the second rate is the engine's capacity.
     """
-    arrivals_s: dict[str, float] = {}
-    for turn in turns:
-        if turn.job in times_s:
-            arrivals_s[turn.job] = min(arrivals_s.get(turn.job, math.inf), turn.due_s)
+    by_job = group_by((turn for turn in turns if turn.job in times_s), lambda turn: turn.job)
+    arrivals_s = {job: min(turn.due_s for turn in its_turns) for job, its_turns in by_job.items()}
     ends_s = [arrivals_s[job] + times_s[job] for job in arrivals_s]
     begin_s, last_s = min(arrivals_s.values(), default=0.0), max(arrivals_s.values(), default=0.0)
     came_at_once = last_s - begin_s < _AT_ONCE * (max(ends_s, default=0.0) - begin_s)
@@ -246,12 +246,6 @@ def get_turn_means(turns: Iterable[TurnRecord]) -> dict[str, TurnMeans]:
 def get_slowdown(times_s: Mapping[str, float], isolated_s: Mapping[str, float]) -> Stats | None:
     """Summarise each job's time divided by its time alone on the machine. Both are given by id."""
     return summarise(times_s[job] / isolated_s[job] for job in times_s if isolated_s.get(job))
-
-
-def get_plain_turns(turns: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """Return the turns of jobs that call no tool, such as people's requests beside agents."""
-    agents = {turn.job for turn in turns if turn.tool is not None}
-    return [turn for turn in turns if turn.job not in agents]
 
 
 def add_up(values: Iterable[int | None]) -> int | None:

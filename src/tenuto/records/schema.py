@@ -447,11 +447,6 @@ def get_config(*options: Any) -> dict[str, Any]:
             value = getattr(part, each.name)
             default = each.default if each.default is not dataclasses.MISSING else {}
             if value != default or each.name in _ALWAYS_KEPT:
-                config[each.name] = _to_json(value)
+                value = get_config(value) if dataclasses.is_dataclass(value) else value
+                config[each.name] = dict(value) if isinstance(value, Mapping) else value
     return config
-
-
-def _to_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return get_config(value)
-    return dict(value) if isinstance(value, Mapping) else value

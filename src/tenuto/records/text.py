@@ -183,7 +183,8 @@ def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
-    rows = [flatten(record) for record in records]
+    shown = ({key: each[key] for key in each if key not in _NO_COLUMNS} for each in records)
+    rows = [dict(_walk("", each)) for each in shown]
     names = list(dict.fromkeys(name for row in rows for name in row))
     with writing(path, "--csv"), path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, names, restval="")
@@ -191,12 +192,8 @@ def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's single values by name; the names of nested ones are joined by dots: `job_s.p95`."""
-    return dict(_walk("", {key: value for key, value in record.items() if key not in _NO_COLUMNS}))
-
-
 def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A record's single values by name; the names of nested ones are joined by dots: `job_s.p95`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _walk(f"{prefix}{key}.", value)

@@ -110,6 +110,7 @@ def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[
 
 def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
     turns = [turn for job in jobs for turn in job.turns]
+    by_number = group_by(turns, lambda turn: turn.record.turn)
     report: dict[str, Any] = {
         "source": data.source,
         "kind": data.kind,
@@ -131,7 +132,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
         "engine": {name: gauge.to_json() for name, gauge in _get_gauges(data).items()},
         "step_s": describe(data.step_s),
-        "by_turn": _get_by_turn(turns),
+        "by_turn": [_describe_turns(number, by_number[number]) for number in sorted(by_number)],
     }
     rows, tokens, leases = report["by_turn"], report["tokens"], report["leases"]
     latency_s = {row["turn"]: row["latency_s"] for row in rows if row["latency_s"] is not None}
@@ -269,11 +270,6 @@ def _get_leases(data: RunData) -> dict[str, Any]:
         "held_s_by_end": {reason: describe(times) for reason, times in sorted(held.items())},
         "blocks": describe(lease.num_blocks for lease in leases),
     }
-
-
-def _get_by_turn(turns: Iterable[TurnStory]) -> list[dict[str, Any]]:
-    by_number = group_by(turns, lambda turn: turn.record.turn)
-    return [_describe_turns(number, by_number[number]) for number in sorted(by_number)]
 
 
 def _describe_turns(number: int, turns: Sequence[TurnStory]) -> dict[str, Any]:

@@ -283,11 +283,6 @@ class Evidence:
         first = self.latency_s.get(1)
         return self.latency_s[self.last_turn] / first if self.last_turn and first else None
 
-    @property
-    def uses_link(self) -> bool:
-        """Whether KV moves over a link."""
-        return bool(self.num_moved_tokens) or (self.policy or "").startswith("offload")
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -362,7 +357,8 @@ def _find_explosion(evidence: Evidence) -> Finding | None:
 
 def _find_collapse(evidence: Evidence) -> Finding | None:
     growth, first_s, light_s = evidence.growth, evidence.latency_s.get(1), evidence.light_first_s
-    if not evidence.uses_link or growth is None or first_s is None:
+    uses_link = evidence.num_moved_tokens or (evidence.policy or "").startswith("offload")
+    if not uses_link or growth is None or first_s is None:
         return None
     slowdown = first_s / light_s if light_s else None
     if growth < COLLAPSES and not (growth >= GROWS and (slowdown or 0.0) >= SLOWS_DOWN):

@@ -287,12 +287,10 @@ def _get_cache(page: Page, **labels: str) -> dict[str, Any]:
 
 
 def _count_apart(cumulative: Buckets) -> list[dict[str, float | None]]:
-    counts: list[dict[str, float | None]] = []
-    below = 0.0
-    for bound, count in cumulative.items():
-        counts.append({"up_to_s": None if math.isinf(bound) else bound, "count": round(count - below)})
-        below = count
-    return counts
+    return [
+        {"up_to_s": None if math.isinf(bound) else bound, "count": round(count - below)}
+        for (bound, count), below in zip(cumulative.items(), [0.0, *cumulative.values()], strict=False)
+    ]
 
 
 def _get_tiers(page: Page) -> list[dict[str, Any]]:

@@ -77,11 +77,6 @@ class Contrast:
             return False
         return not low <= 1 <= high and abs(ratio - 1) >= self.threshold
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the runs show that `policy` is faster."""
-        return self.differs and self.mean.ratio < 1
-
 
 def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
     """By seed, the job times of the policies that ran with it and took any time.
@@ -191,11 +186,9 @@ class PolicyCell:
     @property
     def mean_s_by_seed(self) -> dict[int | None, float]:
         """Mean JCT of each seed that has one; of runs with the same seed, their mean."""
-        by_seed: dict[int | None, list[float]] = {}
-        for run in self.runs:
-            if run.mean_s is not None:
-                by_seed.setdefault(run.seed, []).append(run.mean_s)
-        return {seed: fmean(values) for seed, values in by_seed.items()}
+        by_seed = group_by(self.runs, lambda run: run.seed)
+        means_s = {seed: get_known_mean(run.mean_s for run in runs) for seed, runs in by_seed.items()}
+        return {seed: mean_s for seed, mean_s in means_s.items() if mean_s is not None}
 
     @property
     def job_times_s(self) -> list[float]:
@@ -291,7 +284,7 @@ class Group:
         }
         best, *others = sorted(runs, key=lambda policy: (typical_s[policy], policy))
         found = [each for other in others if (each := contrast(runs, pairs, best, other))]
-        level = [each for each in found if not each.is_ahead]
+        level = [each for each in found if not (each.differs and each.mean.ratio < 1)]
         baseline = self.baseline
         against = next((each for each in found if each.other == baseline), found[0])
         return Winner((best, *(each.other for each in level)), any(each.is_open for each in level), against)
@@ -395,10 +388,8 @@ def get_seed_spread(groups: Sequence[Group]) -> Spread | None:
 
     The spread is a share: maximum less minimum, over the mean. None if no cell has two seeds.
     """
-    shares = []
-    for group in groups:
-        for cell in group.cells:
-            means = list(cell.mean_s_by_seed.values())
-            if len(means) > 1 and sum(means) > 0:
-                shares.append((max(means) - min(means)) / fmean(means))
+    every = [cell.mean_s_by_seed.values() for group in groups for cell in group.cells]
+    shares = [
+        (max(means) - min(means)) / fmean(means) for means in every if len(means) > 1 and sum(means) > 0
+    ]
     return Spread(statistics.median(shares), min(shares), max(shares)) if shares else None
