@@ -20,7 +20,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,14 +115,12 @@ class _JobReader:
     data: RunData
     job_id: str
     unknown: Counter[str]
-
-    def __post_init__(self) -> None:
-        self.turns: list[TurnRecord] = []
-        self._finished: TurnRecord | None = None
-        self._preempted: Preemption | None = None
-        self._lease: LeaseRecord | None = None
-        self._deadline_s = 0.0
-        self._is_ours = False
+    turns: list[TurnRecord] = field(default_factory=list)
+    _finished: TurnRecord | None = None
+    _preempted: Preemption | None = None
+    _lease: LeaseRecord | None = None
+    _deadline_s: float = 0.0
+    _is_ours: bool = False
 
     def take(self, event: Fields) -> None:
         self._is_ours = True

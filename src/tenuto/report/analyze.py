@@ -344,12 +344,9 @@ def _get_queue_share(turns: Iterable[TurnStory]) -> float | None:
 def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[str]) -> dict[str, Any]:
     if not records:
         raise DataError(f"{source}: holds no record")
-    light: dict[tuple[object, ...], RunRecord] = {}
+    loaded = group_by((record for record in records if record.jps is not None), _get_series)
+    light = {series: min(same, key=lambda each: each.jps or 0.0) for series, same in loaded.items()}
     stock = {_get_load(record): record for record in records if record.policy == "stock"}
-    for record in records:
-        known = light.get(_get_series(record))
-        if record.jps is not None and (known is None or record.jps < (known.jps or 0.0)):
-            light[_get_series(record)] = record
     return {
         "source": source,
         "kind": "results",

@@ -125,17 +125,14 @@ def contrast(
         return None
     means = [(pair[policy].mean_s, pair[other].mean_s) for pair in known]
     ratios = tuple(one / two for one, two in means or [(values.mean_s, other_values.mean_s)])
-    p95s = [
-        (one, two)
-        for pair in known
-        if (one := pair[policy].p95_s or 0) >= MIN_TIME_S and (two := pair[other].p95_s or 0) >= MIN_TIME_S
-    ]
+    p95s = [(pair[policy].p95_s or 0.0, pair[other].p95_s or 0.0) for pair in known]
+    p95_ratios = tuple(one / two for one, two in p95s if min(one, two) >= MIN_TIME_S)
     return Contrast(
         policy,
         other,
         ratios=ratios,
         mean=_estimate(ratios),
-        p95=_estimate(tuple(one / two for one, two in p95s)) if len(p95s) == len(means) and p95s else None,
+        p95=_estimate(p95_ratios) if p95_ratios and len(p95_ratios) == len(known) else None,
         values=values,
         other_values=other_values,
         threshold=next((run.ab.threshold for run in both if run.ab), THRESHOLD_PERCENT / 100),
