@@ -26,9 +26,12 @@ _MIN_JOBS = 12
 """Fewer jobs show neither a rate nor a trend."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 _LOSSES = {
-    "ok_after_retries": "after retries", "failed": "failed", "cancelled": "cancelled", "not_sent": "not sent",
+    "ok_after_retries": "after retries",
+    "failed": "failed",
+    "cancelled": "cancelled",
+    "not_sent": "not sent",
     "refused": "too long for this machine, left out",
-}  # fmt: skip
+}
 _NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
 """Parts of a run's record that are not columns: lists, and what differs from run to run."""
 
