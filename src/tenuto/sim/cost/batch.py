@@ -59,7 +59,6 @@ class StepCost(Protocol):
 
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step; 0.0 for an empty batch. Called once per simulated step, so it must be fast."""
-        ...
 
 
 class StretchCost(ABC):

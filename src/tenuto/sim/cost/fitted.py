@@ -268,10 +268,7 @@ def find_poor(
 ) -> tuple[str, ...]:
     """Return a sentence for each part of the fit that does not describe the observations."""
     errors = get_errors(cost, steps)
-    parts: list[tuple[str, Line, float]] = [
-        ("prefill", cost.prefill, errors["prefill"]),
-        ("decode", cost.decode, errors["decode"]),
-    ]
+    parts = [("prefill", cost.prefill, errors["prefill"]), ("decode", cost.decode, errors["decode"])]
     if cost.link is not None:
         link_errors = [abs(cost.link.at(each.num_bytes) / each.seconds - 1) for each in transfers]
         parts.append(("link", cost.link, fmean(link_errors)))
@@ -296,12 +293,9 @@ def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: b
 
     A poor fit is written only with `force`, and the file then says that it is poor. Returns the exit status.
     """
-    steps: list[ObservedStep] = []
-    transfers: list[ObservedTransfer] = []
-    for path in paths:
-        found_steps, found_transfers = _read(path)
-        steps += found_steps
-        transfers += found_transfers
+    found = [_read(path) for path in paths]
+    steps = [step for of_file, _ in found for step in of_file]
+    transfers = [transfer for _, of_file in found for transfer in of_file]
     cost = fit_step_cost(steps, transfers)
     cost = replace(cost, poor=find_poor(cost, steps, transfers))
     rows = make_rows(cost, steps)
@@ -316,11 +310,8 @@ def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: b
     else:
         for reason in cost.poor:
             print(f"POOR: {reason}.")
-        print(format_fit(cost, get_errors(cost, steps)))
-        print()
-        print(format_rows(rows))
-        print()
-        print(_describe_end(cost, out, is_written=is_written))
+        end = _describe_end(cost, out, is_written=is_written)
+        print(format_fit(cost, get_errors(cost, steps)), format_rows(rows), end, sep="\n\n")
     return 0 if is_written else POOR
 
 
@@ -352,9 +343,11 @@ def make_rows(cost: FittedStepCost, steps: Sequence[ObservedStep]) -> list[dict[
 
 def format_fit(cost: FittedStepCost, errors: Mapping[str, float]) -> str:
     """The coefficients, and the errors of the fit. `errors`: mean relative errors by kind of step."""
-    lines = [f"{'':8} {'steps':>5}  {'R2':>6}  {'off':>5}  {'worst':>9}  seconds"]
-    lines.append(_format_line("prefill", cost.prefill, ("token", "pair"), errors))
-    lines.append(_format_line("decode", cost.decode, ("decode", "context token"), errors))
+    lines = [
+        f"{'':8} {'steps':>5}  {'R2':>6}  {'off':>5}  {'worst':>9}  seconds",
+        _format_line("prefill", cost.prefill, ("token", "pair"), errors),
+        _format_line("decode", cost.decode, ("decode", "context token"), errors),
+    ]
     if cost.link is not None and cost.link_bytes_per_s is not None:
         lines.append(_format_line("link", cost.link, ("byte",), errors))
         lines.append(f"link bandwidth {cost.link_bytes_per_s / 1e9:.2f} GB/s")

@@ -17,10 +17,10 @@ import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts, StretchCost
@@ -31,35 +31,17 @@ from tenuto.sim.hardware.models import Model
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))
 
 
-class OperatorTables(Protocol):
-    """Measured seconds of the parts of a step, for one model on one kind of GPU."""
-
-    def linear_s(self, num_tokens: int) -> float:
-        """Everything but attention and the output head, for that many tokens in a step."""
-        ...
-
-    def head_s(self, num_requests: int) -> float:
-        """The output head for that many requests."""
-        ...
-
-    def prefill_attention_s(self, num_chunks: int, num_tokens: int, num_context_tokens: int) -> float:
-        """Attention of equal prefill chunks: their tokens, each after that much context."""
-        ...
-
-    def decode_attention_s(self, num_decodes: int, num_context_tokens: int) -> float:
-        """Attention of decodes at equal contexts."""
-        ...
-
-
 class TableStepCost(PartedCost, StretchCost):
     """Step times interpolated from operator tables: GPU work alone, `HostedStepCost` adds the host."""
 
-    def __init__(self, tables: OperatorTables) -> None:
+    def __init__(self, tables: AiconfiguratorTables) -> None:
         self._tables = tables
-        self._linear_s: dict[int, float] = {}
-        self._head_s: dict[int, float] = {}
-        self._prefill_s_per_pair: dict[int, _Curve] = {}
-        self._decode_attention_s: dict[int, _Curve] = {}
+        self._linear_s = cache(tables.linear_s)
+        self._head_s = cache(tables.head_s)
+        self._prefill_curve = cache(self._read_prefill)
+        self._decode_curve = cache(
+            lambda num_decodes: _Curve(partial(tables.decode_attention_s, num_decodes))
+        )
         self._prefill_fixed_s = _prefill_fixed_s(tables)
 
     def get_parts(self, batch: StepBatch) -> StepParts:
@@ -87,35 +69,17 @@ class TableStepCost(PartedCost, StretchCost):
 
     def _get_others_s(self, num_tokens: int, num_requests: int) -> float:
         """Everything but attention."""
-        linear_s = self._linear_s.get(num_tokens)
-        if linear_s is None:
-            linear_s = self._linear_s[num_tokens] = self._tables.linear_s(num_tokens)
-        head_s = self._head_s.get(num_requests)
-        if head_s is None:
-            head_s = self._head_s[num_requests] = self._tables.head_s(num_requests)
-        return linear_s + head_s
+        return self._linear_s(num_tokens) + self._head_s(num_requests)
 
-    def _prefill_curve(self, num_chunks: int) -> _Curve:
-        curve = self._prefill_s_per_pair.get(num_chunks)
-        if curve is None:
+    def _read_prefill(self, num_chunks: int) -> _Curve:
+        def s_per_pair(length: int) -> float:
+            whole_s = self._tables.prefill_attention_s(num_chunks, length, 0)
+            return (whole_s - self._prefill_fixed_s) / (num_chunks * length * length / 2)
 
-            def s_per_pair(length: int) -> float:
-                whole_s = self._tables.prefill_attention_s(num_chunks, length, 0)
-                return (whole_s - self._prefill_fixed_s) / (num_chunks * length * length / 2)
-
-            curve = self._prefill_s_per_pair[num_chunks] = _Curve(s_per_pair)
-        return curve
-
-    def _decode_curve(self, num_decodes: int) -> _Curve:
-        curve = self._decode_attention_s.get(num_decodes)
-        if curve is None:
-            tables = self._tables
-            curve = _Curve(lambda length: tables.decode_attention_s(num_decodes, length))
-            self._decode_attention_s[num_decodes] = curve
-        return curve
+        return _Curve(s_per_pair)
 
 
-def _prefill_fixed_s(tables: OperatorTables) -> float:
+def _prefill_fixed_s(tables: AiconfiguratorTables) -> float:
     """Seconds of prefill attention that do not depend on its pairs: rotary embedding and cache write.
 
     The tables scale the kernel's time by the share of a sequence's pairs that a chunk visits. So two chunks
@@ -132,8 +96,7 @@ class _Curve:
     """A function of a length, linear between `LENGTHS`. Its values there are read on first use."""
 
     def __init__(self, read: Callable[[int], float]) -> None:
-        self._read = read
-        self._values: list[float | None] = [None] * len(LENGTHS)
+        self._value = cache(lambda i: read(LENGTHS[i]))
 
     def at_each(self, num: int, total: int, num_steps: int) -> list[float]:
         """Values at the mean of `num` lengths with sum `total`; each step adds 1 to each length."""
@@ -159,12 +122,6 @@ class _Curve:
         left, right = self._value(i), self._value(i + 1)
         position = max(length, LENGTHS[0])
         return left + (right - left) * (position - LENGTHS[i]) / (LENGTHS[i + 1] - LENGTHS[i])
-
-    def _value(self, i: int) -> float:
-        value = self._values[i]
-        if value is None:
-            value = self._values[i] = self._read(LENGTHS[i])
-        return value
 
 
 # Pinned, because another version may have other measurements.

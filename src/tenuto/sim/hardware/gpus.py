@@ -57,8 +57,8 @@ class Gpu:
     kv_read_efficiency: float
     peer_bytes_per_s: float
     host_link_bytes_per_s: float
-    host_memory_bytes: int | None
-    table_system: str | None
+    host_memory_bytes: int | None = None
+    table_system: str | None = None
     measured_kv_tokens: tuple[tuple[str, int], ...] = ()
 
 
@@ -75,7 +75,6 @@ _RTXPRO6000 = Gpu(
     kv_read_efficiency=0.84,
     peer_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
     host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-    host_memory_bytes=None,
     table_system="rtx_pro_6000_server",
 )
 # NVIDIA A100 datasheet, the SXM module with 80 GB of HBM2e.
@@ -91,8 +90,24 @@ _A100_80 = Gpu(
     kv_read_efficiency=0.72,
     peer_bytes_per_s=300e9,
     host_link_bytes_per_s=PCIE_GEN4_BYTES_PER_S,
-    host_memory_bytes=None,
     table_system="a100_sxm",
+)
+# NVIDIA H100 datasheet, the SXM module.
+_H100 = Gpu(
+    name="H100",
+    memory_bytes=81_089 * MIB,
+    flops=989.4e12,
+    fp8_flops=1978.9e12,
+    memory_bytes_per_s=3.35e12,
+    gemm_efficiency=0.75,
+    attention_efficiency=0.60,
+    weight_read_efficiency=0.82,
+    kv_read_efficiency=0.93,
+    peer_bytes_per_s=450e9,
+    host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
+    host_memory_bytes=400 * GIB,
+    table_system="h100_sxm",
+    measured_kv_tokens=(("llama-3.1-8b", 434_000),),
 )
 
 _GPUS = (
@@ -136,37 +151,17 @@ _GPUS = (
         table_system="l40s",
         measured_kv_tokens=(("llama-3.1-8b", 208_000),),
     ),
-    # NVIDIA H100 datasheet, the SXM module.
-    Gpu(
-        name="H100",
-        memory_bytes=81_089 * MIB,
-        flops=989.4e12,
-        fp8_flops=1978.9e12,
-        memory_bytes_per_s=3.35e12,
-        gemm_efficiency=0.75,
-        attention_efficiency=0.60,
-        weight_read_efficiency=0.82,
-        kv_read_efficiency=0.93,
-        peer_bytes_per_s=450e9,
-        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=400 * GIB,
-        table_system="h100_sxm",
-        measured_kv_tokens=(("llama-3.1-8b", 434_000),),
-    ),
-    # NVIDIA H200 datasheet, the SXM module.
-    Gpu(
+    _H100,
+    # NVIDIA H200 datasheet, the SXM module: the die of the H100.
+    replace(
+        _H100,
         name="H200",
         memory_bytes=143_156 * MIB,
-        flops=989.4e12,
-        fp8_flops=1978.9e12,
         memory_bytes_per_s=4.8e12,
         gemm_efficiency=0.73,
         attention_efficiency=0.58,
         weight_read_efficiency=0.75,
         kv_read_efficiency=0.91,
-        peer_bytes_per_s=450e9,
-        host_link_bytes_per_s=PCIE_GEN5_BYTES_PER_S,
-        host_memory_bytes=400 * GIB,
         table_system="h200_sxm",
         measured_kv_tokens=(("llama-3.1-8b", 868_000),),
     ),

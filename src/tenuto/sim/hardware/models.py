@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,21 +131,14 @@ class Model:
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
-    def router_params(self) -> int:
-        """Parameters that choose the experts of one layer; a dense layer has none."""
-        return self.hidden_size * self.num_experts if self.num_experts > 1 else 0
-
-    @property
-    def embedding_params(self) -> int:
-        """Parameters of the token embedding, and of the output head unless the two are tied."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-
-    @property
     def num_params(self) -> int:
         """All parameters of the text model, except biases and norms inside attention (under 0.04 %)."""
-        per_layer = self.num_experts * self.expert_params + self.shared_expert_params + self.router_params
+        router = self.hidden_size * self.num_experts if self.num_experts > 1 else 0
+        per_layer = self.num_experts * self.expert_params + self.shared_expert_params + router
+        # The output head may be tied to the token embedding.
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         norms = (2 * self.num_layers + 1) * self.hidden_size
-        return self.attention_params + self.num_layers * per_layer + self.embedding_params + norms
+        return self.attention_params + self.num_layers * per_layer + embeddings + norms
 
     def weights_bytes(self, tp: int = 1) -> int:
         """Bytes of the weights on one of `tp` GPUs."""
@@ -186,9 +180,7 @@ class Model:
         group of a kind is padded. Source: kv_cache_utils.py:_get_kv_cache_groups_uniform_page_size @ vLLM
         0.32.
         """
-        num_by_window: dict[Layers, int] = {}
-        for window in self.windows:
-            num_by_window[window] = num_by_window.get(window, 0) + 1
+        num_by_window = Counter(self.windows)
         smallest, largest = min(num_by_window.values()), max(num_by_window.values())
         size = largest if largest < 1.5 * smallest else smallest
         # States come last, after windows of any size.
@@ -378,7 +370,7 @@ def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
         sizes = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
     else:
         return 1, 1, fields.size("intermediate_size")
-    num_experts, num_active, intermediate_size = (fields.size(field) for field in sizes)
+    num_experts, num_active, intermediate_size = map(fields.size, sizes)
     return num_experts, num_active, intermediate_size
 
 
