@@ -93,16 +93,13 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
     Returns the machines' notes.
     """
     machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
-    notes = [note for cell in machines for note in _get_notes(cell)]
+    notes: list[str] = []
+    for cell in machines:
+        setup, policy = cell.setup, cell.extras.policy
+        notes += check_fleet(setup, policy) if setup.fleet is not None else build(setup, policy).notes
     for load in dict.fromkeys(cell.load for cell in cells if cell.extras.workload is None):
         make_workload(load)
     return notes
-
-
-def _get_notes(cell: Cell) -> Sequence[str]:
-    if cell.setup.fleet is not None:
-        return check_fleet(cell.setup, cell.extras.policy)
-    return build(cell.setup, cell.extras.policy).notes
 
 
 def run_grid(
@@ -373,9 +370,11 @@ def find_best_stock(asked: Iterable[Timed], arms: Iterable[Timed]) -> Arm | None
     stock = _find_stock(asked)
     if stock is None or stock not in means:
         return None
-    sizes = [arm for arm in means if (arm.policy, arm.keeps_kv) == (STOCK, True) and _is_size(arm)]
+    # Stock vLLM can only have a number: its `--max-num-batched-tokens`.
+    plain = [arm for arm in means if (arm.policy, arm.keeps_kv) == (STOCK, True)]
+    sizes = [arm for arm in plain if arm.step_tokens is not None and arm.step_tokens.isdecimal()]
     whole = [arm for arm in (stock, *sizes) if means[arm].keys() == means[stock].keys()]
-    return min(whole, key=lambda arm: _get_mean(means[arm]))
+    return min(whole, key=lambda arm: get_geometric_mean(means[arm].values()))
 
 
 def split_gains(asked: Sequence[Timed], arms: Sequence[Timed]) -> dict[Arm, Split]:
@@ -384,7 +383,8 @@ def split_gains(asked: Sequence[Timed], arms: Sequence[Timed]) -> dict[Arm, Spli
     if stock is None or best is None:
         return {}
     by_seed = _average([*asked, *arms])
-    means = {arm: _get_mean(each) for arm, each in by_seed.items() if each.keys() == by_seed[stock].keys()}
+    seeds = by_seed[stock].keys()
+    means = {arm: get_geometric_mean(each.values()) for arm, each in by_seed.items() if each.keys() == seeds}
     found = {}
     for arm in dict.fromkeys(timed.arm for timed in asked):
         same_steps = stock._replace(step_tokens=arm.step_tokens)
@@ -404,11 +404,6 @@ def _find_stock(asked: Iterable[Timed]) -> Arm | None:
     return next((timed.arm for timed in asked if timed.arm.policy == STOCK), None)
 
 
-def _is_size(arm: Arm) -> bool:
-    """Whether stock vLLM can have this step size: its `--max-num-batched-tokens` is a number."""
-    return arm.step_tokens is not None and arm.step_tokens.isdecimal()
-
-
 def _average(runs: Iterable[Timed]) -> dict[Arm, dict[int | None, float]]:
     """Mean job time by arm and seed. Duplicate runs count once."""
     found: dict[Arm, dict[int | None, float]] = {}
@@ -416,11 +411,6 @@ def _average(runs: Iterable[Timed]) -> dict[Arm, dict[int | None, float]]:
         if mean_s > 0:
             found.setdefault(arm, {})[seed] = mean_s
     return found
-
-
-def _get_mean(by_seed: Mapping[int | None, float]) -> float:
-    """The geometric mean, as in the table."""
-    return get_geometric_mean(by_seed.values())
 
 
 # The table.
@@ -513,7 +503,6 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
 
 
 def _find_marks(group: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The marks, from `MARKS`, that these runs' numbers need."""
     if any(is_overloaded(each) for each in group):
         yield "overloaded"
     if any((each.get("step_cost") or "").startswith("roofline") for each in group):
@@ -558,8 +547,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     lines = [f"{'gpu':11} {'jobs/s':>6}{''.join(column.head for column in columns)}"]
     cell = None
     for row in rows:
-        same = _get_cell(row) == cell
-        cell = _get_cell(row)
+        same, cell = _get_cell(row) == cell, _get_cell(row)
         if not same and len(lines) > 1:
             lines.append("")
         place = f"{row['gpu']:11} {_format(row['jps'], 'g'):>6}"
@@ -584,7 +572,6 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def _format_errors(rows: Sequence[Row]) -> list[str]:
-    """How far predictions of such rows were off, one line for each kind."""
     kinds: dict[str, dict[str, None]] = {}
     for row in rows:
         error = str(KnownError(**row["known_error"]))
@@ -596,7 +583,6 @@ def _format_errors(rows: Sequence[Row]) -> list[str]:
 
 
 def _format_splits(rows: Sequence[Row]) -> list[str]:
-    """Where each policy's gain over stock comes from."""
     split = [row for row in rows if row["steps_ratio"] is not None]
     if not split:
         return []

@@ -68,13 +68,7 @@ class Ratio(NamedTuple):
     high: float
     num_seeds: int
 
-    @property
-    def is_gain(self) -> bool:
-        """Whether it is below 1 by more than a tie."""
-        return self.mean < 1 / TIE
-
     def __str__(self) -> str:
-        """In words."""
         seeds = f"{self.low:.2f} to {self.high:.2f} over {self.num_seeds} seeds"
         return f"{self.mean:.2f} ({seeds if self.num_seeds > 1 else 'one seed'})"
 
@@ -127,7 +121,7 @@ class Case:
     def gains_over(self, other: Case) -> bool:
         """Whether it is faster by more than a tie, or steady where the other is not."""
         ratio = self.get_ratio(other)
-        return self.is_steady > other.is_steady if ratio is None else ratio.is_gain
+        return self.is_steady > other.is_steady if ratio is None else ratio.mean < 1 / TIE
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -336,8 +330,7 @@ def _count_machines(
         return Need(setup, found.num_machines)
 
     estimate.target_s = target.p95_s
-    needs = list(each_at_once(count, setups, num_at_once))
-    estimate.needs = needs
+    estimate.needs = list(each_at_once(count, setups, num_at_once))
 
 
 def _get_near(cases: Sequence[Case]) -> list[Case]:
@@ -377,8 +370,7 @@ def format_estimate(estimate: Estimate) -> str:
         f"{'':{wide}}  {'job time: mean':>14} {'seeds':>14} {'P95':>8}   "
         f"{'first token: median':>19} {'P95':>8}",
     ]
-    for name, case in zip(names, cases, strict=True):
-        lines.append(f"{name:{wide}}  {_format_times(case)}")
+    lines += [f"{name:{wide}}  {_format_times(case)}" for name, case in zip(names, cases, strict=True)]
     lines += ["", *_format_gain(estimate), *_format_loads(estimate), *_format_needs(estimate)]
     if estimate.left_out:
         lines.append(f"There was no time for: {'; '.join(estimate.left_out)}. Allow more with --limit.")

@@ -31,7 +31,6 @@ class KnownError:
     high: float
 
     def __str__(self) -> str:
-        """In words."""
         span = f"{self.low:+.0%} to {self.high:+.0%}"
         return f"{self.median:.0%} in the median, {span} ({self.num_cells} {self.source})"
 

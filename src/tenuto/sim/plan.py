@@ -96,14 +96,12 @@ class Point:
         return share * self.jps
 
     def __str__(self) -> str:
-        """The result in words: times only if it is steady."""
         rates = f"{self.jps:.3g} jobs/s offered, {self.finished_jps:.3g} finished"
-        if self.verdict == "overloaded":
-            return f"overloaded: {rates}"
-        if self.verdict == "late":
-            return f"too slow: {rates}"
-        if self.verdict == "unsettled":
-            return f"not steady after {max(run.num_jobs for run in self.runs)} jobs: {rates}"
+        if self.verdict != "steady":
+            num_jobs = max(run.num_jobs for run in self.runs)
+            unsettled = f"not steady after {num_jobs} jobs"
+            words = {"overloaded": "overloaded", "late": "too slow", "unsettled": unsettled}
+            return f"{words[self.verdict]}: {rates}"
         one_seed = " (one seed)" if len(self.runs) == 1 else ""
         return f"P95 {format_s(self.p95_s)}, TTFT P95 {format_s(self.p95_ttft_s)}{one_seed}"
 
@@ -204,18 +202,6 @@ def get_most_jps(setup: Setup, load: LoadOptions) -> float:
     return sum(job.parent is None for job in jobs) / total_s
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search found."""
-
-    num_machines: int | None
-    """None if even the most that are allowed do not keep the target."""
-    point: Point
-    """With that many machines, or with the most allowed."""
-    fewer: Point | None
-    """With one machine less; None for a single machine."""
-
-
 def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     setup: Setup,
     load: LoadOptions,
@@ -225,7 +211,7 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
     *,
     num_jobs: int = PRECISE,
     expect: Expect = lambda num_points: None,
-) -> Found:
+) -> Plan:
     """The number of machines that keep the target while one machine less does not.
 
     `num_jobs`: fewest jobs of each run that decides, or half as many if the result is clear.
@@ -266,8 +252,8 @@ def find_fewest(  # noqa: PLR0913 - how to search, by keyword
         guess = _cross(points, settled, target)
     expect(0)
     if enough > max_machines:
-        return Found(None, points[max_machines], None)
-    return Found(enough, points[enough], points.get(too_few))
+        return Plan(setup, None, points[max_machines])
+    return Plan(setup, enough, points[enough], points.get(too_few))
 
 
 def _is_far(jps: float, fewer: Point | None) -> bool:
@@ -327,7 +313,7 @@ class Plan:
     """None if even the most allowed do not."""
     point: Point
     """With that many machines; with the most that were tried if even these do not meet the target."""
-    fewer: Point | None
+    fewer: Point | None = None
     """With one machine less; None for a single machine."""
     usd_per_hour: float | None = None
     """The price of all its GPUs; None if it is not known."""
@@ -393,9 +379,8 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
             plan = _judge_servers(setup, load, own, measure)
             expect(place, 0)
         else:
-            found = find_fewest(setup, load, own, measure, max_machines, expect=partial(expect, place))
-            plan = Plan(setup, found.num_machines, found.point, found.fewer)
-            if found.point.verdict == "late":
+            plan = find_fewest(setup, load, own, measure, max_machines, expect=partial(expect, place))
+            if plan.point.verdict == "late":
                 # The plan also says how many jobs they finish, so measure that.
                 effort = Effort(num_jobs=QUICK)
                 plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, effort))
@@ -443,7 +428,7 @@ def _judge_servers(setup: Setup, load: LoadOptions, target: Target, measure: Mea
     assert setup.fleet is not None
     num = len(setup.fleet.servers)
     point = measure_jobs(setup, load, num, measure, Effort(num_jobs=PRECISE))
-    return Plan(setup, num if target.is_met(point) else None, point, None)
+    return Plan(setup, num if target.is_met(point) else None, point)
 
 
 def _get_price(plan: Plan, prices: Mapping[str, float]) -> float | None:
@@ -670,15 +655,13 @@ class SeedRunner:
                 while (run := _try_get(futures[number])) is None:
                     self._say(self._describe)
                     # The first seeds may be enough, so other seeds start only on idle processes.
-                    if len(futures) < len(loads) and self._count_running() < self._workers:
+                    num_running = sum(not future.done() for future in list(self._names))
+                    if len(futures) < len(loads) and num_running < self._workers:
                         submit()
                 yield run
         finally:
             for future in futures:
                 future.cancel()
-
-    def _count_running(self) -> int:
-        return sum(not future.done() for future in list(self._names))
 
     def _describe(self) -> str:
         names = dict(self._names)
@@ -727,15 +710,22 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     runs = best.point.runs
     has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
     low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
+    if (fleet := best.setup.fleet) is not None:
+        how, router = f"All machines were simulated behind the router {fleet.router}", ""
+    else:
+        share_jps = best.point.jps / best.point.num_machines
+        how = f"One machine was simulated at its share, {share_jps:.3g} jobs/s,"
+        router = (
+            " A perfect router with session affinity keeps each job on one machine; --router simulates one."
+        )
     lines = [
         f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
         f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
         f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over {len(runs)} "
         f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {replace(target, margin=best.margin)}.",
-        f"{_describe_share(best)} until steady: {min(run.simulated_s for run in runs):.0f} to "
+        f"{how} until steady: {min(run.simulated_s for run in runs):.0f} to "
         f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
-        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s."
-        f"{_describe_router(best)}",
+        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s.{router}",
         f"Step times: {describe_step_cost(runs[0].step_cost)}.",
         *_describe_errors(plans),
     ]
@@ -818,19 +808,6 @@ def name_policy(plan: Plan) -> str:
 def _name_gpus(plan: Plan) -> str:
     name = name_gpu(plan)
     return f"{plan.num_gpus} × {name}" if name == plan.setup.gpu else name
-
-
-def _describe_share(plan: Plan) -> str:
-    if plan.setup.fleet is not None:
-        return f"All machines were simulated behind the router {plan.setup.fleet.router}"
-    share_jps = plan.point.jps / plan.point.num_machines
-    return f"One machine was simulated at its share, {share_jps:.3g} jobs/s,"
-
-
-def _describe_router(plan: Plan) -> str:
-    if plan.setup.fleet is not None:
-        return ""
-    return " A perfect router with session affinity keeps each job on one machine; --router simulates one."
 
 
 def describe_step_cost(name: str) -> str:

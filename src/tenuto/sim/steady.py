@@ -219,17 +219,14 @@ class Judged(Protocol):
     @property
     def verdict(self) -> Verdict:
         """The result of the simulation: if it is not steady, the times mean nothing."""
-        ...
 
     @property
     def p95_s(self) -> float:
         """P95 of the job times."""
-        ...
 
     @property
     def p95_ttft_s(self) -> float:
         """P95 of the times to first token."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,19 +244,14 @@ class Target:
 
     def get_use(self, judged: Judged) -> float:
         """The largest ratio of a P95 to its target less the margin; 1 is just enough."""
-        uses = []
-        if self.p95_s is not None:
-            uses.append(judged.p95_s / self.p95_s)
-        if self.p95_ttft_s is not None:
-            uses.append(judged.p95_ttft_s / self.p95_ttft_s)
-        return max(uses) / (1 - self.margin)
+        pairs = ((judged.p95_s, self.p95_s), (judged.p95_ttft_s, self.p95_ttft_s))
+        return max(time_s / most_s for time_s, most_s in pairs if most_s is not None) / (1 - self.margin)
 
     def is_met(self, judged: Judged) -> bool:
         """Whether the targets are kept, with the margin, in a steady state."""
         return judged.verdict == "steady" and self.get_use(judged) <= 1
 
     def __str__(self) -> str:
-        """The targets in words."""
         names = (("P95 job time", self.p95_s), ("P95 TTFT", self.p95_ttft_s))
         words = " and ".join(f"{name} {value:g} s" for name, value in names if value is not None)
         return f"{words}, less a margin of {self.margin:.0%}" if self.margin else words
@@ -461,7 +453,6 @@ class _Observer:
         self._ends_s: list[float] = []
 
     def __call__(self, now_s: float, scheduler: Scheduler) -> None:
-        """Look at the machine if a look is due."""
         if self._tell is not None:
             self._read()
             num_jobs = bisect_right(self._arrivals_s, now_s)
