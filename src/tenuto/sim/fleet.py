@@ -176,11 +176,8 @@ class FleetFront:
     @property
     def stats(self) -> DispatchStats:
         """Counts of the router's decisions, including those before a restart."""
-        total = dataclasses.asdict(self.dispatcher.stats)
-        for before in self._stats_before:
-            for name, count in dataclasses.asdict(before).items():
-                total[name] += count
-        return DispatchStats(**total)
+        counts = map(dataclasses.astuple, (*self._stats_before, self.dispatcher.stats))
+        return DispatchStats(*map(sum, zip(*counts, strict=True)))
 
     # Turns.
 
@@ -440,7 +437,6 @@ def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[st
 
 
 def _read_metrics(scheduler: Scheduler, now_s: float) -> EngineMetrics:
-    """An engine's own figures, now."""
     state, pool = scheduler.state, scheduler.kv.pool
     usage = pool.num_running_blocks / pool.num_blocks
     return EngineMetrics(now_s, len(state.running), state.num_waiting, usage)

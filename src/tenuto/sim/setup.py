@@ -233,7 +233,6 @@ class Fault:
     """die, drain and rejoin: the engine's name; join: its GPU, or empty for the first engine's."""
 
     def __str__(self) -> str:
-        """As the command line gives it."""
         return f"{self.kind}{':' + self.what if self.what else ''}@{self.at_s:g}"
 
 
@@ -257,10 +256,6 @@ def read_fault(text: str) -> Fault:
     if not 0 <= at_s < float("inf"):
         raise ConfigError(f"--fault {text}: the time must be 0 or more")
     return Fault(at_s, kind, what)  # type: ignore[arg-type]  # checked above
-
-
-def _read_faults(texts: list[str]) -> tuple[Fault, ...]:
-    return tuple(read_fault(text) for text in texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,15 +304,17 @@ class FleetOptions(Options):
         flag="--fault",
         metavar="WHAT@S",
         is_repeatable=True,
-        read=_read_faults,
+        read=lambda texts: tuple(map(read_fault, texts)),
     )
 
     def make_fleets(self) -> list[Fleet | None]:
         """A fleet for each router; only None without --servers. Raises ConfigError."""
         if not self.servers:
-            self._check_no_fleet()
+            for each in fields(self):
+                if getattr(self, each.name) != each.default:
+                    raise ConfigError(f"{get_flag(each)} is for several engines: say --servers too")
             return [None]
-        faults = tuple(str(fault) for fault in self.faults)
+        faults = tuple(map(str, self.faults))
         names = [name.strip() for name in self.router.split(",") if name.strip()]
         if not names:
             raise ConfigError("--router is empty")
@@ -339,11 +336,6 @@ class FleetOptions(Options):
         if len(fleets) > 1:
             raise ConfigError("--router: one, please; `tenuto compare` takes several")
         return fleets[0]
-
-    def _check_no_fleet(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) != each.default:
-                raise ConfigError(f"{get_flag(each)} is for several engines: say --servers too")
 
 
 @dataclass(frozen=True, kw_only=True)

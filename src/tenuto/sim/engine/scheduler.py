@@ -172,7 +172,9 @@ class Scheduler:
             self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        self._count_step(step)
+        state.num_executed_steps += bool(step.num_tokens)
+        if step.has_prefill or step.starts_prefill:
+            state.last_prefill_step = state.num_executed_steps
         self._advance(step)
         if offloader is not None and offloader.is_serial:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
@@ -296,12 +298,6 @@ class Scheduler:
         is_early = state.num_executed_steps + 1 - state.last_prefill_step < interval
         return is_early and any(not request.is_prefill_chunk for request in state.running)
 
-    def _count_step(self, step: Step) -> None:
-        state = self.state
-        state.num_executed_steps += bool(step.num_tokens)
-        if step.has_prefill or step.starts_prefill:
-            state.last_prefill_step = state.num_executed_steps
-
     # Running requests.
 
     def _schedule_running(self, step: Step) -> None:
@@ -406,7 +402,10 @@ class Scheduler:
         goes_on = self._start_loaded(step)
         while goes_on and step.budget > 0:
             request = waiting.get_first()
-            if request is None or not self._has_seat(request, step):
+            if request is None:
+                break
+            has_seat = len(state.running) < self.config.max_num_seqs
+            if not (has_seat or self._preempt_for_waiting(request, step)):
                 break
             if request.num_stale_tokens and not request.drops_stale:
                 # Its output in flight would arrive after tokens that it computes again.
@@ -428,11 +427,6 @@ class Scheduler:
         waiting.restore_skipped()
         if not step.defers_prefill:
             state.is_capacity_bound = waiting.num_eligible > 0
-
-    def _has_seat(self, request: Request, step: Step) -> bool:
-        """Whether one more request may run, if necessary after a preemption."""
-        has_seat = len(self.state.running) < self.config.max_num_seqs
-        return has_seat or self._preempt_for_waiting(request, step)
 
     def _try_start(self, request: Request, hit: Hit, step: Step, *, has_running: bool) -> bool:
         """Start a request; False if its first tokens do not fit into the budget or the cache."""
@@ -589,7 +583,6 @@ class Scheduler:
             state.loaded.append(request)
 
     def _publish_load(self, request: Request) -> None:
-        """Let look-ups find what a request has loaded."""
         if request.status is Status.LOADING:
             self.kv.cache(request, request.num_computed_tokens)
             request.status = Status.LOADED
@@ -663,7 +656,7 @@ class Scheduler:
         """Preempt one running request so that `request` can continue. It may be `request` itself."""
         running = self.state.running
         if self._by_priority:
-            victim = max(running, key=lambda each: (each.priority, each.arrival_s))
+            victim = max(running, key=_get_priority_key)
         else:
             self._put_victim_last(request)
             victim = running[-1]
@@ -757,10 +750,7 @@ class Scheduler:
         )
 
     def _give_outputs(self, step: Step, num_accepted: Mapping[str, int]) -> list[tuple[Request, int]]:
-        """Add a computed step's output to its requests. Returns the requests that got some, with the tokens.
-
-        `num_accepted`: the number of correct drafts by request. Requests that are done have finished.
-        """
+        """See `finish_step`."""
         outputs = []
         requests, chunks = self.state.requests, step.chunks
         is_async, has_drafts = self._is_async, self._has_drafts
@@ -789,7 +779,10 @@ class Scheduler:
                 continue
             num_right = num_accepted.get(turn_id, 0)
             if turn_id in step.num_drafts and not is_stale:
-                _reject(request, step.num_drafts[turn_id] - num_right)
+                # Wrong drafts are dropped, and the tokens that were computed for them.
+                num_wrong = step.num_drafts[turn_id] - num_right
+                request.num_computed_tokens -= num_wrong if request.num_computed_tokens > 0 else 0
+                request.num_placeholders -= num_wrong if request.num_placeholders > 0 else 0
             outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
         self._remove_finished(outputs)
         return outputs
@@ -977,14 +970,6 @@ def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
         return None
     name = layers if layers == STATE else f"window {layers}"
     return ShortHit(name, request.shared_tokens - num_hit_tokens)
-
-
-def _reject(request: Request, num_drafts: int) -> None:
-    """Drop wrong drafts, and the tokens that were computed for them."""
-    if request.num_computed_tokens > 0:
-        request.num_computed_tokens -= num_drafts
-    if request.num_placeholders > 0:
-        request.num_placeholders -= num_drafts
 
 
 def _has_equal_outputs(running: list[Request]) -> bool:

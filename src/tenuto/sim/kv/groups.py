@@ -133,6 +133,13 @@ class _Group:
         num_blocks = self.count_blocks(num_tokens)
         return min(num_blocks, self.max_blocks or num_blocks)
 
+    def count_free(self, hit: Hit) -> int:
+        """Blocks of a hit that are in the free queue, and leave it when the request starts."""
+        return self._pool.count_blocks(self._get_seen(hit), ref_cnt=0)
+
+    def _get_seen(self, hit: Hit) -> Row:
+        return hit.rows[self._index]
+
 
 class AttentionGroup(_Group):
     """Takes, caches and gives back blocks of tables with full attention or a sliding window."""
@@ -186,10 +193,6 @@ class AttentionGroup(_Group):
         num_skipped = count_skipped_blocks(self.window, self.block_size, hit.num_computed_tokens)
         return max(0, num_blocks - max(hit.num_tokens // self.block_size, num_skipped))
 
-    def count_free(self, hit: Hit) -> int:
-        """Blocks of a hit that are in the free queue, and leave it when the request starts."""
-        return self._pool.count_blocks(self._get_seen(hit), ref_cnt=0)
-
     def start(self, table: BlockTable, hit: Hit) -> None:
         """Give a request the blocks of its hit."""
         table.row = self._get_seen(hit)
@@ -234,14 +237,12 @@ class AttentionGroup(_Group):
 
     def uncover(self, table: BlockTable, request: Request, num_tokens: int) -> None:
         """Let look-ups find the blocks of `get_tail`."""
-        del request
         tail = self.get_tail(table, num_tokens)
         if self.window is not None and tail is not None:
             self._pool.uncover(tail, self._index)
 
     def leave(self, table: BlockTable, request: Request, num_tokens: int) -> None:
         """Free the blocks that the window has left after this many tokens."""
-        del request
         num_skipped = count_skipped_blocks(self.window, self.block_size, num_tokens) - self._num_spare
         num_skipped = min(num_skipped, table.num_blocks)
         if num_skipped > table.num_nulls:
@@ -258,10 +259,8 @@ class AttentionGroup(_Group):
         row = hit.rows[self._index]
         if not hit.num_loaded_tokens or self.window is None:
             return row
-        first = hit.num_tokens // self.block_size - len(row)
-        return row[
-            max(0, count_skipped_blocks(self.window, self.block_size, hit.num_computed_tokens) - first) :
-        ]
+        num_skipped = count_skipped_blocks(self.window, self.block_size, hit.num_computed_tokens)
+        return row[max(0, num_skipped - hit.num_tokens // self.block_size + len(row)) :]
 
 
 @dataclass(slots=True)
@@ -342,16 +341,11 @@ class StateGroup(_Group):
 
         If its hit is still being computed, the number is larger than that of all blocks.
         """
-        del at_once
         row = hit.rows[self._index]
         num_hit_blocks = hit.num_tokens // self.block_size
         if row and (row.ranges[0].extent.segment, num_hit_blocks - 1) in self._cached_now:
             return self._pool.num_blocks + 2
         return int(self.count_blocks(num_tokens) > num_hit_blocks)
-
-    def count_free(self, hit: Hit) -> int:
-        """Blocks of a hit that are in the free queue, and leave it when the request starts."""
-        return self._pool.count_blocks(hit.rows[self._index], ref_cnt=0)
 
     def start(self, table: StateTable, hit: Hit) -> None:
         """Give a request the state of its hit, unless a tier brings a later state."""

@@ -34,6 +34,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
 
@@ -219,7 +220,6 @@ class Row:
         return self.num_blocks
 
     def __getitem__(self, tail: slice) -> Row:
-        """The blocks from `tail.start` on."""
         row, left = Row(), self.num_blocks - (tail.start or 0)
         for extent, first, end in reversed(self.ranges):
             if left <= 0:
@@ -230,7 +230,6 @@ class Row:
         return row
 
     def __delitem__(self, tail: slice) -> None:
-        """Forget the blocks from `tail.start` on."""
         num_over = self.num_blocks - (tail.start or 0)
         if num_over <= 0:
             return
@@ -334,7 +333,7 @@ class ExtentPool:
         """All cached blocks of a sequence before block `end`, as runs (first, end) with gaps between them."""
         runs: list[tuple[int, int]] = []
         for segment, start, stop in path.get_ranges(0, end):
-            for copy in sorted(segment.copies[group], key=lambda copy: copy.first):
+            for copy in sorted(segment.copies[group], key=attrgetter("first")):
                 first, last = max(copy.first, start), min(copy.end, stop)
                 if first < last and runs and first <= runs[-1][1]:
                     runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
@@ -548,7 +547,7 @@ def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Ran
     copy 2    ├───────────────────┤
     hit       │  2  │  1   │  2   │
     """
-    in_order = sorted(copies, key=_get_first)
+    in_order = sorted(copies, key=attrgetter("first"))
     # Copies of one block are rare. But an extent that was split often has very many parts, for which the loop
     # below is linear.
     if any(one.end > other.first for one, other in pairwise(in_order)):
@@ -565,26 +564,16 @@ def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Ran
             first = extent.end
 
 
-def _get_first(extent: Extent) -> int:
-    return extent.first
-
-
 def _get_copy(copies: list[Extent], block: int) -> Extent | None:
     """The copy of a block that was cached first, or None."""
-    found = None
-    for extent in copies:
-        if extent.first <= block < extent.end and (found is None or extent.order < found.order):
-            found = extent
-    return found
+    holding = (each for each in copies if each.first <= block < each.end)
+    return min(holding, key=lambda each: each.order, default=None)
 
 
 def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
     """The block at which, after `first`, another copy was cached earlier; or the copy's end."""
-    stop = min(end, extent.end)
-    for other in copies:
-        if other.order < extent.order and first < other.first < stop:
-            stop = other.first
-    return stop
+    earlier = (other.first for other in copies if other.order < extent.order and other.first > first)
+    return min(end, extent.end, *earlier)
 
 
 def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:

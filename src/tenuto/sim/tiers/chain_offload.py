@@ -59,7 +59,6 @@ class ChainOffloader(Offloader):
 
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
         """The number of offered tokens that are loaded. The load ends with a whole chunk."""
-        del num_offered
         return (num_hit_tokens + num_tokens) // self._chunk_tokens * self._chunk_tokens - num_hit_tokens
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
@@ -83,18 +82,15 @@ class ChainOffloader(Offloader):
         """Store the computed part of a request's prompt. Returns the time at which the copy ends."""
         if not self._stores_all or not request.is_stored:
             return now_s
-        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        num_chunks = num_tokens // self._chunk_tokens
+        num_chunks = min(request.num_computed_tokens, request.num_prompt_tokens) // self._chunk_tokens
         first = request.num_stored_chunks
         if num_chunks <= first:
             return now_s
         request.num_stored_chunks = num_chunks
         chunks = self._get_chunks(request, num_chunks)
-        use, first = self._get_rank(request, first, now_s)
-        copy = self._tiers.store(chunks, now_s, use, first)
-        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s, request)
-        request.stored_s = max(request.stored_s, copy.done_s)
-        return copy.done_s
+        done_s = self._store(chunks, now_s, *self._get_rank(request, first, now_s), request)
+        request.stored_s = max(request.stored_s, done_s)
+        return done_s
 
     def store_finished(self, request: Request, now_s: float) -> None:
         """A turn has ended. Store its output too, if the turn is stored. Its blocks stay taken until then."""
@@ -140,10 +136,12 @@ class ChainOffloader(Offloader):
         """The rank of a request's chunks, and the first number with this rank. LMCache ranks by recency."""
         return (NOBODY, 0) if self.is_sync else (self._get_use(request, now_s), first)
 
-    def _store(self, chunks: list[Chunk], now_s: float, use: Use, first: int) -> float:
+    def _store(
+        self, chunks: list[Chunk], now_s: float, use: Use, first: int, request: Request | None = None
+    ) -> float:
         """Store cached chunks from number `first` on. Returns the time at which the copy is complete."""
         copy = self._tiers.store(chunks, now_s, use, first)
-        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s)
+        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s, request)
         return copy.done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:

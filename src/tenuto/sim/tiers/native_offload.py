@@ -72,7 +72,6 @@ class NativeTiers(GroupedTiers):
 
     def use(self, places: Sequence[Place], use: Use) -> None:
         """A request has ended: all its chunks count as used now, the tail first."""
-        del places
         access = self._accesses.pop(use.key, None)
         if access is None:
             return
@@ -149,5 +148,5 @@ class NativeOffloader(GroupedOffloader):
         return Use((request.turn_id,)) if use is NOBODY else use
 
     def _make_use(self, turn: Turn, now_s: float, wish: Wish | None) -> Use:
-        del now_s, wish  # vLLM's own host memory knows neither policies nor wishes
+        # vLLM's own host memory knows neither policies nor wishes.
         return Use((turn.turn_id,), turn.job.job_id)

@@ -109,7 +109,6 @@ class Offloader(ABC):
 
     def must_wait(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> bool:
         """Whether a part of what it would load is being loaded for another request now."""
-        del request, num_hit_tokens, num_tokens, now_s
         return False
 
     @abstractmethod
@@ -128,7 +127,6 @@ class Offloader(ABC):
 
     def may_store(self, request: Request) -> bool:
         """Whether `store_computed` may have something to store: a fast check."""
-        del request
         return True
 
     @abstractmethod

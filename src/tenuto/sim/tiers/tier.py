@@ -27,11 +27,7 @@ class Link:
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        """A free link.
-
-        Raises:
-            ConfigError: the bandwidth is not positive, or the latency negative.
-        """
+        """Raises ConfigError if the bandwidth is not positive, or the latency negative."""
         if bytes_per_s <= 0 or latency_s < 0:
             raise ConfigError(
                 f"a link needs positive bytes_per_s and no negative latency_s: {bytes_per_s}, {latency_s}"
@@ -65,11 +61,7 @@ class Tier:
     """
 
     def __init__(self, name: str, capacity_bytes: int, chunk_bytes: int, link: Link) -> None:
-        """An empty tier.
-
-        Raises:
-            ConfigError: a size is not positive, or not one chunk fits.
-        """
+        """Raises ConfigError if a size is not positive, or not one chunk fits."""
         if not 0 < chunk_bytes <= capacity_bytes:
             raise ConfigError(
                 f"tier {name!r}: chunks of {chunk_bytes} bytes do not fit {capacity_bytes} bytes"
@@ -155,11 +147,7 @@ class OffloadTiers:
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        """`tiers`: nearest first (host, then disk).
-
-        Raises:
-            ConfigError: there is no tier, or their chunks differ in size.
-        """
+        """`tiers`: nearest first. Raises ConfigError if there is none, or their chunks differ in size."""
         if len({tier.chunk_bytes for tier in tiers}) != 1:
             raise ConfigError(
                 f"tiers need one chunk size, got {[(tier.name, tier.chunk_bytes) for tier in tiers]}"
