@@ -88,10 +88,7 @@ def make_grid(
 
 
 def check_cells(cells: Sequence[Cell]) -> list[str]:
-    """Build every machine and read every workload once, so that mistakes are found before the runs.
-
-    Returns the machines' notes.
-    """
+    """The notes of all machines. Builds each and reads each workload, to find mistakes before the runs."""
     machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
     notes: list[str] = []
     for cell in machines:

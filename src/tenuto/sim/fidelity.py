@@ -57,10 +57,8 @@ FITTED = KnownError("runs on vLLM's CPU build, step times fitted to its own", 7,
 def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError:
     """How far predictions like this one were off; for several GPUs, on the one with the largest error.
 
-    Args:
-        gpu: as in a run's record: `H100`, or `2xH100+2xL40S`.
-        policy: the same, or with its step size: `stock @512`.
-        step_cost: where step times came from.
+    `gpu`: as in a run's record, `H100` or `2xH100+2xL40S`. `policy`: the same, or with its step size, `stock
+    @512`. `step_cost`: where step times came from.
     """
     if "roofline" in (step_cost or ""):
         return ROOFLINE

@@ -1,7 +1,4 @@
-"""Builds a simulated engine from names and sizes.
-
-It is shared by `tenuto simulate`, `compare`, `plan` and `serve`.
-"""
+"""Builds a simulated engine from names and sizes, for `tenuto simulate`, `compare`, `plan` and `serve`."""
 
 from __future__ import annotations
 
@@ -59,10 +56,7 @@ class Machine:
     get."""
 
     def make_scheduler(self, log: DecisionLog | None = None, *, strict: bool = False) -> Scheduler:
-        """Make the engine's scheduler for one run.
-
-        With `strict`, a fault of the policy raises PolicyError.
-        """
+        """The engine's scheduler for one run. With `strict`, a fault of the policy raises PolicyError."""
         return Scheduler(self.config, self.policy, self.limits, tiers=self.tiers, log=log, strict=strict)
 
 
@@ -187,10 +181,7 @@ def _get(given: Any, wanted: Any, default: Any) -> Any:
 def _get_offload(
     setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]
 ) -> Offload | None:
-    """Return how KV is offloaded.
-
-    None if the policy wants offloading but this model cannot have tiers here.
-    """
+    """How KV is offloaded; None also if the policy wants it but this model cannot have tiers here."""
     offload = setup.offload or wanted.offload or "none"
     if offload == "none":
         return None

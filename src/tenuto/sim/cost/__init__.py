@@ -34,10 +34,8 @@ def load_step_cost(
     """The step cost of a model on `tp` GPUs of a kind, host time included.
 
     `variant`: other assumptions on steps that mix prefill with decoding; None for the sum of their operators.
-
-    Raises:
-        NoTablesError: there are no tables of this GPU, model and `tp`.
-        ConfigError: the backend is unknown, or has no step times for these.
+    Raises NoTablesError without tables of this GPU, model and `tp`, ConfigError if the backend is unknown or
+    has no step times for these.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")

@@ -36,8 +36,7 @@ class StepBatch(NamedTuple):
     def of(cls, prefills: Iterable[tuple[int, int]] = (), decodes: Iterable[int] = ()) -> StepBatch:
         """The batch of these chunks, as (tokens, context tokens), and these decodes, as context tokens.
 
-        Raises:
-            ConfigError: a chunk has no tokens, or a context is negative.
+        Raises ConfigError if a chunk has no tokens, or a context is negative.
         """
         chunks, contexts = list(prefills), list(decodes)
         if any(n < 1 or c < 0 for n, c in chunks) or any(c < 0 for c in contexts):
@@ -72,11 +71,8 @@ class StretchCost(ABC):
 def price_stretch(cost: StepCost, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
     """Seconds of each of some steps that decode for the same requests, one after the other.
 
-    Args:
-        cost: the step cost. If it is no `StretchCost`, it is called for each step.
-        num_decodes: number of requests.
-        num_context_tokens: the sum of their contexts in the first step. Each step adds one token to each.
-        num_steps: number of steps.
+    `num_context_tokens`: the sum of their contexts in the first step; each step adds one token to each. A
+    `cost` that is no `StretchCost` is called for each step.
     """
     if isinstance(cost, StretchCost):
         return cost.price_stretch(num_decodes, num_context_tokens, num_steps)

@@ -110,13 +110,8 @@ class Line:
 def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[float]) -> Line:
     """Seconds as a constant plus a slope per feature, none of them negative.
 
-    Args:
-        what: names the observations in errors.
-        features: one row per observation.
-        seconds: one per observation.
-
-    Raises:
-        DataError: there are fewer observations than coefficients, or the features do not vary independently.
+    `features` has a row per observation; `what` names the observations in errors. Raises DataError if there
+    are fewer of them than coefficients, or if the features do not vary independently.
     """
     # Only fitting needs these; a simulation that uses a fit does not.
     import numpy as np
@@ -178,11 +173,7 @@ class FittedStepCost:
 
     @classmethod
     def load(cls, path: Path) -> FittedStepCost:
-        """Read what `save` wrote.
-
-        Raises:
-            DataError: the file is something else; the message names file and field.
-        """
+        """Read what `save` wrote. Raises DataError, which names file and field, for anything else."""
         fields = read_first(path)
         return cls(
             prefill=_read_line(fields.part("prefill"), num_coefficients=3),
@@ -197,8 +188,7 @@ def fit_step_cost(
 ) -> FittedStepCost:
     """Fit to the steps that only prefill and to those that only decode; mixed steps are left out.
 
-    Raises:
-        DataError: there are too few steps of one kind, or they do not determine its coefficients.
+    Raises DataError if there are too few steps of one kind, or they do not determine its coefficients.
     """
     prefills = [step for step in steps if not step.batch.num_decodes]
     decodes = [step for step in steps if not step.batch.num_prefills]

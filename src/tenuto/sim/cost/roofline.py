@@ -29,11 +29,7 @@ class RooflineStepCost(PartedCost, StretchCost):
     """Step times of one model on `tp` GPUs of a kind: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int = 1) -> None:
-        """Derive the rates of the model's operators.
-
-        Raises:
-            ConfigError: `tp` does not divide the model's heads.
-        """
+        """Raises ConfigError if `tp` does not divide the model's heads."""
         model.check_tp(tp)
         self._model = model
         shared_params = model.num_layers * model.shared_expert_params

@@ -141,9 +141,8 @@ class AiconfiguratorTables:
     def __init__(self, gpu: Gpu, model: Model, tp: int) -> None:
         """Read the tables: about a second for a process's first model.
 
-        Raises:
-            NoTablesError: aiconfigurator-core has no tables for this GPU, model, data type or `tp`.
-            ConfigError: aiconfigurator-core is missing or has another version.
+        Raises NoTablesError if aiconfigurator-core has no tables for this GPU, model, data type or `tp`, and
+        ConfigError if it is missing or has another version.
         """
         self._engine = _compile(gpu, model, model.check_tp(tp))
         try:

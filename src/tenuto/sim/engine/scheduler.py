@@ -239,10 +239,7 @@ class Scheduler:
         return () if self.offloader is None else self.offloader.get_views(self.state.now_s)
 
     def switch(self, policy: Policy, limits: Limits, now_s: float, *, keeps_leases: bool) -> None:
-        """Let another policy decide from now on. Waiting and running requests do not change.
-
-        `keeps_leases` is as in `Driver.take_over`.
-        """
+        """Let another policy decide from now on, for the same requests. See `Driver.take_over`."""
         self.state.now_s = now_s
         driver = self._make_driver(policy, limits, self.driver.stats)
         driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
@@ -276,11 +273,9 @@ class Scheduler:
                 state.waiting.unpark(turn_id)
 
     def _will_only_decode(self) -> bool:
-        """Whether the next step surely has one token of each request, however small; False if in doubt.
-
-        False with a log, which has the chosen size of every step.
-        """
+        """Whether the next step surely has one token of each request, however small; False if in doubt."""
         state = self.state
+        # A log has the chosen size of every step.
         if self._log is not None or self._has_drafts or state.num_waiting:
             return False
         return not any(request.is_prefill_chunk for request in state.running)
@@ -516,10 +511,7 @@ class Scheduler:
     # Requests that load KV from the tiers.
 
     def _add_offer(self, request: Request, hit: Hit, offloader: Offloader) -> Hit | None:
-        """The hit, extended by what the tiers have after it if the policy wants to load that.
-
-        None if the request should ask again in a later step.
-        """
+        """The hit, with what the policy wants to load after it; None to ask again in a later step."""
         now_s = self.state.now_s
         offer = offloader.get_offer(request, hit.num_tokens, now_s)
         if offer is None:

@@ -227,10 +227,7 @@ class Step:
         self.budget -= num_tokens
 
     def take_out(self, request: Request, *, gives_back: bool = True) -> None:
-        """Undo `give`, if the request is in this step.
-
-        Its tokens go back to the budget, unless `gives_back` is False.
-        """
+        """Undo `give`, if the request is in this step. `gives_back`: its tokens go back to the budget."""
         num_tokens = self.num_tokens.pop(request.turn_id, 0)
         self.budget += num_tokens if gives_back else 0
         self.num_drafts.pop(request.turn_id, None)

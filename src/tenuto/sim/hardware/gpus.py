@@ -187,11 +187,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
 
 
 def get_gpu(name: str) -> Gpu:
-    """The GPU of that name, upper or lower case.
-
-    Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
-    """
+    """The GPU of that name, upper or lower case. Raises ConfigError that lists the known ones."""
     gpu = GPUS.get(name.upper())
     if gpu is None:
         raise ConfigError(f"unknown GPU {name!r}; choose one of {', '.join(GPUS)}{suggest(name, GPUS)}")

@@ -111,11 +111,8 @@ def kv_budget(
 ) -> KvBudget:
     """Where the memory of one GPU of `tp` goes at this `gpu_memory_utilization`, as vLLM computes it.
 
-    `profile` is vLLM's default for that GPU unless given.
-
-    Raises:
-        ModelTooLargeError: the model leaves no memory for the KV cache.
-        ConfigError: the utilization is not in (0, 1], or `tp` does not divide the model's heads.
+    `profile` is vLLM's default for that GPU unless given. Raises ModelTooLargeError if the model leaves no
+    memory for the KV cache, ConfigError for a utilization not in (0, 1] or a `tp` that does not divide it.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1: {utilization}")

@@ -188,11 +188,7 @@ class Model:
         return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
 
     def check_tp(self, tp: int) -> int:
-        """`tp` itself.
-
-        Raises:
-            ConfigError: the attention heads do not divide by it.
-        """
+        """`tp` itself. Raises ConfigError if the attention heads do not divide by it."""
         if tp < 1 or self.num_heads % tp:
             fits = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
             raise ConfigError(

@@ -66,10 +66,7 @@ class KvCache:
             group.begin_step()
 
     def enter(self, request: Request) -> None:
-        """Add a new request: find its place in the content tree, and give it empty tables.
-
-        Raises ConfigError if it can never run here.
-        """
+        """Give a new request its place in the content tree. Raises ConfigError if it can never run here."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
         num_blocks, limit = self.count_most_blocks(num_tokens), self.config.max_model_len
         if request.num_prompt_tokens >= limit:
@@ -280,10 +277,7 @@ class KvCache:
         return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
 
     def has_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether a running request's next tokens neither need nor fill a block, as most decoded tokens.
-
-        False if in doubt.
-        """
+        """Whether a running request's next tokens surely neither need nor fill a block, as most do not."""
         if not self.can_truncate:
             return False
         table: BlockTable = request.tables[0]
@@ -335,10 +329,7 @@ class KvCache:
         return 0 if hit is not None and hit.waits and not self.can_truncate else self._num_lookahead_tokens
 
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
-        """The layer groups, with the checkpoints of first prompts.
-
-        As `tenuto.vllm.compat.groups.FirstCheckpoints`.
-        """
+        """With the checkpoints of first prompts, as `tenuto.vllm.compat.groups.FirstCheckpoints`."""
         config = self.config
         kinds = list(zip(map(get_window, config.windows), config.group_block_sizes, strict=True))
         tokens: int | None = None

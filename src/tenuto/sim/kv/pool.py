@@ -67,10 +67,7 @@ class Segment:
         key: tuple[Hashable, int] | None = None,
         subtree: Subtree | None = None,
     ) -> None:
-        """`key`: its text, and the token at which it begins; None at the root.
-
-        By default it begins a subtree of its own.
-        """
+        """`key`: its text and the token at which it begins; None at the root. By default in a new subtree."""
         self.subtree = subtree or Subtree()
         # Cached content after a segment is found through it.
         self._before = before

@@ -141,10 +141,7 @@ class _Pages:
 
 
 def _make_guard(api_key: str | None) -> Middleware:
-    """Make the middleware around every handler.
-
-    It checks the API key and writes errors in the format of the request's path.
-    """
+    """Middleware that checks the API key, and writes errors in the format of the request's path."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -285,10 +282,9 @@ class EngineMetrics(Collector):
 
     def _collect_engine(self) -> Iterator[Family]:
         stats, scheduler = self._engine.stats, self._engine.scheduler
-        pool, kv = scheduler.kv.pool, scheduler.config.kv
-        num_waiting = len(scheduler.state.waiting) + scheduler.state.num_loading
-        yield self._gauge("vllm:num_requests_running", "Requests that run.", len(scheduler.state.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", num_waiting)
+        state, pool, kv = scheduler.state, scheduler.kv.pool, scheduler.config.kv
+        yield self._gauge("vllm:num_requests_running", "Requests that run.", len(state.running))
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", state.num_waiting)
         # Leases yield before an allocation fails, so blocks that only they hold are free memory.
         num_free_blocks = pool.num_free_blocks + scheduler.driver.get_num_idle_leased_blocks()
         usage = 1 - num_free_blocks / pool.num_blocks

@@ -142,10 +142,7 @@ class ControlPages:
         self, request: web.Request, do: str, tell: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> web.Response:
         job_id = request.match_info["job_id"]
-        fields = {
-            "job_id": job_id,
-            **{key: request.query[key] for key in ("tenant",) if key in request.query},
-        }
+        fields = {"job_id": job_id} | {key: request.query[key] for key in ("tenant",) if key in request.query}
         answer = json.loads(self._control.answer(json.dumps({"do": do, "fields": fields})))
         if not answer["ok"]:
             return _make_answer(answer)

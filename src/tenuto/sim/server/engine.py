@@ -248,10 +248,7 @@ class ServedEngine:
 
 
 class Clock:
-    """A clock that runs `speed` times as fast as the machine's monotonic clock.
-
-    It starts when it is created.
-    """
+    """A clock that runs `speed` times as fast as the machine's monotonic clock, from its creation on."""
 
     def __init__(self, speed: float, get_real_s: Callable[[], float] = time.monotonic) -> None:
         self.speed = speed

@@ -81,7 +81,6 @@ class Generator:
             self._pacer.abort(turn)
 
     def _make_headers(self, hints: Hints) -> dict[str, str]:
-        """Headers with the job's id and with the result of the request's cache wish."""
         verdict = self._pacer.engine.scheduler.driver.judge_wish(hints)
         found = make_job_header(hints.name), make_wish_header(hints.wish, verdict)
         return dict(header for header in found if header is not None)

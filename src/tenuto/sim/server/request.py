@@ -345,7 +345,8 @@ def read_call(body: Body, form: Format, headers: Mapping[str, str]) -> Call | No
     if most is not None:
         if not re.fullmatch("[0-9]{1,9}", str(most)):
             raise RequestError("sim_calls must be a whole number of calls", "vllm_xargs")
-        if _count_results(form.read_prompt(body)) >= int(most):
+        prompt = form.read_prompt(body)
+        if sum(isinstance(each, Message) and each.role == "tool" for each in prompt) >= int(most):
             return None
     if name is None and xargs["sim_tool"] is not None:
         name = str(xargs["sim_tool"])
@@ -361,10 +362,6 @@ def read_call(body: Body, form: Format, headers: Mapping[str, str]) -> Call | No
     if not isinstance(arguments, str) or not _is_object(arguments):
         raise RequestError("sim_arguments must be a JSON object, as a string", "vllm_xargs")
     return Call(0, name, arguments)
-
-
-def _count_results(prompt: str | list[int] | Iterable[Message]) -> int:
-    return sum(isinstance(each, Message) and each.role == "tool" for each in prompt)
 
 
 MAX_SCHEMA_DEPTH = 8

@@ -54,10 +54,7 @@ class Text:
         token."""
 
     def try_extend(self, token_ids: TokenIds) -> bool:
-        """Make the text begin with these tokens.
-
-        If it has different ones: returns False and changes nothing.
-        """
+        """Make the text begin with these tokens. If it has others, return False and change nothing."""
         num_tokens = len(self.token_ids)
         if token_ids[:num_tokens] != self.token_ids[: len(token_ids)]:
             return False

@@ -58,10 +58,7 @@ class GroupedTiers:
         return any(chunk in tier.order for tier in self.tiers)
 
     def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
-        """With full attention: the number of consecutive chunks from `first` on that some tier has.
-
-        Changes nothing.
-        """
+        """With full attention: how many chunks in a row from `first` on some tier has. Changes nothing."""
         return max(0, max(tier.hit_length(chunks) for tier in self.tiers) - first)
 
     def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float) -> float:
