@@ -75,7 +75,9 @@ def add_fleet(
             machine.policy.set_oracle(oracle)
         scheduler = machine.make_scheduler(strict=strict)
         speed = _get_speed(machine.step_cost) / _get_speed(first.step_cost)
-        info = EngineInfo(name, speed, _count_kv(machine))
+        kv = machine.config.kv
+        # The tokens that its KV cache holds, as vLLM logs them at start.
+        info = EngineInfo(name, speed, kv.num_blocks // len(kv.windows) * kv.block_size)
         return SteppedEngine(name, scheduler, machine.step_cost, simulation, now_s=now_s), info
 
     simulation.front = front = FleetFront(
@@ -97,12 +99,6 @@ def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
     if fleet.router != IDEAL:
         load_router(fleet.router, fleet.router_options)
     return [note for machine in build_servers(setup, policy) for note in machine.notes]
-
-
-def _count_kv(machine: Machine) -> int:
-    """Tokens that a machine's KV cache holds, as vLLM logs them at start."""
-    kv = machine.config.kv
-    return kv.num_blocks // len(kv.windows) * kv.block_size
 
 
 def _get_speed(cost: StepCost) -> float:
@@ -325,7 +321,10 @@ class FleetFront:
     def summarise(self) -> dict[str, Any]:
         """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
         stats, members = self.stats, self.members
-        busy_s = {name: members.get_busy_s(name) for name in members.infos}
+        busy_s = {
+            name: sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
+            for name in members.infos
+        }
         mean_busy_s = sum(busy_s.values()) / len(busy_s)
         engines = [
             {
@@ -408,10 +407,6 @@ class Members:
         self.drain(name)
         self.died.add(name)
         return self.there.pop(name)
-
-    def get_busy_s(self, name: str) -> float:
-        """Seconds in which a step ran there."""
-        return sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
 
     def _start(self, name: str) -> None:
         now_s = self._simulation.loop.now_s

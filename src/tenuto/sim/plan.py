@@ -262,14 +262,12 @@ def _is_far(jps: float, fewer: Point | None) -> bool:
     Near its capacity, a machine looks steady for a while. It is far from it if, with one machine less, each
     did clearly more: it was steady with some seed, or finished that many jobs although it was overloaded.
     """
-    return fewer is not None and jps <= NEAR_CAPACITY * _get_known_jps(fewer)
-
-
-def _get_known_jps(point: Point) -> float:
-    """Jobs per second that one of these machines can surely do: its share, if some seed was steady."""
-    if any(run.verdict == "steady" for run in point.runs):
-        return point.jps / point.num_machines
-    return point.finished_jps / point.num_machines if point.verdict == "overloaded" else 0.0
+    if fewer is None:
+        return False
+    known_jps = fewer.finished_jps if fewer.verdict == "overloaded" else 0.0
+    if any(run.verdict == "steady" for run in fewer.runs):
+        known_jps = fewer.jps
+    return jps <= NEAR_CAPACITY * (known_jps / fewer.num_machines)
 
 
 def _cross(points: Mapping[int, Point], settled: Set[int], target: Target) -> int | None:
@@ -410,10 +408,7 @@ def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
 
 
 def get_best(plans: Sequence[Plan]) -> Plan | None:
-    """The cheapest plan that meets the target; the one with the fewest GPUs if not all prices are known.
-
-    Of equal plans, the one with the lowest P95.
-    """
+    """The plan that meets the target at the lowest price, or with the fewest GPUs; then by P95."""
     meeting = [plan for plan in plans if plan.num_gpus is not None]
     has_prices = all(plan.usd_per_hour is not None for plan in meeting)
 

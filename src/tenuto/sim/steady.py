@@ -466,17 +466,14 @@ class _Observer:
         verdict = self._settling.decide(self._arrivals_s, self._ends_s, now_s)
         self._seen = self._settling.last
         is_over = self._settling.next_look_s > self._horizon_s
-        if verdict == "steady" and not is_over and not self._is_known_well():
-            return
+        if verdict == "steady" and not is_over:
+            assert self._load.jps is not None
+            is_enough = self._effort.is_enough(self.make_result(), now_s * self._load.jps)
+            if not is_enough or not are_done(self._arrivals_s, self._get_times_s(), now_s):
+                return
         if verdict is not None or is_over:
             self._verdict = verdict or "unsettled"
             self._simulation.stop()
-
-    def _is_known_well(self) -> bool:
-        """Whether a steady run is long enough."""
-        assert self._load.jps is not None
-        is_enough = self._effort.is_enough(self.make_result(), self._now_s * self._load.jps)
-        return is_enough and are_done(self._arrivals_s, self._get_times_s(), self._now_s)
 
     def _glance(self, now_s: float) -> None:
         """Stop the simulation if its target is surely missed."""

@@ -122,15 +122,14 @@ class Scheduler:
         )
         """Whether a turn that surely gets no blocks is not asked what it would load."""
         if self._asks_admission or policy.overrides("queue_key"):
-            self.state.waiting = WaitingQueue(self._get_policy_key)
+            self.state.waiting = WaitingQueue(
+                lambda request: driver.get_queue_key(request.turn_id, self.state.now_s)
+            )
             self.state.waiting.share_fairly(driver.make_order)
         else:
             self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
         if self.offloader is not None:
             self.offloader.follow(driver)
-
-    def _get_policy_key(self, request: Request) -> Key:
-        return self.driver.get_queue_key(request.turn_id, self.state.now_s)
 
     # What an engine calls.
 
@@ -863,9 +862,9 @@ class Scheduler:
                 return 0
             num_in_blocks = self._count_steps_in_blocks(running)
         num_steps = min(num_steps, num_in_blocks)
-        if num_steps == 0 or self._may_start_one() or _has_equal_outputs(running):
-            return 0
-        return num_steps
+        # Of requests that generate the same text, it matters which caches a block first.
+        num_texts = len({request.path.segments[-1] for request in running})
+        return 0 if num_steps == 0 or self._may_start_one() or num_texts < len(running) else num_steps
 
     def run_quiet_steps(self, num_steps: int) -> None:
         """Apply the effects of this many quiet steps to requests and their blocks."""
@@ -962,8 +961,3 @@ def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
         return None
     name = layers if layers == STATE else f"window {layers}"
     return ShortHit(name, request.shared_tokens - num_hit_tokens)
-
-
-def _has_equal_outputs(running: list[Request]) -> bool:
-    """Whether two requests generate the same text. Then it matters which of them caches a block first."""
-    return len({request.path.segments[-1] for request in running}) < len(running)

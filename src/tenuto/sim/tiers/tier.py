@@ -80,10 +80,7 @@ class Tier:
         return len(self.order)
 
     def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
-        """The number of chunks from a sequence's start that are present. Changes nothing.
-
-        `first`: a number of chunks that are present for sure.
-        """
+        """How many chunks from a sequence's start are present; the first `first` are. Changes nothing."""
         low, high = first, len(chunks)
         while low < high:
             middle = (low + high + 1) // 2
