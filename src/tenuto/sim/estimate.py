@@ -261,13 +261,13 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     places = [place for place, each in enumerate(setups) if each in (stock, *near, setups[-1])]
     setups = [setups[place] for place in places]
     cases = _measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)
-    measured: dict[int, Case] = {}
-    for place, case in zip(places, cases, strict=True):
-        measured[place] = case
+    measured: list[Case] = []
+    for case in cases:
+        measured.append(case)
         tell(f"{case.name}: {_describe(case)}")
         measure.expect(0, len(setups) - len(measured))
     # Only when all are known: means over different seeds cannot be compared.
-    for place, case in measured.items():
+    for place, case in zip(places, measured, strict=True):
         estimate.cases[place] = case
     estimate.left_out.remove(OF_SEEDS)
 
@@ -284,10 +284,8 @@ def _try_loads(
 ) -> None:
     assert estimate.load.jps is not None
     gains = estimate.tenuto.gains_over(estimate.tuned)
-    stock = [estimate.stock.setup]
-    if estimate.tuned.setup != estimate.setup:
-        stock.append(estimate.tuned.setup)
-    setups = [*stock, estimate.tenuto.setup]
+    tuned = [estimate.tuned.setup] if estimate.tuned.setup != estimate.setup else []
+    setups = [estimate.setup, *tuned, estimate.tenuto.setup]
     for number in range(1, NUM_LOADS + 1):
         measure.expect(0, len(setups) * (NUM_LOADS + 1 - number))
         load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if gains else UP) ** number))

@@ -27,26 +27,10 @@ class SimEngine:
         self._state = state
         self._kv = kv
         self._offloader = offloader
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether a row's blocks are still of use after its tail is cut off."""
-        return self._kv.can_truncate
-
-    @property
-    def hash_block_size(self) -> int:
-        """Tokens that each hash of a request covers: those of the smallest block."""
-        return self._config.kv.hash_block_size
-
-    @property
-    def hit_alignment(self) -> int:
-        """Hits end at multiples of this many tokens, where the blocks of all groups end."""
-        return self._config.kv.hit_alignment
-
-    @property
-    def can_store(self) -> bool:
-        """Whether there is a tier that `store` copies to."""
-        return self._offloader is not None
+        self.can_truncate = kv.can_truncate
+        self.hash_block_size = config.kv.hash_block_size
+        self.hit_alignment = config.kv.hit_alignment
+        self.can_store = offloader is not None
 
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state in numbers, with this many leases."""
@@ -113,23 +97,49 @@ class SimEngine:
         prompt    │ A 0-2 │ B 3-4 │ D 5-8 │         5 blocks in common
         """
         assert isinstance(hashes, BlockHashes)
+        size, num_common = self.hash_block_size, 0
         if isinstance(blocks, GroupedRow):
-            return _count_common(blocks, hashes, self.hash_block_size)
-        num_common = 0
+            most = min(blocks.num_tokens // size, len(hashes))
+            for (own, first, stop), (other, _, other_stop) in zip(
+                blocks.path.get_ranges(0, most), hashes.path.get_ranges(0, most), strict=False
+            ):
+                if own is not other:
+                    return first * size
+                num_common = min(stop, other_stop)
+                if stop != other_stop:
+                    break
+            return num_common * size
         for extent, first, end in blocks.ranges:
             for segment, _, stop in hashes.path.get_ranges(first, min(end, len(hashes))):
                 if segment is not extent.segment:
-                    return num_common * self.hash_block_size
+                    return num_common * size
                 num_common = stop
-        return num_common * self.hash_block_size
+        return num_common * size
 
     def get_prefix(self, blocks: Any, max_tokens: int) -> Any:
         """The longest part of a lease that can be hit, of at most this many tokens."""
         return blocks if max_tokens >= blocks.num_tokens else _find_row(self._kv, blocks, max_tokens)
 
     def get_rest(self, blocks: Any, num_blocks: int) -> Any:
-        """The part that a lease keeps if it frees about this many blocks."""
-        return _get_rest(self._kv, blocks, num_blocks) or []
+        """The part that a lease keeps if it frees about this many blocks; empty if that frees nothing."""
+        kv, sizes = self._kv, self._config.kv.group_block_sizes
+        full = [size for size, layers in zip(sizes, kv.config.windows, strict=True) if layers is None]
+        if not full:
+            # With windows only, a shorter prefix needs as many blocks.
+            return []
+        tokens_per_block = max(1, int(1 / sum(1 / size for size in full)))
+        rest = _find_row(kv, blocks, get_max_tokens(blocks.num_tokens, num_blocks, tokens_per_block))
+        num_freed = num_taken = 0
+        for own, other, size in zip(blocks.rows, rest.rows, sizes, strict=True):
+            #     own                first ├──────────┤ end
+            #     other      first ├──────────┤ rest_end
+            end, rest_end = blocks.num_tokens // size, rest.num_tokens // size
+            own_first, other_first = end - len(own), rest_end - len(other)
+            num_freed += kv.pool.count_blocks(own[max(0, rest_end - own_first) :], ref_cnt=1)
+            taken = other[:]
+            del taken[max(0, own_first - other_first) :]
+            num_taken += kv.pool.count_blocks(taken, ref_cnt=0)
+        return rest if rest and num_freed > num_taken else []
 
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
@@ -183,41 +193,3 @@ def _find_row(kv: KvCache, sequence: Request | GroupedRow, max_tokens: int) -> G
     """The blocks of the longest cached prefix of at most this many tokens, by group."""
     hit = kv.find_hit(sequence.paths, max_tokens)
     return GroupedRow(sequence.path, sequence.paths, hit.rows, hit.num_tokens)
-
-
-def _count_common(row: GroupedRow, hashes: Sequence[Hashable], size: int) -> int:
-    """The number of leading tokens that a prompt with these hashes, of `size` tokens each, shares."""
-    assert isinstance(hashes, BlockHashes)
-    num_common = 0
-    most = min(row.num_tokens // size, len(hashes))
-    for (own, first, stop), (other, _, other_stop) in zip(
-        row.path.get_ranges(0, most), hashes.path.get_ranges(0, most), strict=False
-    ):
-        if own is not other:
-            return first * size
-        num_common = min(stop, other_stop)
-        if stop != other_stop:
-            break
-    return num_common * size
-
-
-def _get_rest(kv: KvCache, row: GroupedRow, num_blocks: int) -> GroupedRow | None:
-    """The part that a lease keeps if it frees about this many blocks; None if that would free nothing."""
-    sizes = kv.config.group_block_sizes
-    full = [size for size, layers in zip(sizes, kv.config.windows, strict=True) if layers is None]
-    if not full:
-        # With windows only, a shorter prefix needs as many blocks.
-        return None
-    tokens_per_block = max(1, int(1 / sum(1 / size for size in full)))
-    rest = _find_row(kv, row, get_max_tokens(row.num_tokens, num_blocks, tokens_per_block))
-    num_freed = num_taken = 0
-    for own, other, size in zip(row.rows, rest.rows, sizes, strict=True):
-        #     own                first ├──────────┤ end
-        #     other      first ├──────────┤ rest_end
-        end, rest_end = row.num_tokens // size, rest.num_tokens // size
-        own_first, other_first = end - len(own), rest_end - len(other)
-        num_freed += kv.pool.count_blocks(own[max(0, rest_end - own_first) :], ref_cnt=1)
-        taken = other[:]
-        del taken[max(0, own_first - other_first) :]
-        num_taken += kv.pool.count_blocks(taken, ref_cnt=0)
-    return rest if rest and num_freed > num_taken else None

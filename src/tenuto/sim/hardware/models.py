@@ -226,13 +226,9 @@ def bundled_models() -> tuple[str, ...]:
 def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: str | None = None) -> Model:
     """The model of a bundled name or of a `config.json` (the file, or the folder that holds it).
 
-    Args:
-        source: one of `bundled_models()`, or a path.
-        dtype: type of the loaded weights, if not the config's ("fp8": linear layers only).
-        kv_cache_dtype: type of the KV cache, if not that of the model's activations.
-
-    Raises: ConfigError: the name is unknown (the message lists the known ones). Or a field is missing, has
-    the wrong type, or describes something that is not simulated (the message names it).
+    `dtype`: type of the loaded weights, if not the config's ("fp8": linear layers only). `kv_cache_dtype`:
+    that of the KV cache, if not that of the activations. Raises ConfigError, which lists the known names, or
+    names the field that is missing, has the wrong type, or describes something that is not simulated.
     """
     path = _config_path(source)
     try:
@@ -316,7 +312,7 @@ def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) ->
     num_experts, num_active, intermediate_size = _feed_forward(fields, model_type)
     base, attention, expert = _dtypes(fields, dtype)
     kv = fields.choice("kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
-    path = fields.path
+    path, is_next = fields.path, model_type == "qwen3_next"
     return Model(
         name=path.parent.name if path.name == "config.json" else path.stem,
         config_path=path,
@@ -335,11 +331,9 @@ def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) ->
         attention_dtype=attention,
         expert_dtype=expert,
         kv_cache_dtype=kv,
-        shared_intermediate_size=(
-            fields.size("shared_expert_intermediate_size") if model_type == "qwen3_next" else 0
-        ),
-        gates_attention=model_type == "qwen3_next",
-        state=_state(fields) if model_type == "qwen3_next" else None,
+        shared_intermediate_size=fields.size("shared_expert_intermediate_size") if is_next else 0,
+        gates_attention=is_next,
+        state=_state(fields) if is_next else None,
     )
 
 
