@@ -374,7 +374,10 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
         setup = setups[place]
         own = target if get_margin is None else replace(target, margin=get_margin(setup))
         if max_machines is None:
-            plan = _judge_servers(setup, load, own, measure)
+            assert setup.fleet is not None
+            num = len(setup.fleet.servers)
+            point = measure_jobs(setup, load, num, measure, Effort(num_jobs=PRECISE))
+            plan = Plan(setup, num if own.is_met(point) else None, point)
             expect(place, 0)
         else:
             plan = find_fewest(setup, load, own, measure, max_machines, expect=partial(expect, place))
@@ -417,13 +420,6 @@ def get_best(plans: Sequence[Plan]) -> Plan | None:
         return cost or 0.0, plan.point.p95_s
 
     return min(meeting, key=rank, default=None)
-
-
-def _judge_servers(setup: Setup, load: LoadOptions, target: Target, measure: Measure) -> Plan:
-    assert setup.fleet is not None
-    num = len(setup.fleet.servers)
-    point = measure_jobs(setup, load, num, measure, Effort(num_jobs=PRECISE))
-    return Plan(setup, num if target.is_met(point) else None, point)
 
 
 def _get_price(plan: Plan, prices: Mapping[str, float]) -> float | None:

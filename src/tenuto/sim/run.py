@@ -332,21 +332,21 @@ def write_run(folder: Path, outcome: Outcome, occupancy: Occupancy) -> None:
         raise ConfigError(f"--out: cannot write {folder / files.problem}")
 
 
+@dataclass(frozen=True)
 class StepTracer:
     """Writes one `step` record per step, and one `admission` record per turn it starts."""
 
-    def __init__(self, trace: TraceWriter, scheduler: Scheduler, count_in_flight: Callable[[], int]) -> None:
-        self._trace = trace
-        self._scheduler = scheduler
-        self._count_in_flight = count_in_flight
-        """Counts the steps that were scheduled and have not ended, including the one to record."""
+    trace: TraceWriter
+    scheduler: Scheduler
+    count_in_flight: Callable[[], int]
+    """Counts the steps that were scheduled and have not ended, including the one to record."""
 
     def record(self, step: Step, now_s: float) -> None:
         """Record a step that was just scheduled, then advance the trace's step number."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         started = {**step.new, **step.resumed}
         for turn_id, num_hit_tokens in started.items():
-            self._trace.write(
+            self.trace.write(
                 {
                     "kind": "admission",
                     "turn": turn_id,
@@ -359,10 +359,10 @@ class StepTracer:
         state, pool = scheduler.state, scheduler.kv.pool
         num_blanks, *_ = pool.get_queue()
         num_blanks += sum(table.num_blanks for request in state.requests.values() for table in request.tables)
-        self._trace.write(
+        self.trace.write(
             StepState(
                 now_s=now_s,
-                num_in_flight=self._count_in_flight() - 1,
+                num_in_flight=self.count_in_flight() - 1,
                 running=(request.turn_id for request in state.running),
                 requests=state.requests,
                 num_waiting=state.num_waiting,
@@ -380,14 +380,14 @@ class StepTracer:
                 num_tokens=step.num_tokens,
             ).describe()
         )
-        self._trace.end_step()
+        self.trace.end_step()
 
     def _get_load(self, turn_id: str, num_hit_tokens: int) -> dict[str, int | str]:
         """The part of a hit that came from the tiers, and how; nothing in an engine without tiers."""
-        offload = self._scheduler.config.offload
+        offload = self.scheduler.config.offload
         if offload is None:
             return {}
-        num_loaded_tokens = self._scheduler.state.requests[turn_id].num_loaded_tokens
+        num_loaded_tokens = self.scheduler.state.requests[turn_id].num_loaded_tokens
         return {
             "num_local_hit_tokens": num_hit_tokens - num_loaded_tokens,
             "num_external_hit_tokens": num_loaded_tokens,

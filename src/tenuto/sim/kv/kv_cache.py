@@ -157,7 +157,9 @@ class KvCache:
         end = max_tokens // size
         runs = self.pool.find_runs(paths[first_group], first_group, end)
         for group in groups[1:]:
-            runs = _intersect(runs, self.pool.find_runs(paths[group], group, end))
+            others = self.pool.find_runs(paths[group], group, end)
+            common = ((max(a[0], b[0]), min(a[1], b[1])) for a in runs for b in others)
+            runs = [run for run in common if run[0] < run[1]]
         num_tail_blocks = count_tail_blocks(window, size)
         num_aligned = self._alignment // size
         for first, last in reversed(runs):
@@ -359,9 +361,3 @@ class KvCache:
         if num_wanted <= self.pool.num_blocks:
             for group in self._groups:
                 group.keep_spares()
-
-
-def _intersect(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What two rising lists of runs have in common."""
-    common = ((max(p[0], q[0]), min(p[1], q[1])) for p in a for q in b)
-    return [run for run in common if run[0] < run[1]]

@@ -548,8 +548,10 @@ def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Ran
     # Copies of one block are rare. But an extent that was split often has very many parts, for which the loop
     # below is linear.
     if any(one.end > other.first for one, other in pairwise(in_order)):
-        while first < end and (extent := _get_copy(copies, first)) is not None:
-            stop = _get_stop(copies, extent, first, end)
+        while first < end and (holding := [each for each in copies if each.first <= first < each.end]):
+            extent = min(holding, key=attrgetter("order"))
+            earlier = (each.first for each in copies if each.order < extent.order and each.first > first)
+            stop = min(end, extent.end, *earlier)
             yield Range(extent, first, stop)
             first = stop
         return
@@ -559,18 +561,6 @@ def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Ran
                 return
             yield Range(extent, first, min(end, extent.end))
             first = extent.end
-
-
-def _get_copy(copies: list[Extent], block: int) -> Extent | None:
-    """The copy of a block that was cached first, or None."""
-    holding = (each for each in copies if each.first <= block < each.end)
-    return min(holding, key=lambda each: each.order, default=None)
-
-
-def _get_stop(copies: list[Extent], extent: Extent, first: int, end: int) -> int:
-    """The block at which, after `first`, another copy was cached earlier; or the copy's end."""
-    earlier = (other.first for other in copies if other.order < extent.order and other.first > first)
-    return min(end, extent.end, *earlier)
 
 
 def can_grow(extent: Extent, copies: list[Extent], first: int, end: int) -> bool:

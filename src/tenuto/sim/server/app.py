@@ -231,7 +231,10 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
         for line in (_describe(machine, pacer, served, options), *machine.notes):
             print(f"[serve] {line}", file=sys.stderr)
         print(f"[serve] http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
-        await _wait_for_signal()
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await stop.wait()
     finally:
         await runner.cleanup()
 
@@ -243,13 +246,6 @@ def _describe(machine: Machine, pacer: Pacer, served: Served, options: ServerOpt
         f"{kv.num_blocks - 1} KV blocks of {kv.block_size} tokens, {served.max_model_len} per request, "
         f"policy {options.policy}, speed {options.speed:g}"
     )
-
-
-async def _wait_for_signal() -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
 
 
 # The page /metrics: vLLM's metrics of the engine, and Tenuto's metrics of leases. Latencies are in simulated

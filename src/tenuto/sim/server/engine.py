@@ -331,14 +331,11 @@ class Pacer:
             num_steps = self.engine.num_finished_steps
             next_s = self.engine.advance(now_s)
             if self.engine.num_finished_steps > num_steps:
-                self._count_lag(self.clock.get_real_duration_s(self.clock.get_now_s() - self.engine.now_s))
+                lag_s = self.clock.get_real_duration_s(self.clock.get_now_s() - self.engine.now_s)
+                self.engine.stats.lag_s.observe(lag_s)
+                if lag_s > self._warn_lag_s:
+                    self._warn_lag_s = 2 * lag_s
+                    late = "%.1f s late: this machine is busy, or too slow for speed %g"
+                    logger.warning(late, lag_s, self.clock.speed)
             if next_s is None or next_s > now_s or self.clock.get_now_s() > limit_s:
                 return next_s
-
-    def _count_lag(self, lag_s: float) -> None:
-        self.engine.stats.lag_s.observe(lag_s)
-        if lag_s > self._warn_lag_s:
-            self._warn_lag_s = 2 * lag_s
-            logger.warning(
-                "%.1f s late: this machine is busy, or too slow for speed %g", lag_s, self.clock.speed
-            )

@@ -11,13 +11,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import log
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from tenuto.core.requests import Hints, make_job_header
+from tenuto.core.requests import make_job_header
 from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.wishes import make_wish_header
 from tenuto.sim.server.engine import Pacer, ServedRequest, ServedTurn
@@ -68,7 +69,9 @@ class Generator:
         block_size = self._pacer.engine.scheduler.config.kv.block_size
         answer = Answer(request, answer_ids, head, self._served.tokenizer, block_size)
         news = asyncio.Event()
-        headers = self._make_headers(request.hints)
+        hints, driver = request.hints, self._pacer.engine.scheduler.driver
+        found = make_job_header(hints.name), make_wish_header(hints.wish, driver.judge_wish(hints))
+        headers = dict(header for header in found if header is not None)
         turn = self._pacer.submit(engine_request, news.set)
         try:
             await _wait(turn, news)
@@ -79,11 +82,6 @@ class Generator:
             return web.json_response(answer.write_whole(turn), headers=headers)
         finally:
             self._pacer.abort(turn)
-
-    def _make_headers(self, hints: Hints) -> dict[str, str]:
-        verdict = self._pacer.engine.scheduler.driver.judge_wish(hints)
-        found = make_job_header(hints.name), make_wish_header(hints.wish, verdict)
-        return dict(header for header in found if header is not None)
 
     async def _read(self, http: web.Request) -> GenerateRequest:
         # If a header occurs several times, the first one counts, as in vLLM.
@@ -117,40 +115,35 @@ class Generator:
         return engine_request, answer_ids
 
 
+@dataclass
 class Answer:
     """Writes one answer, up to the tokens that the engine has computed."""
 
-    def __init__(
-        self,
-        request: GenerateRequest,
-        answer_ids: TokenIds,
-        head: Head,
-        tokenizer: Tokenizer,
-        block_size: int,
-    ) -> None:
-        self._request = request
-        self._answer_ids = answer_ids
-        self._head = head
-        self._tokenizer = tokenizer
-        self._block_size = block_size
-        self._writer = request.format.Writer(head)
+    request: GenerateRequest
+    token_ids: TokenIds
+    head: Head
+    tokenizer: Tokenizer
+    block_size: int
+
+    def __post_init__(self) -> None:
+        self._writer = self.request.format.Writer(self.head)
 
     def write_whole(self, turn: ServedTurn) -> dict[str, object]:
         """Return the response to a request that does not stream."""
-        delta = self._make_delta(0, self._request.plan.num_tokens)
+        delta = self._make_delta(0, self.request.plan.num_tokens)
         delta.usage = self._get_usage(turn, turn.num_tokens)
-        return self._request.format.write_whole(self._head, delta)
+        return self.request.format.write_whole(self.head, delta)
 
     def write_events(self, turn: ServedTurn, start: int, end: int) -> bytes:
         """Return the events for the answer's tokens from `start` up to, but not including, `end`."""
         delta = self._make_delta(start, end)
-        if self._request.sampling.counts_pieces:
+        if self.request.sampling.counts_pieces:
             delta.usage = self._get_usage(turn, end)
         return self._writer.write(delta)
 
     def write_end(self, turn: ServedTurn) -> bytes:
         """Return the events after the last token."""
-        wanted = self._request.sampling.includes_usage
+        wanted = self.request.sampling.includes_usage
         return self._writer.end(self._get_usage(turn, turn.num_tokens) if wanted else None)
 
     def write_failure(self, error: Exception) -> bytes:
@@ -158,26 +151,26 @@ class Answer:
         return self._writer.fail(RequestError(f"the server failed: {type(error).__name__}", status=500))
 
     def _make_delta(self, start: int, end: int) -> Delta:
-        request, plan = self._request, self._request.plan
+        request, plan = self.request, self.request.plan
         # The tokens of a tool call are not in the text.
-        token_ids = self._answer_ids[start : min(end, plan.num_words)]
-        words = self._tokenizer.words
+        token_ids = self.token_ids[start : min(end, plan.num_words)]
+        words = self.tokenizer.words
         delta = Delta(text=words.spell(token_ids, begins=request.is_chat and start == 0))
         if end == plan.num_tokens:
             delta.finish_reason = plan.finish_reason
             delta.calls = [] if plan.call is None else [plan.call]
         if request.sampling.returns_ids:
-            delta.token_ids = list(self._answer_ids[start:end])
+            delta.token_ids = list(self.token_ids[start:end])
             delta.prompt_ids = list(request.prompt_ids) if start == 0 else None
         if request.num_logprobs is not None:
             delta.logprobs = [
-                self._make_logprob(token_id, request.num_logprobs) for token_id in self._answer_ids[start:end]
+                self._make_logprob(token_id, request.num_logprobs) for token_id in self.token_ids[start:end]
             ]
         return delta
 
     def _make_logprob(self, token_id: int, num_shown: int) -> Logprob:
         """Made up from the token's id: it is the likeliest, and the words after it share half of the rest."""
-        likelihood, words = 0.5 + token_id % 499 / 1000, self._tokenizer.words.other
+        likelihood, words = 0.5 + token_id % 499 / 1000, self.tokenizer.words.other
         others = (words[(token_id + number) % len(words)] for number in range(num_shown + 1))
         ids = [token_id, *(each for each in others if each != token_id)][:num_shown]
         chances = [likelihood] + [(1 - likelihood) / 2**number for number in range(1, num_shown)]
@@ -185,12 +178,12 @@ class Answer:
         return Logprob(self._spell(token_id), log(likelihood), top)
 
     def _spell(self, token_id: int) -> str:
-        return self._tokenizer.words.get_token(token_id) or self._tokenizer.decode([token_id])
+        return self.tokenizer.words.get_token(token_id) or self.tokenizer.decode([token_id])
 
     def _get_usage(self, turn: ServedTurn, num_tokens: int) -> Usage:
-        num_prompt = len(self._request.prompt_ids)
+        num_prompt = len(self.request.prompt_ids)
         # Only full blocks are cached.
-        num_written = num_prompt // self._block_size * self._block_size - turn.num_hit_tokens
+        num_written = num_prompt // self.block_size * self.block_size - turn.num_hit_tokens
         return Usage(num_prompt, num_tokens, turn.num_hit_tokens, max(0, num_written))
 
 
