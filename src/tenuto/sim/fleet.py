@@ -231,18 +231,15 @@ class FleetFront:
             if turn.attempt == attempt:
                 engine = self.members.there[sending.engine]
                 if source is not None and self.members.there.get(copy_from) is source:
-                    self._copy_kv(sending, turn, engine)
+                    request = turn.make_request(self._simulation.say_hints, self._loop.now_s)
+                    num_tokens = min(sending.num_copied_tokens, request.num_prompt_tokens - 1)
+                    is_copied = engine.insert_kv(request, num_tokens, self._loop.now_s)
+                    self.num_copies_refused += not is_copied
+                    self._loop.plan(engine)
                 self._simulation.deliver(turn, engine)
 
         turn.engine = None
         self._loop.add(self._loop.now_s + copy_s, deliver)
-
-    def _copy_kv(self, sending: Sending, turn: LiveTurn, engine: SteppedEngine) -> None:
-        request = turn.make_request(self._simulation.say_hints, self._loop.now_s)
-        num_tokens = min(sending.num_copied_tokens, request.num_prompt_tokens - 1)
-        if not engine.insert_kv(request, num_tokens, self._loop.now_s):
-            self.num_copies_refused += 1
-        self._loop.plan(engine)
 
     # The router.
 

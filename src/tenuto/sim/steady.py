@@ -359,7 +359,12 @@ def simulate_until_steady(
 
     Gives up after `max_jobs`. Raises as `tenuto.sim.run.run`.
     """
-    alone_s = _get_time_alone_s(setup, load)
+    assert load.jps is not None
+    machine = build(setup)
+    jobs = [job for job in make_long_workload(load, NUM_SAMPLED / load.jps).jobs if job.parent is None]
+    budget = machine.config.max_num_batched_tokens
+    # The mean time of the first jobs, each alone on the machine.
+    alone_s = fmean(get_isolated_time_s(job, machine.step_cost, budget) for job in jobs[:NUM_SAMPLED])
     # Most machines settle early, and generating jobs takes time. So try with few jobs first.
     few = FEW * effort.num_jobs
     for most in dict.fromkeys((few if few * STRETCH < max_jobs else max_jobs, max_jobs)):
@@ -407,15 +412,6 @@ def make_long_workload(load: LoadOptions, window_s: float) -> Workload:
     trace = make_workload(replace(load, jps=None, window_s=None, arrival=LoadOptions.arrival))
     times_s = list(within(arrival_times(load.arrival, load.jps, load.seed), window_s))
     return reassign_arrivals(repeat_jobs(trace, len(times_s), load.seed), iter(times_s))
-
-
-def _get_time_alone_s(setup: Setup, load: LoadOptions) -> float:
-    """Mean seconds of the load's first jobs, each alone on the machine."""
-    assert load.jps is not None
-    machine = build(setup)
-    jobs = [job for job in make_long_workload(load, NUM_SAMPLED / load.jps).jobs if job.parent is None]
-    budget = machine.config.max_num_batched_tokens
-    return fmean(get_isolated_time_s(job, machine.step_cost, budget) for job in jobs[:NUM_SAMPLED])
 
 
 class _Observer:

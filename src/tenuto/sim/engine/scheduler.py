@@ -182,33 +182,22 @@ class Scheduler:
             driver.start(turn_id, now_s, num_hit_tokens, short_hit)
         return step
 
-    def finish_step(
-        self, step: Step, now_s: float, num_accepted: Mapping[str, int] | None = None
-    ) -> list[tuple[Request, int]]:
-        """Process the results of a step. Steps finish in the order in which they were scheduled.
-
-        `num_accepted`: the number of correct drafts by request, 0 by default. Returns the requests that got
-        output, with the number of new tokens. Requests that are done have `Status.FINISHED`.
-        """
-        self.state.now_s = now_s
-        outputs = self._give_outputs(step, num_accepted or {})
-        if self._has_drafts and not self._is_async:
-            for request, _ in outputs:
-                request.num_drafts = self.config.num_draft_tokens
-        return outputs
-
     def abort(self, turn_id: str, now_s: float) -> None:
         """The client of a turn disconnected. Nothing happens if the turn is done."""
         request = self.state.requests.get(turn_id)
         if request is None:
             return
-        self.state.now_s = now_s
+        state = self.state
+        state.now_s = now_s
         if request.status is Status.RUNNING:
-            self.state.running.remove(request)
+            state.running.remove(request)
+        elif request in state.loaded:
+            state.loaded.remove(request)
         elif request.status in (Status.LOADING, Status.LOADED):
-            self._drop_load(request)
+            state.loading = [load for load in state.loading if load.request is not request]
+            heapq.heapify(state.loading)
         else:
-            self.state.waiting.remove(request)
+            state.waiting.remove(request)
         computed = request.num_computed_tokens
         self._finish(request, Finish(request.num_output_tokens, aborted=True, num_computed_tokens=computed))
 
@@ -598,14 +587,6 @@ class Scheduler:
             self._start(request, start, num_new_tokens, step)
         return True
 
-    def _drop_load(self, request: Request) -> None:
-        state = self.state
-        if request in state.loaded:
-            state.loaded.remove(request)
-        else:
-            state.loading = [load for load in state.loading if load.request is not request]
-            heapq.heapify(state.loading)
-
     # Blocks: free ones first, then those that leases free.
 
     def _try_allocate(self, request: Request, num_new_tokens: int, hit: Hit | None) -> bool:
@@ -740,8 +721,15 @@ class Scheduler:
             num_chunks, chunk_tokens, chunk_context, num_pairs, num_decodes, decode_context
         )
 
-    def _give_outputs(self, step: Step, num_accepted: Mapping[str, int]) -> list[tuple[Request, int]]:
-        """See `finish_step`."""
+    def finish_step(
+        self, step: Step, now_s: float, num_accepted: Mapping[str, int] | None = None
+    ) -> list[tuple[Request, int]]:
+        """Process the results of a step. Steps finish in the order in which they were scheduled.
+
+        `num_accepted`: the number of correct drafts by request, 0 by default. Returns the requests that got
+        output, with the number of new tokens. Requests that are done have `Status.FINISHED`.
+        """
+        self.state.now_s = now_s
         outputs = []
         requests, chunks = self.state.requests, step.chunks
         is_async, has_drafts = self._is_async, self._has_drafts
@@ -768,7 +756,7 @@ class Scheduler:
                     continue
             if turn_id in chunks:
                 continue
-            num_right = num_accepted.get(turn_id, 0)
+            num_right = num_accepted.get(turn_id, 0) if num_accepted else 0
             if turn_id in step.num_drafts and not is_stale:
                 # Wrong drafts are dropped, and the tokens that were computed for them.
                 num_wrong = step.num_drafts[turn_id] - num_right
@@ -776,6 +764,9 @@ class Scheduler:
                 request.num_placeholders -= num_wrong if request.num_placeholders > 0 else 0
             outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
         self._remove_finished(outputs)
+        if has_drafts and not is_async:
+            for request, _ in outputs:
+                request.num_drafts = self.config.num_draft_tokens
         return outputs
 
     def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:

@@ -77,9 +77,9 @@ def make_app(
     app.add_routes(
         [
             *(web.post(path, answer) for path in PATHS),
-            web.post(f"{anthropic_messages.PATH}/count_tokens", tokens.count),
-            web.post("/tokenize", tokens.tokenize),
-            web.post("/detokenize", tokens.detokenize),
+            web.post(f"{anthropic_messages.PATH}/count_tokens", tokens.make_handler(tokens.count)),
+            web.post("/tokenize", tokens.make_handler(tokens.tokenize)),
+            web.post("/detokenize", tokens.make_handler(tokens.detokenize)),
             web.get("/v1/models", pages.list_models),
             web.get("/v1/models/{name:.+}", pages.get_model),
             web.get("/health", pages.get_health),

@@ -17,6 +17,7 @@ from math import log
 from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from tenuto.core.requests import make_job_header
 from tenuto.core.tool_calls import find_tool_call
@@ -242,20 +243,13 @@ class TokenPages:
     def __init__(self, served: Served) -> None:
         self._served = served
 
-    async def tokenize(self, http: web.Request) -> web.Response:
-        """The tokens of a prompt or of messages."""
-        return await self._answer(http, self._tokenize)
+    def make_handler(self, answer: Callable[[Body], dict[str, Any]]) -> Handler:
+        """The handler of a page with this answer, one of the methods below."""
 
-    async def detokenize(self, http: web.Request) -> web.Response:
-        """The text of tokens."""
-        return await self._answer(http, self._detokenize)
+        async def handle(http: web.Request) -> web.Response:
+            return web.json_response(await read_body(http, partial(self._read, answer)))
 
-    async def count(self, http: web.Request) -> web.Response:
-        """The number of tokens of messages in Anthropic's format."""
-        return await self._answer(http, self._count)
-
-    async def _answer(self, http: web.Request, answer: Callable[[Body], dict[str, Any]]) -> web.Response:
-        return web.json_response(await read_body(http, partial(self._read, answer)))
+        return handle
 
     def _read(self, answer: Callable[[Body], dict[str, Any]], raw: bytes) -> dict[str, Any]:
         try:
@@ -265,7 +259,8 @@ class TokenPages:
         except RecursionError:
             raise RequestError("the body is nested too deep") from None
 
-    def _tokenize(self, body: Body) -> dict[str, Any]:
+    def tokenize(self, body: Body) -> dict[str, Any]:
+        """The tokens of a prompt or of messages."""
         tokenizer = self._served.tokenizer
         if "messages" in body:
             messages, tools = openai_chat.read_prompt(body), get_list(body, "tools")
@@ -282,7 +277,8 @@ class TokenPages:
             "token_strs": [tokenizer.decode([each]) for each in token_ids] if wants_texts else None,
         }
 
-    def _detokenize(self, body: Body) -> dict[str, Any]:
+    def detokenize(self, body: Body) -> dict[str, Any]:
+        """The text of tokens."""
         token_ids, tokenizer = body.get("tokens"), self._served.tokenizer
         if not isinstance(token_ids, list) or not all(
             type(each) is int and 0 <= each < tokenizer.vocab_size for each in token_ids
@@ -292,7 +288,8 @@ class TokenPages:
             )
         return {"prompt": tokenizer.decode(token_ids)}
 
-    def _count(self, body: Body) -> dict[str, Any]:
+    def count(self, body: Body) -> dict[str, Any]:
+        """The number of tokens of messages in Anthropic's format."""
         messages, tools = anthropic_messages.read_prompt(body), get_list(body, "tools")
         number = len(render_chat(self._served.tokenizer, messages, tools, MAX_TOKENS))
         return {"input_tokens": number, "context_management": {"original_input_tokens": number}}
