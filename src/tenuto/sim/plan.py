@@ -363,7 +363,6 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     `expect`: called with a setup's index and the number of points that it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
     `get_margin`: the margin of each setup, in place of the target's.
-    `num_at_once`: setups that are searched for at the same time, in threads.
     """
     if load.jps is None or load.jps <= 0:
         raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
@@ -477,10 +476,7 @@ def make_changes(setup: Setup, load: LoadOptions) -> Iterator[Change]:
 def try_changes(
     plan: Plan, load: LoadOptions, target: Target, measure: Measure, *, num_at_once: int = 1
 ) -> Iterator[Effect]:
-    """Each change's effect on a plan that meets its target, for the changes that the load can have.
-
-    `num_at_once`: changes that are tried at the same time, in threads.
-    """
+    """Each change's effect on a plan that meets its target, for the changes that the load can have."""
     plain = replace(target, margin=0.0)
     slowest = max(plan.point.runs, key=target.get_use)
     others = tuple(run for run in plan.point.runs if run is not slowest)

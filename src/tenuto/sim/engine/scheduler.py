@@ -123,9 +123,8 @@ class Scheduler:
         """Whether a turn that surely gets no blocks is not asked what it would load."""
         if self._asks_admission or policy.overrides("queue_key"):
             self.state.waiting = WaitingQueue(
-                lambda request: driver.get_queue_key(request.turn_id, self.state.now_s)
+                lambda request: driver.get_queue_key(request.turn_id, self.state.now_s), driver.make_order
             )
-            self.state.waiting.share_fairly(driver.make_order)
         else:
             self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
         if self.offloader is not None:

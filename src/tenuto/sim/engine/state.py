@@ -24,18 +24,15 @@ class WaitingQueue:
     Source: vllm/v1/core/sched/request_queue.py@0.32.
     """
 
-    def __init__(self, get_key: GetKey | None) -> None:
+    def __init__(
+        self, get_key: GetKey | None, make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap
+    ) -> None:
         self._get_key = get_key
         self._requests: dict[str, Request] = {}
-        self._ready: IndexedHeap | FairOrder = IndexedHeap()
-        self._parked: IndexedHeap | FairOrder = IndexedHeap()
+        self._ready, self._parked = make_order(), make_order()
         self._skipped: list[tuple[Request, Key]] = []
         self._deferred: set[str] = set()
         self._num_pushed = 0
-
-    def share_fairly(self, make_order: Callable[[], IndexedHeap | FairOrder]) -> None:
-        """Use the driver's order. The queue must be empty."""
-        self._ready, self._parked = make_order(), make_order()
 
     def __len__(self) -> int:
         return len(self._requests)

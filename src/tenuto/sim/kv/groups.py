@@ -57,10 +57,7 @@ class Checkpoints:
     def get_runs(
         self, request: Request, first: int, end: int, own: Iterable[int] = ()
     ) -> list[tuple[int, int]]:
-        """The blocks from `first` to before `end` that are to be cached, as rising runs (first, end).
-
-        `own`: more places that this request caches, in tokens.
-        """
+        """The blocks `first` to before `end` to cache, as rising runs. `own`: more places, in tokens."""
         num_tail, num_segment = self._num_tail_blocks, self._num_segment_blocks
         if 0 < num_segment <= num_tail:
             return [(first, end)]
@@ -334,10 +331,7 @@ class StateGroup(_Group):
         return self.count_new(table, num_tokens)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
-        """Blocks that a request with this hit lacks for this many tokens in all; `at_once` has no effect.
-
-        If its hit is still being computed, the number is larger than that of all blocks.
-        """
+        """Blocks that a request with this hit lacks; more than all if its hit is still being computed."""
         row = hit.rows[self._index]
         num_hit_blocks = hit.num_tokens // self.block_size
         if row and (row.ranges[0].extent.segment, num_hit_blocks - 1) in self._cached_now:

@@ -250,14 +250,13 @@ class ServedEngine:
 class Clock:
     """A clock that runs `speed` times as fast as the machine's monotonic clock, from its creation on."""
 
-    def __init__(self, speed: float, get_real_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, speed: float) -> None:
         self.speed = speed
-        self._get_real_s = get_real_s
-        self._start_s = get_real_s()
+        self._start_s = time.monotonic()
 
     def get_now_s(self) -> float:
         """Return the simulated time in seconds. At speed 1 it equals the machine's clock."""
-        return self._start_s + (self._get_real_s() - self._start_s) * self.speed
+        return self._start_s + (time.monotonic() - self._start_s) * self.speed
 
     def get_real_duration_s(self, duration_s: float) -> float:
         """Return how many real seconds the given simulated seconds take."""

@@ -167,10 +167,7 @@ class OffloadTiers:
     def load(
         self, chunks: Sequence[Hashable], now_s: float, skip: int = 0, use: Use = NOBODY, first: int = 0
     ) -> Copy:
-        """Copy the chunks that the tiers have of a sequence to the GPU, except the first `skip` chunks.
-
-        Chunks from number `first` on count as used.
-        """
+        """Copy present chunks to the GPU, but not the first `skip`. Those from `first` on count as used."""
         self._end_copies(now_s)
         num_hit = self.hit_length(chunks)
         if num_hit <= skip:
