@@ -28,6 +28,7 @@ from tenuto.sim.compare import STOCK, TIE, get_stock_sizes
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.plan import (
     Measure,
+    Plan,
     Point,
     SeedRunner,
     each_at_once,
@@ -144,15 +145,6 @@ def name_setup(setup: Setup) -> str:
     return "stock as it is" if setup.step_tokens is None else f"stock with steps of {setup.step_tokens}"
 
 
-@dataclass(frozen=True)
-class Need:
-    """How many machines one way needs."""
-
-    setup: Setup
-    num_machines: int | None
-    """None if even twice as many as stock has now are not enough."""
-
-
 @dataclass
 class Estimate:
     """What is known so far. `load.jps` is one machine's share of the jobs."""
@@ -166,7 +158,8 @@ class Estimate:
     """At other loads: the best of stock, and Tenuto."""
     target_s: float | None = None
     """The P95 job time that all machines of `needs` keep."""
-    needs: list[Need] = field(default_factory=list)
+    needs: list[Plan] = field(default_factory=list)
+    """No number of machines if even twice as many as stock has now are not enough."""
     left_out: list[str] = field(default_factory=lambda: [OF_SEEDS, OF_LOADS, OF_MACHINES])
     """What is not known yet."""
 
@@ -313,10 +306,10 @@ def _count_machines(
     setups = [case.setup for case in cases]
     setups = [setup for place, setup in enumerate(setups) if setup not in setups[:place]]
 
-    def count(setup: Setup) -> Need:
+    def count(setup: Setup) -> Plan:
         if setup == known.setup:
-            return Need(setup, NUM_MACHINES)
-        found = find_fewest(
+            return Plan(setup, NUM_MACHINES, known.point)
+        return find_fewest(
             setup,
             load,
             target,
@@ -325,7 +318,6 @@ def _count_machines(
             num_jobs=2 * ALL_SEEDS.num_jobs,
             expect=partial(measure.expect, setups.index(setup)),
         )
-        return Need(setup, found.num_machines)
 
     estimate.target_s = target.p95_s
     estimate.needs = list(each_at_once(count, setups, num_at_once))

@@ -366,7 +366,6 @@ class Members:
     """Engines by name. A dead engine may come back under its name, as a new one with an empty cache."""
 
     def __init__(self, make_engine: MakeEngine, simulation: Simulation) -> None:
-        """No engines yet."""
         self.there: dict[str, SteppedEngine] = {}
         self.ready: list[str] = []
         """Engines that take turns."""

@@ -7,22 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.windows import STATE, Layers, count_tail_blocks, get_window
+from tenuto.core.windows import STATE, count_tail_blocks, get_window
 from tenuto.sim.cost.batch import split_prompt
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.hardware.kv_budget import KvBudget
+from tenuto.sim.hardware.models import KvGroup
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build, get_host_gb, get_kv_budget
 from tenuto.sim.setup import Setup
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(KvGroup):
     """Layers that share one block table. Bytes are of one GPU."""
 
-    num_layers: int
-    window: Layers
-    """Tokens; None for full attention, "state" for a recurrent state."""
     bytes_per_token: int
 
 

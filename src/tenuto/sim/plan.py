@@ -724,7 +724,6 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
 
 
 def _describe_errors(plans: Sequence[Plan]) -> list[str]:
-    """How far predictions like these were off, one line for each kind."""
     kinds: dict[KnownError, list[str]] = {}
     for plan in plans:
         kinds.setdefault(plan.known_error, []).append(f"{name_gpu(plan)} {name_policy(plan)}")

@@ -77,7 +77,6 @@ class RooflineStepCost(PartedCost, StretchCost):
         return [others_s + self._decode_attention_s(num_decodes, each) for each in contexts]
 
     def _others_s(self, num_tokens: int, num_requests: int) -> float:
-        """Everything but attention."""
         return (
             self._s_per_step
             + self._s_per_token * num_tokens

@@ -68,7 +68,6 @@ class TableStepCost(PartedCost, StretchCost):
         return [others_s + each_s for each_s in attention_s]
 
     def _get_others_s(self, num_tokens: int, num_requests: int) -> float:
-        """Everything but attention."""
         return self._linear_s(num_tokens) + self._head_s(num_requests)
 
     def _read_prefill(self, num_chunks: int) -> _Curve:

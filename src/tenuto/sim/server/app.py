@@ -358,7 +358,6 @@ class EngineMetrics(Collector):
         )
 
     def _get_unix_time_s(self, at_s: float) -> float:
-        """The time of day of a simulated time."""
         clock = self._pacer.clock
         return time.time() + clock.get_real_duration_s(at_s - clock.get_now_s())
 

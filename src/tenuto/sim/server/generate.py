@@ -90,7 +90,6 @@ class Generator:
         return await read_body(http, lambda raw: read_request(raw, headers, http.path, self._served))
 
     def _make_engine_request(self, request: GenerateRequest, turn_id: str) -> tuple[ServedRequest, TokenIds]:
-        """Make the engine's request and the tokens of its future answer."""
         plan, sampling, tokenizer = request.plan, request.sampling, self._served.tokenizer
         seed = get_seed(sampling, request.prompt_ids, turn_id)
         prompt = self._content.place(request.prompt_ids)
