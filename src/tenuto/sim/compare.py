@@ -325,11 +325,12 @@ def make_arms(cells: Sequence[Cell]) -> list[Cell]:
             continue
         arms = [replace(cell, setup=replace(cell.setup, keep_kv=False)) for cell in others]
         if stock.setup.step_tokens is None:
-            wanted = [size for size in map(_get_wanted_steps, others) if size is not None]
-            setups = [
-                *get_stock_sizes(stock.setup),
-                *(replace(stock.setup, step_tokens=size) for size in wanted),
-            ]
+            setups = get_stock_sizes(stock.setup)
+            for setup, given in ((cell.setup, cell.extras.policy) for cell in others):
+                policy = given or load_policy(setup.policy, setup.options)
+                size = get_engine_settings(setup.policy, policy).step_tokens
+                if size is not None:
+                    setups.append(replace(stock.setup, step_tokens=size))
             arms += [replace(stock, setup=setup) for setup in setups]
         made |= {cell.key: cell for cell in arms}
     asked = {cell.key for cell in cells}
@@ -348,11 +349,6 @@ def _is_stock(cell: Cell) -> bool:
 
 def _get_place(cell: Cell) -> tuple[Setup, LoadOptions]:
     return replace(cell.setup, policy=STOCK, options={}), cell.load
-
-
-def _get_wanted_steps(cell: Cell) -> Any:
-    policy = cell.extras.policy or load_policy(cell.setup.policy, cell.setup.options)
-    return get_engine_settings(cell.setup.policy, policy).step_tokens
 
 
 def get_arm(record: Mapping[str, Any]) -> Arm:

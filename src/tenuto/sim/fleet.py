@@ -169,12 +169,6 @@ class FleetFront:
                 f"no engine is left at {simulation.loop.now_s:g} s for {len(simulation.open)} turns"
             )
 
-    @property
-    def stats(self) -> DispatchStats:
-        """Counts of the router's decisions, including those before a restart."""
-        counts = map(dataclasses.astuple, (*self._stats_before, self.dispatcher.stats))
-        return DispatchStats(*map(sum, zip(*counts, strict=True)))
-
     # Turns.
 
     def arrive(self, turn: LiveTurn) -> None:
@@ -317,7 +311,9 @@ class FleetFront:
 
     def summarise(self) -> dict[str, Any]:
         """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
-        stats, members = self.stats, self.members
+        members = self.members
+        counts_of_each = map(dataclasses.astuple, (*self._stats_before, self.dispatcher.stats))
+        stats = DispatchStats(*map(sum, zip(*counts_of_each, strict=True)))
         busy_s = {
             name: sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
             for name in members.infos

@@ -690,11 +690,17 @@ def format_plans(plans: Sequence[Plan], target: Target) -> str:
     return "\n".join((*lines, "", _format_answer(plans, target)))
 
 
+STEP_COSTS = {
+    "tables": "measured operator tables (aiconfigurator-core)",
+    "roofline": "a roofline model, with larger errors than measured tables",
+}
+
+
 def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     best = get_best(plans)
     if best is None:
         return f"Nothing that was tried keeps {target}; allow more with --max-machines."
-    runs = best.point.runs
+    runs, step_cost = best.point.runs, best.point.runs[0].step_cost
     has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
     low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
     if (fleet := best.setup.fleet) is not None:
@@ -713,7 +719,7 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         f"{how} until steady: {min(run.simulated_s for run in runs):.0f} to "
         f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
         f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s.{router}",
-        f"Step times: {describe_step_cost(runs[0].step_cost)}.",
+        f"Step times: {STEP_COSTS.get(step_cost, f'a fit to observed steps, {step_cost}')}.",
         *_describe_errors(plans),
     ]
     if num_cut := max(run.num_cut for run in runs):
@@ -794,15 +800,6 @@ def name_policy(plan: Plan) -> str:
 def _name_gpus(plan: Plan) -> str:
     name = name_gpu(plan)
     return f"{plan.num_gpus} × {name}" if name == plan.setup.gpu else name
-
-
-def describe_step_cost(name: str) -> str:
-    """Where step times come from, in words."""
-    known = {
-        "tables": "measured operator tables (aiconfigurator-core)",
-        "roofline": "a roofline model, with larger errors than measured tables",
-    }
-    return known.get(name, f"a fit to observed steps, {name}")
 
 
 def format_effects(effects: Sequence[Effect], plan: Plan) -> str:

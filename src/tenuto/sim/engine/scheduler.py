@@ -677,7 +677,7 @@ class Scheduler:
         request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
         request.num_stale_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1
-        self.state.waiting.add_back(request)
+        self.state.waiting.add(request, is_back=True)
 
     # The results of a step: scheduled tokens count as computed, requests get output and finish.
 

@@ -43,13 +43,9 @@ class WaitingQueue:
             for turn_id in order:
                 yield self._requests[turn_id]
 
-    def add(self, request: Request, *, is_parked: bool = False) -> None:
-        """Add a request that came in."""
-        self._push(self._parked if is_parked else self._ready, request, 1)
-
-    def add_back(self, request: Request) -> None:
-        """Add a request that was preempted."""
-        self._push(self._ready, request, -1)
+    def add(self, request: Request, *, is_parked: bool = False, is_back: bool = False) -> None:
+        """Add a request that came in, or `is_back` because it was preempted."""
+        self._push(self._parked if is_parked else self._ready, request, -1 if is_back else 1)
 
     def get_first(self) -> Request | None:
         """The request that goes first, or None if none may go."""

@@ -135,7 +135,8 @@ class _Pages:
         return web.Response(body=self._metrics.write_page(), headers={"Content-Type": METRICS_TYPE})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
-        if not self._pacer.engine.reset_prefix_cache():
+        engine = self._pacer.engine
+        if not engine.scheduler.reset_prefix_cache(engine.now_s):
             raise RequestError("requests are running; their blocks stay", status=409)
         return web.Response()
 

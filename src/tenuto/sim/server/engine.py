@@ -153,10 +153,6 @@ class ServedEngine:
         self._engine.wake_if_idle(self.now_s)
         self._loop.plan(self._engine)
 
-    def reset_prefix_cache(self) -> bool:
-        """Drop all cached content. While requests run, returns False and keeps the content."""
-        return self.scheduler.reset_prefix_cache(self.now_s)
-
     def advance(self, until_s: float) -> float | None:
         """Handle the events that are due by `until_s`, but at most one end of a step.
 
