@@ -40,7 +40,6 @@ class Setup(Options):
     model: str = option("llama-3.1-8b", "a bundled model, or a Hugging Face config.json", metavar="NAME|FILE")
     policy: str = "stock"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's own options."""
     tp: int = option(1, "GPUs that share the model", minimum=1)
     dtype: str | None = option(
         None,

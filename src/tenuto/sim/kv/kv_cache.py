@@ -120,7 +120,10 @@ class KvCache:
         # The first kind of layers has the longest prefix.
         num_tokens, longest = max_tokens, None
         for groups in self._full:
-            num_tokens = self._find_full(paths, groups, num_tokens)
+            size = self._sizes[groups[0]]
+            end = num_tokens // size
+            num_tokens = min(len(self.pool.find(paths[group], group, 0, end)) for group in groups) * size
+            num_tokens -= num_tokens % self._alignment
             longest = num_tokens if longest is None else longest
         previous = None
         while num_tokens != previous:
@@ -138,13 +141,6 @@ class KvCache:
             for group, (path, window, size) in enumerate(zip(paths, self._windows, self._sizes, strict=True))
         )
         return Hit(num_tokens, tuple(rows), shared_tokens, short_layers)
-
-    def _find_full(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
-        """The longest prefix, at most `max_tokens`, that these groups with full attention have."""
-        size = self._sizes[groups[0]]
-        end = max_tokens // size
-        num_tokens = min(len(self.pool.find(paths[group], group, 0, end)) for group in groups) * size
-        return num_tokens - num_tokens % self._alignment
 
     def _find_end(self, paths: Sequence[Path], groups: Sequence[int], max_tokens: int) -> int:
         """The longest prefix, at most `max_tokens`, before whose end these groups have their whole window.

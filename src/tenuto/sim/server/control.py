@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,26 +127,24 @@ class ControlPages:
 
     async def get_job(self, request: web.Request) -> web.Response:
         """What is held for a client's job, or why nothing is."""
-
-        def tell(answer: dict[str, Any]) -> dict[str, Any]:
-            job = answer["job"]
-            return {"ranks": [{"rank": 0, **job}]} if job else {"ranks": [], "note": UNKNOWN_JOB}
-
-        return self._ask_job(request, "job", tell)
+        return self._ask_job(request, "job")
 
     async def release(self, request: web.Request) -> web.Response:
         """End a client's job."""
-        return self._ask_job(request, "release", lambda answer: {"released": answer["known"]})
+        return self._ask_job(request, "release")
 
-    def _ask_job(
-        self, request: web.Request, do: str, tell: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> web.Response:
+    def _ask_job(self, request: web.Request, do: str) -> web.Response:
         job_id = request.match_info["job_id"]
         fields = {"job_id": job_id} | {key: request.query[key] for key in ("tenant",) if key in request.query}
         answer = json.loads(self._control.answer(json.dumps({"do": do, "fields": fields})))
         if not answer["ok"]:
             return _make_answer(answer)
-        return web.json_response({"job": job_id, **tell(answer)})
+        told: dict[str, Any] = {"ranks": [], "note": UNKNOWN_JOB}
+        if do == "release":
+            told = {"released": answer["known"]}
+        elif answer["job"]:
+            told = {"ranks": [{"rank": 0, **answer["job"]}]}
+        return web.json_response({"job": job_id, **told})
 
     def _refuse(self, request: web.Request) -> web.Response | None:
         refusal = check_operator(request.headers.get("Authorization", ""))

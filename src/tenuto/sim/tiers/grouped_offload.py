@@ -185,7 +185,6 @@ class GroupLayout:
         self.windows = [get_window(layers) for layers in config.windows]
         """Each group's window in tokens; None for full attention."""
         self.states = [group for group, layers in enumerate(config.windows) if layers == STATE]
-        """The groups with states."""
         full = [group for group, window in enumerate(self.windows) if window is None]
         windowed = [group for group, window in enumerate(self.windows) if window is not None]
         self.windowed = sorted(windowed, key=lambda group: -self._count_window_chunks(group))
