@@ -24,7 +24,7 @@ from tenuto.sim.kv.pool import Path
 from tenuto.sim.kv.request import Request
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import IDEAL, Fault, Fleet, Setup, read_fault
-from tenuto.sim.simulation import LiveTurn, Simulation
+from tenuto.sim.simulation import Front, LiveTurn, Simulation
 from tenuto.workload.hints import make_arrival
 from tenuto.workload.schema import Job, TurnSpec
 
@@ -119,8 +119,8 @@ def _get_copy_token_s(setup: Setup, machine: Machine) -> float | None:
     return token_bytes / (setup.fleet.copy_gb_s * 1e9)
 
 
-class FleetFront:
-    """A router and the engines behind it: the `Front` of a simulation."""
+class FleetFront(Front):
+    """A router and the engines behind it."""
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class FleetFront:
 
         `copy_token_s`: seconds to copy a token's KV to another engine; None if that is not possible.
         """
+        super().__init__(simulation)
         self.members = Members(make_engine, simulation)
         self.counts: dict[str, EngineCounts] = {}
         self.num_copies_refused = 0
         """Copies of KV that found no room."""
         self.dispatcher = make_dispatcher()
-        self._simulation = simulation
         self._loop = simulation.loop
         self._make_dispatcher = make_dispatcher
         self._faults = sorted(map(read_fault, fleet.faults), key=lambda fault: fault.at_s)

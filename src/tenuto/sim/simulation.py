@@ -4,14 +4,13 @@
        ▲                                                                                        │
        └──────────────────────────── tool time, then the job's next turn ◄──────────────────────┘
 
-Without a front there is one engine, and all turns go to it. `tenuto.sim.fleet` is one with a router.
+Without a router there is one engine, and all turns go to it. `tenuto.sim.fleet` is one with a router.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tenuto.core.errors import IntegrityError
 from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
@@ -115,14 +114,18 @@ class LiveTurn:
         )
 
 
-class Front(Protocol):
-    """What stands between the clients and several engines."""
+class Front:
+    """What stands between the clients and the engines: here nothing, and all turns go to the one engine."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
 
     def start(self) -> None:
         """The run begins: add the engines."""
 
     def arrive(self, turn: LiveTurn) -> None:
         """A client sent a turn: deliver it, now or later."""
+        self._simulation.deliver(turn, self._simulation.engines[0])
 
     def first_token(self, turn: LiveTurn) -> None:
         """A turn's first token came."""
@@ -146,7 +149,7 @@ class Simulation:
         Raises ConfigError if jobs of different users would wait for each other.
         """
         self.loop = EventLoop()
-        self.front: Front | None = None
+        self.front = Front(self)
         self.engines: list[SteppedEngine] = []
         """All engines of the run, including dead ones."""
         self.open: dict[str, LiveTurn] = {}
@@ -204,14 +207,12 @@ class Simulation:
         Raises ConfigError for a turn that can never run, IntegrityError if a turn is never answered.
         """
         loop, front, watch = self.loop, self.front, self._watch
-        if front is not None:
-            front.start()
+        front.start()
         for due in self._turn_driver.start():
             self._plan_send(due)
         while loop.has_next():
             engine = loop.step()
-            if front is not None:
-                front.settle()
+            front.settle()
             if engine is not None:
                 if watch is not None:
                     watch(engine.now_s, self.scheduler)
@@ -219,8 +220,7 @@ class Simulation:
                     self.tell(engine.now_s)
             if self._is_stopped:
                 return self.records
-        if front is not None:
-            front.end()
+        front.end()
         if self.open:
             turns = sorted(self.open)[:5]
             raise IntegrityError(f"the simulation stalls at {loop.now_s} s over turns {turns}")
@@ -264,10 +264,7 @@ class Simulation:
         )
         turn = LiveTurn(due, num_reusable_tokens, at_s)
         self.open[turn.turn_id] = turn
-        if self.front is None:
-            self.deliver(turn, self.engines[0])
-        else:
-            self.front.arrive(turn)
+        self.front.arrive(turn)
         for following in self._turn_driver.on_sent(job.job_id, index, at_s):
             self._plan_send(following)
 
@@ -277,8 +274,7 @@ class Simulation:
         del self.open[turn.turn_id], self._live[turn.request.turn_id]
         self._last_finished[job.job_id] = index
         self.records.append(turn.make_record(now_s))
-        if self.front is not None:
-            self.front.finish(turn)
+        self.front.finish(turn)
         for following in self._turn_driver.on_finished(job.job_id, index, now_s):
             self._plan_send(following)
 
@@ -303,8 +299,7 @@ class Simulation:
             turn = live[request.turn_id]
             if request.num_tokens - request.num_prompt_tokens == num_new_tokens:
                 turn.first_token_s = end_s
-                if self.front is not None:
-                    self.front.first_token(turn)
+                self.front.first_token(turn)
             elif end_s - turn.last_token_s == gap_s:
                 num_gaps += 1
             else:
