@@ -59,9 +59,6 @@ class _AllAreAlike(Standing):
     def get_lead(self, job: Job) -> float:
         return 0.0
 
-    def is_protected(self, job: Job) -> bool:
-        return False
-
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         return True
 

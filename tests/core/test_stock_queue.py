@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from tenuto.core import stock_queue
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
-from tenuto.core.stock_queue import FORCED_SHARE, StockQueue
+from tenuto.core.stock_queue import AGENTS_LIMIT, FORCED_SHARE, StockQueue
 from tenuto.core.types import Keep, ToolCall, Turn
 from tests.core.test_cost import ALLOWED_GROWTH, FEW, MANY, count_calls
 from tests.support.small_policies import KeepFor
@@ -279,24 +280,37 @@ def test_jobs_wait_for_each_other_but_not_for_strangers() -> None:
     assert waits[2] == pytest.approx(1.1, abs=0.05) and waits[3] == pytest.approx(1.1, abs=0.05)
 
 
-def test_overdue_turns_of_agents_take_a_share_of_the_work() -> None:
+def test_overdue_turns_of_agents_take_a_share_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others always go first. A single request is not held back by the share of agents."""
-    queue, rounds = StockQueue(Limits(), 100_000), 1000
+    monkeypatch.setattr(stock_queue, "AGENTS_LIMIT", math.inf)
+    over = wait_for_others(StockQueue(Limits(), 100_000), num_others=1000)
+    assert 1 <= over.pop("single") < 1.05
+    assert 0.5 * FORCED_SHARE < len(over) / 1000 < 1.1 * FORCED_SHARE
+
+
+def test_no_turn_of_an_agent_waits_twice_as_long_as_it_may() -> None:
+    over = wait_for_others(StockQueue(Limits(), 100_000), num_others=1000)
+    assert len(over) == 101
+    assert 0.95 * AGENTS_LIMIT < max(over.values()) < 1.1 * AGENTS_LIMIT
+
+
+def wait_for_others(queue: StockQueue, num_others: int) -> dict[str, float]:
+    """Agents and a single request that wait while others go first: how long, over what they may wait."""
     teach_agents(queue)
     for number in range(100):
         queue.arrive(make_turn(f"old{number}", 1000, make_agent(f"old{number}")))
     queue.arrive(make_turn("single", 1000))
-    started: list[str] = []
-    for number in range(rounds):
+    waits, began = dict(queue._live), queue._began
+    over = {}
+    for number in range(num_others):
         latest = make_turn(f"new{number}", 1000, make_agent(f"new{number}"))
         queue.arrive(latest)
         list(queue.pop_overdue(0.0))
         turn = next((wait.turn for wait in queue._overdue.values()), latest)
-        started.append(turn.turn_id)
+        if turn.turn_id in waits:
+            over[turn.turn_id] = (queue._began - began) / (waits[turn.turn_id].due - began)
         queue.start(turn, 0, 0.0)
-    assert started.index("single") < 350
-    num_forced = sum(turn_id.startswith("old") for turn_id in started)
-    assert 0.5 * FORCED_SHARE < num_forced / rounds < 1.1 * FORCED_SHARE
+    return over
 
 
 def make_agent(job_id: str) -> JobState:

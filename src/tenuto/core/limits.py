@@ -59,8 +59,8 @@ class Limits:
     max_wait_over_stock: float | None = setting(
         0.1,
         "how much longer than in stock a turn may wait for its start, as a share of its wait in stock; "
-        "one turn of service is added; the waits of all coming turns of an agent count together; null: no "
-        "bound",
+        "one turn of service is added; the waits of all coming turns of an agent count together, and agents "
+        "may wait twice as long once such starts took 5 % of the work; null: no bound",
         minimum=0,
     )
     max_parallel_turns: int = setting(

@@ -26,7 +26,8 @@ longest is overdue too.
 
 An overdue turn starts first, in memory that leases give up. Their KV is computed again, so in the end all
 wait longer. So agents' turns become overdue only while such starts took at most `FORCED_SHARE` of the begun
-work. Single requests and preempted turns have no such limit.
+work, or once they have waited twice as long (`AGENTS_LIMIT`). Single requests and preempted turns wait for
+neither.
 
 Every event takes O(log n) time in the number of waiting turns.
 """
@@ -51,6 +52,9 @@ each id twice gains nothing."""
 FORCED_SHARE = 0.05
 """Most that agents' overdue turns take of the begun work. Some is needed: without any, a flood of new ids
 keeps new agents waiting for seven times as long as in stock."""
+AGENTS_LIMIT = 2.0
+"""An agents' turn that has waited for this multiple of what it may is overdue in any case. Otherwise, while
+jobs that overload the engine go before it, it would wait for the share."""
 
 PRIOR_TURNS = 2.0
 """A kind starts with this many assumed turns. Their jobs come back as single jobs of a kind do."""
@@ -78,6 +82,8 @@ class _Wait:
     """The work that stock vLLM would do for this turn, in prefill tokens."""
     due: float = math.inf
     """The value of `began` from which this turn has waited too long."""
+    fixed: int = 0
+    """The number of the latest `due`; heaps also hold earlier ones."""
     is_agents: bool = False
     """Whether its job is expected to send `LEAST_TURNS` turns, and the turn was not preempted."""
     began: float = 0.0
@@ -136,8 +142,8 @@ class StockQueue:
         """The turns in the engine."""
         self._jobs: dict[str, _JobMark] = {}
         self._due: dict[bool, list[tuple[float, int, _Wait]]] = {False: [], True: []}
-        """Heaps of turns by `due`, then by insertion: of other turns, and of agents. Turns that no longer
-        wait are skipped."""
+        """Heaps by `due`, then by insertion: of turns that are overdue from then on, and of agents' turns, if
+        they are within the share. Turns that no longer wait are skipped."""
         self._credit = 0.0
         """Below 0 while agents' overdue turns took more than `FORCED_SHARE` of the begun work."""
         self._num_fixed = 0
@@ -303,16 +309,19 @@ class StockQueue:
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
     def _wait_until(self, wait: _Wait, due: float) -> None:
-        wait.due = due
         self._num_fixed += 1
+        wait.due, wait.fixed = due, self._num_fixed
         heapq.heappush(self._due[wait.is_agents], (due, self._num_fixed, wait))
+        if wait.is_agents:
+            latest = self._began + AGENTS_LIMIT * (due - self._began)
+            heapq.heappush(self._due[False], (latest, self._num_fixed, wait))
 
     def _find_due(self) -> _Wait | None:
-        """A waiting turn whose `due` `began` has reached; None if there is none that may be overdue."""
+        """A waiting turn that is overdue now, and was not before; None if there is none."""
         for is_agents, heap in self._due.items():
             while heap and heap[0][0] <= self._began and not (is_agents and self._credit < 0.0):
-                due, _, wait = heapq.heappop(heap)
-                if wait.due == due and self._waiting.get(wait.turn.turn_id) is wait:
+                _, fixed, wait = heapq.heappop(heap)
+                if wait.fixed == fixed and self._waiting.get(wait.turn.turn_id) is wait:
                     return wait
         return None
 

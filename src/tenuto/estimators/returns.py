@@ -257,7 +257,7 @@ class Standing:
 
     Plain requests that fit into one step go first, unless they recently had over half of the engine. Then all
     jobs go before them, because the jobs' KV would fill the memory while they wait. While most new jobs do
-    not come back, jobs that did come back go before new ones, which may not reclaim their KV.
+    not come back, jobs that did come back go before new ones.
     """
 
     def __init__(self) -> None:
@@ -273,11 +273,8 @@ class Standing:
         """By how many classes a job goes ahead; plain requests that fit into one step go ahead by one."""
         if self._share.is_flood and not self._kinds.is_plain(job):
             return 2.0
-        return 0.5 if self.is_protected(job) else 0.0
-
-    def is_protected(self, job: Job) -> bool:
-        """Whether new jobs must not reclaim this job's KV: it came back, while most new jobs do not."""
-        return self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
+        is_ahead = self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
+        return 0.5 if is_ahead else 0.0
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding.

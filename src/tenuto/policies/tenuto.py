@@ -140,9 +140,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return (lease.value, lease.granted_s)
 
     def may_reclaim(self, lease: Lease, turn: Turn, view: EngineView) -> bool:
-        """Whether the turn goes before the lease's job, and the job's KV is not protected from it."""
-        is_safe = lease.value > FIRST and self._standing.is_protected(lease.turn.job)
-        return not is_safe and -lease.value > self._get_place(turn)
+        """Whether the turn goes before the lease's job, or the job's KV is not worth its memory."""
+        return -lease.value > self._get_place(turn)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
         """Load the KV, unless a slow disk or a long queue makes loading much slower than computing."""
