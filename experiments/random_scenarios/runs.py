@@ -18,6 +18,7 @@ from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, mak
 from experiments.results.row import Row
 from experiments.results.settings import Setting, Step
 from tenuto.core.limits import Limits
+from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.compare import run_each
 from tenuto.sim.run import Extras, run
@@ -151,10 +152,13 @@ def run_place(place: Place) -> dict[str, Any]:
     setup, limits = get_setup(scenario, place.setting)
     load = LoadOptions(hints=scenario.hints)
     workload = make_jobs(scenario, place.flow, place.repeat)
-    record = run(setup, load, extras=Extras(workload=workload, limits=limits)).record
+    outcome = run(setup, load, extras=Extras(workload=workload, limits=limits))
+    record = outcome.record
     kept = {name: record[name] for name in KEPT}
     for name, wanted in STATS.items():
         kept[name] = None if record[name] is None else {each: record[name][each] for each in wanted}
+    asked = [turn.ttft_s for turn in outcome.turns if turn.ttft_s is not None and _is_asked(turn)]
+    kept["asked_ttft_s"] = {"p95": get_percentile(asked, 95)} if asked else None
     return {
         "seed": place.seed,
         "number": place.number,
@@ -166,6 +170,11 @@ def run_place(place: Place) -> dict[str, Any]:
         "code": str(get_code(place.seed, place.number, place.setting)),
         "cpu_s": round(time.process_time() - started_s, 2),
     }
+
+
+def _is_asked(turn: TurnRecord) -> bool:
+    """Whether a turn is of no agent. `plain_ttft_s` also has agents' jobs that end after one turn."""
+    return any(f"{name}-" in turn.job for name in ("plain", "people"))
 
 
 def get_code(seed: int, number: int, setting: Setting) -> Code:

@@ -24,7 +24,16 @@ from experiments.random_scenarios.report import (
     format_report,
     write_page,
 )
-from experiments.random_scenarios.runs import CLAIRVOYANT, OURS, STOCK, UNLIMITED, Book, Place, get_setup
+from experiments.random_scenarios.runs import (
+    CLAIRVOYANT,
+    OURS,
+    STOCK,
+    UNLIMITED,
+    Book,
+    Place,
+    get_setup,
+    run_place,
+)
 from experiments.results.settings import Setting
 
 RIVAL = Setting("thunderagent/async", 512)
@@ -250,6 +259,19 @@ def test_late_first_tokens_are_counted_and_those_that_one_feels() -> None:
             record = make_record(number, setting, 10)
             records.append({**record, "ttft_s": {"mean": seconds, "p95": seconds}})
     assert "| P95 TTFT | 4 | 3 | 2 | 2 | 1 |" in format_report(Found(records))
+
+
+def test_first_tokens_of_people_are_not_mixed_with_those_of_agents_whose_job_has_one_turn() -> None:
+    """8/8 has agents alone, some of one turn; in 8/5 others ask too."""
+    kept = [run_place(Place(8, number, 0, STOCK, Flow(0.5, 60, 0.1))) for number in (8, 5)]
+    assert [each["plain_ttft_s"] is not None for each in kept] == [True, True]
+    assert kept[0]["asked_ttft_s"] is None
+    assert kept[1]["asked_ttft_s"]["p95"] > 0
+    records = [
+        make_record(0, setting, 1.0, asked_ttft_s={"p95": p95})
+        for setting, p95 in ((STOCK, 1.0), (OURS, 1.2))
+    ]
+    assert "without agents' jobs of one turn | 1 | 1 | 1 | 0 | 0 |" in format_report(Found(records))
 
 
 def test_a_page_has_the_report_between_its_marks(tmp_path: Path) -> None:
