@@ -19,6 +19,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -107,6 +108,57 @@ def write_same(pairs: Mapping[str, str], how: str) -> None:
             file.write("# BEFORE AFTER: digests of code that decides the same, and how that is known\n")
         file.writelines(f"{before} {after} {how}\n" for before, after in pairs.items())
     _read_same.cache_clear()
+
+
+def draw_older(
+    records: Iterable[Mapping[str, Any]], get_now: Callable[[Mapping[str, Any]], Code], per_policy: int
+) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
+    """Runs of older code to run anew: some of each policy and one of each place, drawn at random.
+
+    Of each policy also the run whose first tokens were latest: where turns wait, changed decisions show.
+    Returns them, and the digests of before and after.
+    """
+    pairs: dict[str, str] = {}
+    older: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        before, now = Code.of(record), get_now(record)
+        if before != now:
+            older.setdefault(f"policy {record['policy']}", []).append(record)
+            pairs |= {old: new for old, new in zip(before, now, strict=True) if old and old != new}
+        if before.place != now.place:
+            older.setdefault(f"place {before.place}", []).append(record)
+    rng = random.SystemRandom()
+    drawn: list[Mapping[str, Any]] = []
+    for what, kept in older.items():
+        if what.startswith("place "):
+            drawn.append(rng.choice(kept))
+        else:
+            drawn += [*rng.sample(kept, min(per_policy, len(kept))), max(kept, key=_get_late_s)]
+    return drawn, pairs
+
+
+def _get_late_s(record: Mapping[str, Any]) -> float:
+    return float(record["ttft_s"]["p95"])
+
+
+def is_equal(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run found the same as before, what it cost and which code found it aside."""
+    return all(now[name] == value for name, value in was.items() if name not in ("code", "cpu_s", "versions"))
+
+
+def say_confirmed(differ: Sequence[str], pairs: Mapping[str, str], per_policy: int, name: str) -> int:
+    """Write down that changed code decides the same, if no run differs; returns an exit status."""
+    if differ:
+        print("These runs differ with the present code:", *differ, sep="\n")
+        return 1
+    how = (
+        f"{per_policy} runs and the latest first tokens of each policy, and one run of each place, "
+        f"of {name}, are equal"
+    )
+    if pairs:
+        write_same(pairs, how)
+    print(f"{how}: {len(pairs)} digests changed." if pairs else "No run is of older code.")
+    return 0
 
 
 def digest_code(setup: Setup, load: LoadOptions, made_by: str | None = None) -> Code:

@@ -17,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.decision_code import take_last, write_same
+from experiments.decision_code import say_confirmed, take_last
 from experiments.random_scenarios.draw import draw_scenario
 from experiments.random_scenarios.report import (
     Found,
@@ -50,17 +50,7 @@ def confirm_kept(book: Book, per_policy: int, workers: int | None) -> int:
     """Whether older runs come out the same with the present code; then it is written down."""
     flows, records = book.read()
     differ, pairs = confirm(records, flows, per_policy, workers)
-    if differ:
-        print("These runs differ with the present code:", *differ, sep="\n")
-        return 1
-    how = (
-        f"{per_policy} runs and the latest first tokens of each policy, and one run of each place, "
-        f"of {book.path.name}, are equal"
-    )
-    if pairs:
-        write_same(pairs, how)
-    print(f"{how}: {len(pairs)} digests changed." if pairs else "No run is of older code.")
-    return 0
+    return say_confirmed(differ, pairs, per_policy, book.path.name)
 
 
 def main() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from experiments.decision_code import Code, digest_code
+from experiments.decision_code import Code, digest_code, draw_older, is_equal
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
 from experiments.results.settings import Setting, Step
@@ -186,7 +185,7 @@ def get_code(seed: int, number: int, setting: Setting) -> Code:
 
 def is_present(record: Mapping[str, Any]) -> bool:
     """Whether the present code made a record."""
-    return Code.of(record) == get_code(record["seed"], record["number"], get_setting(record))
+    return Code.of(record) == _get_code_now(record)
 
 
 def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | None]:
@@ -306,51 +305,24 @@ def confirm(
     per_policy: int,
     workers: int | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Run kept runs of older code anew: some of each policy and one of each place, drawn at random.
+    """Run kept runs of older code anew (`draw_older`).
 
-    Of each policy also the run whose first tokens were latest: where turns wait, changed decisions show.
     Returns the runs that differ, as lines to print, and the digests of before and after.
     """
-    pairs: dict[str, str] = {}
-    older: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        before, now = Code.of(record), get_code(record["seed"], record["number"], get_setting(record))
-        if before != now:
-            older.setdefault(f"policy {record['policy']}", []).append(record)
-            pairs |= {old: new for old, new in zip(before, now, strict=True) if old and old != new}
-        if before.place != now.place:
-            older.setdefault(f"place {before.place}", []).append(record)
-    rng = random.SystemRandom()
-    drawn = [
-        record
-        for what, kept in older.items()
-        for record in (
-            [rng.choice(kept)]
-            if what.startswith("place ")
-            else [*rng.sample(kept, min(per_policy, len(kept))), max(kept, key=_get_late_s)]
-        )
-    ]
-    was = {
-        Place(*_key(record), flows[record["seed"], record["number"]]): _get_figures(record)
-        for record in drawn
-    }
+    drawn, pairs = draw_older(records, _get_code_now, per_policy)
+    was = {Place(*_key(record), flows[record["seed"], record["number"]]): record for record in drawn}
     differ = []
     begun_s = time.monotonic()
     for done, (place, record) in enumerate(run_each(run_place, list(was), workers, None), start=1):
         label = f"{place.seed}/{place.number}, {place.setting.label}"
         _say("runs anew", done, len(was), begun_s, label)
-        if _get_figures(record) != was[place]:
+        if not is_equal(was[place], record):
             differ.append(label)
     return differ, pairs
 
 
-def _get_late_s(record: Mapping[str, Any]) -> float:
-    return float(record["ttft_s"]["p95"])
-
-
-def _get_figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run found, without what it cost and which code found it."""
-    return {name: value for name, value in record.items() if name not in ("code", "cpu_s")}
+def _get_code_now(record: Mapping[str, Any]) -> Code:
+    return get_code(record["seed"], record["number"], get_setting(record))
 
 
 def get_setting(record: Mapping[str, Any]) -> Setting:

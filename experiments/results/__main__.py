@@ -26,7 +26,14 @@ from experiments.decision_code import check_one_code
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, RACES, ROOT, TABLES, Row
-from experiments.results.runs import Race, begin_with_kept, list_records, read_runs, say_code_of
+from experiments.results.runs import (
+    Race,
+    begin_with_kept,
+    confirm,
+    list_records,
+    read_runs,
+    say_code_of,
+)
 from experiments.results.screen import read_records, write_screen
 from experiments.results.settings import Runs, Step
 from experiments.results.step_cost_table import format_step_costs
@@ -53,6 +60,13 @@ def main() -> int:
     parser.add_argument(
         "--drop", action="store_true", help="write although kept records would go (say why in the commit)"
     )
+    parser.add_argument(
+        "--confirm",
+        type=int,
+        metavar="N",
+        help="run N kept runs of each of --policies anew that older code made; if all are equal, none is "
+        "older",
+    )
     parsed = parser.parse_args()
     if parsed.table == "screen":
         write_screen(PAGE)
@@ -69,6 +83,9 @@ def main() -> int:
     path = OUT / f"{parsed.table}.jsonl"
     begin_with_kept(path, RECORDS / path.name)
     race = Race(parsed.table, rows, policies, steps, seeds, path)
+    if parsed.confirm is not None:
+        older = [each for each in list_records(read_runs(path, rows)) if each["policy"] in policies]
+        return confirm(parsed.table, older, parsed.confirm)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
     runs = read_runs(path, rows) if parsed.no_runs else race.run()

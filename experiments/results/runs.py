@@ -17,7 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.decision_code import GONE, Code, digest_code, say_code
+from experiments.decision_code import (
+    GONE,
+    Code,
+    digest_code,
+    draw_older,
+    is_equal,
+    say_code,
+    say_confirmed,
+)
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
@@ -62,6 +70,19 @@ def run_place(place: Place) -> dict[str, Any]:
     config = get_key(row, place.setting, place.seed)
     code = str(digest_code(setup, load))
     return {**who, **kept, "config": config, "code": code, "cpu_s": round(time.process_time() - started_s, 2)}
+
+
+def confirm(table: str, records: Sequence[Record], per_policy: int) -> int:
+    """Run kept runs of older code anew (`draw_older`); if all are equal, write that down."""
+    rows = _get_rows(table)
+    drawn, pairs = draw_older(records, lambda record: get_code(record, rows), per_policy)
+    places = [
+        Place(table, each["row"], Setting(each["policy"], each["step"]), each["seed"]) for each in drawn
+    ]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = zip(places, drawn, pool.map(run_place, places), strict=True)
+        differ = [str(place) for place, was, now in found if not is_equal(was, now)]
+    return say_confirmed(differ, pairs, per_policy, f"{table}.jsonl")
 
 
 @cache

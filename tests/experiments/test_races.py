@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from experiments import decision_code
+from experiments.decision_code import Code
 from experiments.results import runs as runs_module
 from experiments.results import screen
 from experiments.results.mixed import KINDS, make_mixed
@@ -20,6 +22,7 @@ from experiments.results.runs import (
     Place,
     Race,
     begin_with_kept,
+    confirm,
     get_key,
     read_runs,
     run_place,
@@ -308,3 +311,19 @@ def test_the_screen_counts_what_the_records_say(monkeypatch: pytest.MonkeyPatch)
     assert "| `try` | 1 | 0 | 0 | 0 | 1 | 0 of 1 | 1.11 | 1.11 (R; stock @512) | 1.25 |" in text
     monkeypatch.setattr(screen, "read_records", lambda name: {})
     assert screen.format_screen() == "No race has run yet."
+
+
+def test_kept_runs_of_a_table_that_come_out_the_same_are_not_older(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decision_code, "SAME", tmp_path / "same.txt")
+    decision_code._read_same.cache_clear()
+    row = next(iter(TABLES["bfcl"].make_rows()))
+    record = run_place(Place("bfcl", row.title, Setting("stock"), 42))
+    present = Code.of(record)
+    older = {**record, "code": f"{present.engine}-before-{present.rules}"}
+    assert confirm("bfcl", [{**older, "jobs": 3}], 1) == 1
+    assert row.title in capsys.readouterr().out and Code.of(older) != present
+    assert confirm("bfcl", [older], 1) == 0
+    assert Code.of(older) == present
+    decision_code._read_same.cache_clear()
