@@ -174,14 +174,16 @@ def _format_answer(found: Found) -> str:
     worse = {each: ratio for each, ratio in means.items() if ratio > 1 + SAME}
     tails = found.get_ratios(STOCK, "P95 TTFT", found.scenarios)
     late = sum(ratio > 1.1 for ratio in tails.values())
-    plain = found.get_ratios(STOCK, "plain P95 TTFT", found.scenarios)
     best = found.get_ratios({each: found.get_best(each) for each in found.scenarios}, MEAN, found.scenarios)
     where = f"it takes {_mean_of(means, found.matters)}" if found.matters else "there is nothing to say"
-    of_plain = (
-        f", that of plain requests in {sum(ratio > 1.1 for ratio in plain.values())} of {len(plain)} "
-        f"(at most {max(plain.values()):.1f})"
-        if plain
-        else ""
+    of_plain = "".join(
+        f", {whose} in {sum(ratio > 1.1 for ratio in ratios.values())} of {len(ratios)} "
+        f"(at most {max(ratios.values()):.1f})"
+        for whose, metric in (
+            ("that of plain requests", "plain P95 TTFT"),
+            ("and without agents' jobs of one turn", ASKED),
+        )
+        if (ratios := found.get_ratios(STOCK, metric, found.scenarios))
     )
     lines = [
         f"Over {len(means)} scenarios, `tenuto` takes **{get_geometric_mean(means.values()):.2f}** of the "

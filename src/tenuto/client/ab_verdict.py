@@ -335,7 +335,10 @@ class Comparison:
 def compare(
     pairs: Sequence[Mapping[str, Values]], threshold: float, *, is_valid: bool = True
 ) -> list[Comparison]:
-    """Make all comparisons. Each pair contains the values of all arms, with the baseline first."""
+    """Make all comparisons. Each pair contains the values of all arms, with the baseline first.
+
+    `is_valid`: whether no run's figures are INVALID. Otherwise nothing is proved.
+    """
     if not pairs:
         return []
     baseline, *others = pairs[0]

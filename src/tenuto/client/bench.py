@@ -353,7 +353,10 @@ class Engines:
         return [client.url for client in self._clients]
 
     def summarise(self) -> dict[str, Any] | None:
-        """What each engine did since the first reading, as the `fleet` of a record; None for one engine."""
+        """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
+
+        A client sees neither the engine of a job nor the router's decisions.
+        """
         if len(self._clients) < 2:
             return None
         engines = [_describe(url, self._first.get(url, {}), self._last.get(url, {})) for url in self.urls]

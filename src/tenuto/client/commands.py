@@ -25,6 +25,7 @@ from tenuto.workload.schema import Job, Workload
 MAX_OUTPUT_BYTES = 2**20
 """A command that writes more than this is stopped. No agent reads that much."""
 PIECE_BYTES = 2**16
+"""Bytes of a command's output that are read at a time."""
 
 End = Literal["exited", "timeout", "too much output", "not started", "cancelled"]
 

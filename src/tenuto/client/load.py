@@ -67,6 +67,7 @@ class Load:
         self.num_started_jobs = 0
         self.gaps = Gaps()
         self._last_finished: dict[str, int] = {}
+        """The index of each job's most recently finished turn."""
         self._families: dict[str, _Family] = {}
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()

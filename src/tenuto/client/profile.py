@@ -55,6 +55,7 @@ MARGIN = 1.2
 LIMIT_S = 600.0
 """Time limit for one answer, in seconds."""
 SHOW_EVERY = 10
+"""Timed steps between two lines of progress."""
 _HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
@@ -300,7 +301,10 @@ async def time_copies(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """The times of copies, as lines of an observations file; empty without a tier or a known cache size."""
+    """The times of copies, as lines of an observations file; empty without a tier or a known cache size.
+
+    Every prompt is evicted and loaded `repeats` times.
+    """
     if STORED not in await read_totals() or num_kv_tokens is None:
         return []
     say(f"host memory: {repeats} x {len(lengths)} copies")

@@ -203,6 +203,7 @@ class Outcome:
     block_size: int | None
     """Tokens per KV block, if the server reports it."""
     is_exact: bool
+    """Whether prompts were sent as token ids, with exactly the planned length."""
     server: SimulatedServer | None = None
     """Set if the server is a simulated one."""
     is_interrupted: bool = False

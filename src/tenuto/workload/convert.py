@@ -196,7 +196,10 @@ class _Losses:
 
 
 def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:
-    """The differences in words. `names`: of each job after it; None if jobs became single requests."""
+    """The differences in words.
+
+    `names`: each job's name after the conversion; None if jobs became single requests.
+    """
     losses = _Losses()
     lines = []
     if names is None:

@@ -102,7 +102,8 @@ class Chains:
 
     def get_all(self, keys: Sequence[bytes]) -> list[Place]:
         """The places of chunks. A chunk that vLLM has not numbered has none before it."""
-        return [self._places.get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
+        get = self._places.get
+        return [get(key) or (None, 0, int(get_offload_group_idx(key))) for key in keys]
 
     def extend(self, positions: dict[bytes, int]) -> None:
         """Add the keys that vLLM has numbered since the last call. Takes time for the new keys only."""
@@ -837,10 +838,13 @@ class ConnectorPort:
 
     def count_moving(self) -> tuple[int, int]:
         """The number of chunks in loads in flight, and in stores in flight."""
-        moving: Counter[bool] = Counter()
+        loads = stores = 0
         for job in self._scheduler._jobs.values():
-            moving[bool(job.is_store)] += len(job.keys)
-        return moving[False], moving[True]
+            if job.is_store:
+                stores += len(job.keys)
+            else:
+                loads += len(job.keys)
+        return loads, stores
 
     @property
     def can_prefetch(self) -> bool:

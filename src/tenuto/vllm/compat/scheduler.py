@@ -497,7 +497,8 @@ class AllocationGuard:
 
     def remove(self) -> None:
         """Remove the wrapper from vLLM's allocation."""
-        vars(self._manager).pop("allocate_slots", None)
+        if vars(self._manager).get("allocate_slots") is self._guarded:
+            del self._manager.allocate_slots
 
 
 def count_missing_blocks(scheduler: Any, request: Any, num_new_tokens: int, kwargs: dict[str, Any]) -> int:

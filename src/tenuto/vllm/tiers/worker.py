@@ -181,7 +181,7 @@ class Copies:
 
     def _choose(self) -> Job:
         """The job whose next part is copied. At least one job must be queued."""
-        queues = (self._loads, self._stores)
+        queues = (self._loads, self._stores) if self._urgent else ()
         urgent = (each for each in queues if not self._urgent.isdisjoint(each))
         # Jobs of one kind keep their order, so the first job goes before the urgent one behind it.
         return next(iter(next(urgent, self._loads or self._stores).values()))

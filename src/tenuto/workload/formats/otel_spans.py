@@ -364,7 +364,7 @@ def _read_whole(fields: Fields, key: str, high: int) -> int:
 
 
 def _read_times(fields: Fields) -> tuple[int, int]:
-    """In nanoseconds since 1970."""
+    """Start and end of a span, in nanoseconds since 1970."""
     start, end = "startTimeUnixNano", "endTimeUnixNano"
     if start in fields:
         start_ns, end_ns = _read_whole(fields, start, _MAX_NS), _read_whole(fields, end, _MAX_NS)

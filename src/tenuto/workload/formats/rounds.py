@@ -83,7 +83,10 @@ def get_seconds(of: Round, since_ns: int, now_ns: int) -> float:
 
 
 def make_turns(job_id: str, rounds: Sequence[Round], start_ns: int) -> list[TurnSpec]:
-    """The turns of a job from its rounds, in their order. `start_ns`: its workload's. Raises DataError."""
+    """The turns of a job from its rounds in the order of sending. `start_ns`: when the workload begins.
+
+    Raises DataError.
+    """
     turns: list[TurnSpec] = []
     for index, each in enumerate(rounds):
         prompt = _make_prompt(job_id, index, each, rounds[index - 1] if index else None, turns)

@@ -229,6 +229,7 @@ def _make_generator(family: Family) -> Callable[[Iterable[float], int], list[Job
     return lambda arrivals, seed: agent_jobs(family, arrivals, seed)
 
 
+# Each makes one job per arrival time in seconds, from a seed. With `contexts`, the published tokens are those
+# of a job's last context.
 swe_bench_jobs, swe_bench_contexts_jobs = map(_make_generator, (SWE_BENCH, SWE_BENCH_CONTEXTS))
 bfcl_jobs, bfcl_contexts_jobs = map(_make_generator, (BFCL, BFCL_CONTEXTS))
-"""They make one job per arrival time in seconds, from a seed."""
