@@ -63,10 +63,11 @@ class GridOptions(Options):
         `known`: options of the fleet that are not from the command line.
         """
         fleets = given.read(FleetOptions, **known).make_fleets()
+        gpus = [get_gpu(name) for name in self.gpus]
         options = {policy: parse_policy_options(self.options, policy) for policy in self.policies}
         return [
             given.read(Setup, gpu=gpu.name, policy=policy, options=options[policy], fleet=fleet)
-            for gpu in map(get_gpu, self.gpus)
+            for gpu in gpus
             for policy in self.policies
             for fleet in fleets
         ]

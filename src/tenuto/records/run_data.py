@@ -49,6 +49,7 @@ class Preemption:
     preempted_s: float
     resumed_s: float | None = None
     hit_tokens: int | None = None
+    """Tokens that it hit when it resumed."""
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ class JobStory:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the first arrival to the last token, with tools; None if a turn has none."""
+        """Seconds from the first arrival to the last token, tools too; None if a turn failed or has no end."""
         return get_job_times_s(turn.record for turn in self.turns).get(self.job_id)
 
 

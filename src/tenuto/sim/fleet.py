@@ -312,6 +312,7 @@ class FleetFront(Front):
     def summarise(self) -> dict[str, Any]:
         """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
         members = self.members
+        # Including those before a restart of the router.
         counts_of_each = map(dataclasses.astuple, (*self._stats_before, self.dispatcher.stats))
         stats = DispatchStats(*map(sum, zip(*counts_of_each, strict=True)))
         busy_s = {

@@ -363,6 +363,7 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     `expect`: called with a setup's index and the number of points that it still takes.
     `max_machines`: None to judge only the servers of each setup's fleet, and try no other number.
     `get_margin`: the margin of each setup, in place of the target's.
+    `num_at_once`: setups that are searched for at the same time, in threads.
     """
     if load.jps is None or load.jps <= 0:
         raise ConfigError("--jps: a plan needs the rate at which jobs arrive")

@@ -852,9 +852,10 @@ class Scheduler:
                 return 0
             num_in_blocks = self._count_steps_in_blocks(running)
         num_steps = min(num_steps, num_in_blocks)
+        if num_steps == 0 or self._may_start_one():
+            return 0
         # Of requests that generate the same text, it matters which caches a block first.
-        num_texts = len({request.path.segments[-1] for request in running})
-        return 0 if num_steps == 0 or self._may_start_one() or num_texts < len(running) else num_steps
+        return num_steps if len({each.path.segments[-1] for each in running}) == len(running) else 0
 
     def run_quiet_steps(self, num_steps: int) -> None:
         """Apply the effects of this many quiet steps to requests and their blocks."""

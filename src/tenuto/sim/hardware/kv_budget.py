@@ -112,7 +112,8 @@ def kv_budget(
     """Where the memory of one GPU of `tp` goes at this `gpu_memory_utilization`, as vLLM computes it.
 
     `profile` is vLLM's default for that GPU unless given. Raises ModelTooLargeError if the model leaves no
-    memory for the KV cache, ConfigError for a utilization not in (0, 1] or a `tp` that does not divide it.
+    memory for the KV cache, ConfigError for a utilization not in (0, 1] or a `tp` that does not divide the
+    model's heads.
     """
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1: {utilization}")

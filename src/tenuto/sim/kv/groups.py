@@ -182,7 +182,10 @@ class AttentionGroup(_Group):
         return max(0, self.count_most_blocks(num_tokens) - table.num_blocks)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
-        """Blocks that a request with this hit lacks for this many tokens in all, or has `at_once` at most."""
+        """Blocks that a request with this hit lacks for this many tokens in all.
+
+        `at_once`: count no more than it has at the same time.
+        """
         num_blocks = self.count_most_blocks(num_tokens) if at_once else self.count_blocks(num_tokens)
         num_skipped = count_skipped_blocks(self.window, self.block_size, hit.num_computed_tokens)
         return max(0, num_blocks - max(hit.num_tokens // self.block_size, num_skipped))
@@ -331,7 +334,10 @@ class StateGroup(_Group):
         return self.count_new(table, num_tokens)
 
     def count_first(self, hit: Hit, num_tokens: int, *, at_once: bool) -> int:
-        """Blocks that a request with this hit lacks; more than all if its hit is still being computed."""
+        """Blocks that a request with this hit lacks; more than all if its hit is still being computed.
+
+        `at_once` has no effect.
+        """
         row = hit.rows[self._index]
         num_hit_blocks = hit.num_tokens // self.block_size
         if row and (row.ranges[0].extent.segment, num_hit_blocks - 1) in self._cached_now:

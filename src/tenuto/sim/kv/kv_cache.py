@@ -275,7 +275,7 @@ class KvCache:
         return bisect_right(lengths, self.pool.num_blocks, key=self.count_most_blocks)
 
     def has_slots(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether a running request's next tokens surely neither need nor fill a block, as most do not."""
+        """Whether a running request's next tokens neither need nor fill a block. False if in doubt."""
         if not self.can_truncate:
             return False
         table: BlockTable = request.tables[0]

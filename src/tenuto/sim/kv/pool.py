@@ -217,6 +217,7 @@ class Row:
         return self.num_blocks
 
     def __getitem__(self, tail: slice) -> Row:
+        """The blocks from `tail.start` on."""
         row, left = Row(), self.num_blocks - (tail.start or 0)
         for extent, first, end in reversed(self.ranges):
             if left <= 0:
@@ -227,6 +228,7 @@ class Row:
         return row
 
     def __delitem__(self, tail: slice) -> None:
+        """Forget the blocks from `tail.start` on."""
         num_over = self.num_blocks - (tail.start or 0)
         if num_over <= 0:
             return
