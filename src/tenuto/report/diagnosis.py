@@ -101,7 +101,7 @@ class JobStory:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from the first arrival to the last token, tools too; None if a turn failed or has no end."""
+        """Seconds from first arrival to last token, tools too; None if a turn failed or did not end."""
         return get_job_times_s(turn.record for turn in self.turns).get(self.job_id)
 
 
