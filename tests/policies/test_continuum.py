@@ -176,12 +176,12 @@ def test_only_turns_that_came_back_to_no_pin_make_the_queueing_delay() -> None:
         turn = make_turn(None, turn_id=f"t{number}", job=Job("k", 0.0, num_turns), has_lease=has_lease)
         policy.on_turn_arrived(turn, 0.0)
         policy.on_turn_started(turn, 100.0)
-    assert policy._ttl._queue_delay.get_mean_s() == 0
+    assert policy._queue_delay.get_mean_s() == 0
     learn_delays(policy, 4.0)
     gone = make_turn(None, turn_id="gone", job=Job("k", 0.0, 2))
     policy.on_turn_arrived(gone, 0.0)
     policy.on_turn_finished(gone, 80.0)
-    assert policy._ttl._queue_delay.get_mean_s() == 4.0
+    assert policy._queue_delay.get_mean_s() == 4.0
     assert "gone" not in repr(policy)
 
 
@@ -191,7 +191,7 @@ def test_what_it_learned_survives_a_restart() -> None:
     learn_lengths(before, 1, 3)
     after.set_state(json.loads(json.dumps(before.get_state())))
     assert get_ttl_s(after.retain(make_turn(), VIEW)) == pytest.approx(0.7)
-    assert after._ttl._job_lengths.get_eta() == before._ttl._job_lengths.get_eta()
+    assert after._job_lengths.get_eta() == before._job_lengths.get_eta()
     told = repr(after)
     with pytest.raises(KeyError):
         after.set_state({"prefill": before.get_state()["prefill"], "job_lengths": [4]})
@@ -400,11 +400,11 @@ def test_its_known_weakness_one_eta_for_all_kinds_of_jobs() -> None:
     """Jobs of 2 and of 20 turns: each kind is as predictable as can be, together they seem memoryless."""
     policy = make_policy(min_samples=1)
     learn_lengths(policy, *[2, 20] * 20)
-    assert policy._ttl._job_lengths.get_eta() < 0.85
+    assert policy._job_lengths.get_eta() < 0.85
     for kind in (2, 20):
         alone = make_policy()
         learn_lengths(alone, *[kind] * 20)
-        assert alone._ttl._job_lengths.get_eta() == pytest.approx(1.0)
+        assert alone._job_lengths.get_eta() == pytest.approx(1.0)
 
 
 def test_the_docs_say_how_much_is_remembered() -> None:

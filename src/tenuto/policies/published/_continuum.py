@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.core.policy import Key, Learns, Policy
 from tenuto.core.types import EngineView, Job, Lease, StepView, Turn
 from tenuto.estimators.tool_times import MIN_SAMPLES, ToolSamples
-from tenuto.policies.published._prefill import PrefillCost, PrefillProfile, get_reload_s
+from tenuto.policies.published._prefill import PrefillCost, get_reload_s
 
 _CHUNK = 32
 
@@ -168,53 +168,58 @@ class QueueDelay:
         return f"QueueDelay({list(self._delays)})"
 
 
-class TtlEstimate:
-    """τ* per tool. A policy calls these methods from its hooks of the same names."""
+# The base of `continuum` and `contextserve`.
 
-    def __init__(self, profile: PrefillProfile | None = None, min_samples: int = MIN_SAMPLES) -> None:
-        """`profile`: measured prefill times; None to learn them from the steps."""
-        self._min_samples = min_samples
-        self._tool_times = ToolSamples()
-        self._job_lengths = JobLengths()
-        self._queue_delay = QueueDelay()
-        self._prefill = PrefillCost(profile)
-        self._evicted: set[str] = set()
-        """Waiting turns of jobs that came back and found no lease."""
+RENEW_S = 600.0
+"""How far an expired pin's deadline moves while a turn of its job waits. That turn's start ends the pin."""
 
-    def get_ttl_s(self, tool: str, turn: Turn, view: EngineView) -> float:
-        """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping."""
-        return get_ttl_s(
-            self._tool_times,
-            tool,
-            queue_delay_s=self._queue_delay.get_mean_s(),
-            eta=self._job_lengths.get_eta(),
-            reload_s=get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view),
-            min_samples=self._min_samples,
-        )
 
-    def on_tool_returned(self, tool: str, tool_s: float) -> None:
-        """A call of the tool took this long."""
-        self._tool_times.observe(tool, tool_s)
+@dataclass
+class LearnsTtl(Policy, Learns):
+    """Continuum's order of turns and leases, and τ* per tool. Only tool times are reported by subclasses."""
 
-    def on_turn_arrived(self, turn: Turn) -> None:
+    _tool_times: ToolSamples = field(init=False, default_factory=ToolSamples)
+    _job_lengths: JobLengths = field(init=False, default_factory=JobLengths)
+    _queue_delay: QueueDelay = field(init=False, default_factory=QueueDelay)
+    _prefill: PrefillCost = field(init=False, default_factory=PrefillCost)
+    _evicted: set[str] = field(init=False, default_factory=set)
+    """Waiting turns of jobs that came back and found no lease."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> Key:
+        """Preempted turns first, then those of pinned jobs, then by the job's arrival."""
+        is_preempted = turn.num_preemptions > 0
+        return (not is_preempted, not turn.has_lease, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+
+    def evict_key(self, lease: Lease, view: EngineView) -> Key:
+        """The job that came last is unpinned first."""
+        return (-lease.turn.job.arrival_s,)
+
+    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
+        """The job that came last is preempted first."""
+        return (-turn.job.arrival_s, -turn.arrival_s)
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
         """Remember a turn that waits because its job's KV was not kept."""
         if turn.job.num_turns > 1 and not turn.has_lease:
             self._evicted.add(turn.turn_id)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Count the wait of such a turn."""
+        """Learn how long turns without a pin wait."""
         self._prefill.on_started(turn)
         if turn.turn_id in self._evicted:
             self._evicted.remove(turn.turn_id)
             self._queue_delay.observe(max(0.0, now_s - turn.arrival_s))
 
-    def on_turn_stopped(self, turn: Turn) -> None:
-        """A turn finished, was preempted or aborted."""
-        self._prefill.on_stopped(turn)
-        self._evicted.discard(turn.turn_id)
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its prefill stops."""
+        self._stop(turn)
 
-    def on_job_ended(self, job: Job) -> None:
-        """Count the job's turns."""
+    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+        """The turn's prefill is over, and it no longer waits."""
+        self._stop(turn)
+
+    def on_job_ended(self, job: Job, now_s: float) -> None:
+        """Learn how many turns jobs have."""
         self._job_lengths.observe(job.num_turns)
 
     def on_step(self, step: StepView) -> None:
@@ -239,58 +244,17 @@ class TtlEstimate:
         self._prefill.set_state(state["prefill"])
         self._job_lengths, self._queue_delay, self._tool_times = job_lengths, queue_delay, tool_times
 
-    def __repr__(self) -> str:
-        return (
-            f"TtlEstimate({self._tool_times}, {self._job_lengths}, {self._queue_delay}, {self._prefill}, "
-            f"{sorted(self._evicted)})"
+    def _get_ttl_s(self, tool: str, turn: Turn, view: EngineView, min_samples: int = MIN_SAMPLES) -> float:
+        """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping."""
+        return get_ttl_s(
+            self._tool_times,
+            tool,
+            queue_delay_s=self._queue_delay.get_mean_s(),
+            eta=self._job_lengths.get_eta(),
+            reload_s=get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view),
+            min_samples=min_samples,
         )
 
-
-# The base of `continuum` and `contextserve`: the order of jobs, and the learned parts of a pin's TTL.
-
-RENEW_S = 600.0
-"""How far an expired pin's deadline moves while a turn of its job waits. That turn's start ends the pin."""
-
-
-@dataclass
-class LearnsTtl(Policy, Learns):
-    """Continuum's order of turns and leases, and all that its TTL learns except tool times."""
-
-    _ttl: TtlEstimate = field(init=False, default_factory=TtlEstimate)
-
-    def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """Preempted turns first, then those of pinned jobs, then by the job's arrival."""
-        is_preempted = turn.num_preemptions > 0
-        return (not is_preempted, not turn.has_lease, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
-
-    def evict_key(self, lease: Lease, view: EngineView) -> Key:
-        """The job that came last is unpinned first."""
-        return (-lease.turn.job.arrival_s,)
-
-    def preempt_key(self, turn: Turn, view: EngineView) -> Key:
-        """The job that came last is preempted first."""
-        return (-turn.job.arrival_s, -turn.arrival_s)
-
-    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
-        """Note whether its job came back to a pin."""
-        self._ttl.on_turn_arrived(turn)
-
-    def on_turn_started(self, turn: Turn, now_s: float) -> None:
-        """Learn how long turns without a pin wait."""
-        self._ttl.on_turn_started(turn, now_s)
-
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill stops."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_turn_finished(self, turn: Turn, now_s: float) -> None:
-        """The turn's prefill is over, and it no longer waits."""
-        self._ttl.on_turn_stopped(turn)
-
-    def on_job_ended(self, job: Job, now_s: float) -> None:
-        """Learn how many turns jobs have."""
-        self._ttl.on_job_ended(job)
-
-    def on_step(self, step: StepView) -> None:
-        """Learn what prefill costs."""
-        self._ttl.on_step(step)
+    def _stop(self, turn: Turn) -> None:
+        self._prefill.on_stopped(turn)
+        self._evicted.discard(turn.turn_id)

@@ -89,7 +89,11 @@ class Concur(Policy):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Its job keeps its place if there are not too many."""
-        self._leave(turn, now_s)
+        agent = self._agents[turn.job.job_id]
+        agent.num_live_turns -= 1
+        agent.idle_since_s = now_s
+        if agent.num_live_turns == 0 and self._num_active > int(self._window):
+            self._set_active(agent, False)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Its place is free."""
@@ -115,10 +119,3 @@ class Concur(Policy):
     def _set_active(self, agent: _Agent, is_active: bool) -> None:
         self._num_active += is_active - agent.is_active
         agent.is_active = is_active
-
-    def _leave(self, turn: Turn, now_s: float) -> None:
-        agent = self._agents[turn.job.job_id]
-        agent.num_live_turns -= 1
-        agent.idle_since_s = now_s
-        if agent.num_live_turns == 0 and self._num_active > int(self._window):
-            self._set_active(agent, False)

@@ -131,7 +131,7 @@ class ContextServe(LearnsTtl):
         prediction = self._predict(turn.tool, turn.turn_id)
         ttl_s = prediction.pin_s
         if prediction.speed is Speed.UNCERTAIN:
-            ttl_s = self._ttl.get_ttl_s(self._read(_get_text(turn.tool)).program, turn, view)
+            ttl_s = self._get_ttl_s(self._read(_get_text(turn.tool)).program, turn, view)
         if prediction.speed is Speed.SLOW or ttl_s <= 0:
             return Offload(LeaseRefusal.PRICE)
         return Keep(view.now_s + ttl_s, yields=Yields.ON_DEADLOCK)
@@ -168,21 +168,21 @@ class ContextServe(LearnsTtl):
         self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TIME_S)) - prior_log_s)
         if len(self._beliefs) > MAX_TOOLS:
             self._beliefs.popitem(last=False)
-        self._ttl.on_tool_returned(text.program, tool_s)
+        self._tool_times.observe(text.program, tool_s)
 
     # Kept across restarts.
 
     def get_state(self) -> dict[str, Any]:
         """The beliefs, and what Continuum's TTL is computed from."""
         beliefs = {program: [b.mean, b.kappa, b.alpha, b.beta] for program, b in self._beliefs.items()}
-        return {"beliefs": beliefs, "ttl": self._ttl.get_state()}
+        return {"beliefs": beliefs, "ttl": super().get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore both."""
         beliefs = [
             (str(program), NormalInverseGamma(*map(float, b))) for program, b in state["beliefs"].items()
         ]
-        self._ttl.set_state(state["ttl"])
+        super().set_state(state["ttl"])
         self._beliefs = OrderedDict(beliefs[-MAX_TOOLS:])
 
     # Inside.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tenuto.core.policy import setting
 from tenuto.core.types import (
@@ -18,8 +17,8 @@ from tenuto.core.types import (
     Yields,
 )
 from tenuto.estimators.tool_times import MIN_SAMPLES
-from tenuto.policies.published._continuum import RENEW_S, LearnsTtl, TtlEstimate
-from tenuto.policies.published._prefill import TakesPrefillProfile
+from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
+from tenuto.policies.published._prefill import PrefillCost, TakesPrefillProfile
 
 
 @dataclass
@@ -49,13 +48,13 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
     )
 
     def __post_init__(self) -> None:
-        self._ttl = TtlEstimate(self._try_get_profile(), self.min_samples)
+        self._prefill = PrefillCost(self._try_get_profile())
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin for the best τ, if that is not 0."""
         if turn.tool is None:
             return Offload()
-        ttl_s = self._ttl.get_ttl_s(turn.tool.name, turn, view)
+        ttl_s = self._get_ttl_s(turn.tool.name, turn, view, self.min_samples)
         return self._pin(view.now_s + ttl_s) if ttl_s > 0 else Offload(LeaseRefusal.PRICE)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
@@ -65,15 +64,7 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
     def on_tool_returned(self, turn: Turn, tool: ToolCall | None, tool_s: float) -> None:
         """Learn how long the tool took."""
         if tool is not None:
-            self._ttl.on_tool_returned(tool.name, tool_s)
-
-    def get_state(self) -> dict[str, Any]:
-        """What it learned, as JSON values."""
-        return self._ttl.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restore what an earlier run learned."""
-        self._ttl.set_state(state)
+            self._tool_times.observe(tool.name, tool_s)
 
     def _pin(self, until_s: float) -> Keep:
         yields = Yields.ON_DEADLOCK if self.unpin == "stall" else Yields.ALWAYS

@@ -84,7 +84,12 @@ class Thunderagent(Policy):
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Its job is in a tool call, or paused if it was marked."""
-        self._leave(turn, now_s)
+        program = self._programs[turn.job.job_id]
+        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
+        program.num_live_turns -= 1
+        program.idle_since_s = now_s
+        is_paused = program.is_marked and program.num_live_turns == 0
+        self._change(program, is_active=program.is_active and not is_paused, num_tokens=num_tokens)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Its context no longer counts."""
@@ -105,14 +110,6 @@ class Thunderagent(Policy):
                 program.is_marked = True
             else:
                 self._change(program, is_active=False)
-
-    def _leave(self, turn: Turn, now_s: float) -> None:
-        program = self._programs[turn.job.job_id]
-        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
-        program.num_live_turns -= 1
-        program.idle_since_s = now_s
-        is_paused = program.is_marked and program.num_live_turns == 0
-        self._change(program, is_active=program.is_active and not is_paused, num_tokens=num_tokens)
 
     def _change(self, program: _Program, *, is_active: bool, num_tokens: int | None = None) -> None:
         before = self._count(program) if program.is_active else 0
