@@ -169,7 +169,7 @@ class Crowd:
         waiting = self.engine.waiting
         waiting._turns, waiting._lane_of = driver._turns, Walked(waiting._lane_of)
         lanes = [lane.turns for lane in waiting._lanes.values()]
-        for order in (waiting._order, *lanes, leases._deadlines, *leases._evict_order.values()):
+        for order in (waiting._order, *lanes, leases._deadlines, *leases.evict_order.values()):
             order._keys = Walked(order._keys)
         Walked.num_walks = 0
 

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 
-from tenuto.core.frozen import quick
+from tenuto.core.types import quick
 
 
 @quick

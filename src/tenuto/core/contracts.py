@@ -275,14 +275,12 @@ class _Run:
     def _finish(self) -> None:
         turn_id, job, turn = self._open.popleft()
         dispatcher = self._dispatcher
-        if job % 4 == 3 and turn == 1:
-            self._note(dispatcher.fail(turn_id, self._now_s)) if not self._failed(turn_id) else None
+        was_sent_once = sum(sending.turn_id == turn_id for sending in self._sent) == 1
+        if job % 4 == 3 and turn == 1 and was_sent_once:
+            self._note(dispatcher.fail(turn_id, self._now_s))
         dispatcher.first_token(turn_id, self._now_s)
         is_last = turn == NUM_TURNS - 1
         self._note(dispatcher.finish(turn_id, self._now_s, 20, num_hit_tokens=400, is_last=is_last))
-
-    def _failed(self, turn_id: str) -> bool:
-        return sum(sending.turn_id == turn_id for sending in self._sent) > 1
 
 
 def _check_parameters(checked: Policy | Router) -> None:

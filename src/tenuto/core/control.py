@@ -140,8 +140,7 @@ class Control:
         if not changed:
             return self.get_status()
         policy = self._make_policy(settings)
-        hooks = self._scheduler.prepare(settings, policy)
-        self._scheduler.switch(hooks)
+        self._scheduler.switch(self._scheduler.prepare(settings, policy))
         self._scheduler.count_changes(changed)
         self._last = {
             "changes": self._last["changes"] + 1,
@@ -183,12 +182,8 @@ class Control:
             case "release":
                 return {"ok": True, "known": bool(self._scheduler.release(self._read_job(request["fields"])))}
             case "job":
-                return {
-                    "ok": True,
-                    "job": self._scheduler.driver.describe_job(
-                        self._read_job(request["fields"]), self._scheduler.get_now_s()
-                    ),
-                }
+                job_id, now_s = self._read_job(request["fields"]), self._scheduler.get_now_s()
+                return {"ok": True, "job": self._scheduler.driver.describe_job(job_id, now_s)}
             case "ledger":
                 driver, now_s = self._scheduler.driver, self._scheduler.get_now_s()
                 return {"ok": True, **driver.describe_ledger(now_s, MAX_LISTED_JOBS)}

@@ -456,8 +456,7 @@ class Dispatcher:
             cached_tokens=arrival.cached_tokens,
         )
         self._turns[turn.turn_id] = _Open(turn)
-        sending = self._route(turn, now_s)
-        return [] if sending is None else [sending]
+        return self._route(turn, now_s)
 
     def first_token(self, turn_id: str, now_s: float) -> None:
         """The first token of a turn's answer arrived."""
@@ -511,8 +510,7 @@ class Dispatcher:
             was, engine=self._get_engine(job), num_attempts=was.num_attempts + 1, cached_tokens=NO_TOKENS
         )
         self.stats.num_resent += 1
-        sending = self._route(one.turn, now_s)
-        return [] if sending is None else [sending]
+        return self._route(one.turn, now_s)
 
     def abort(self, turn_id: str, now_s: float) -> list[Sending]:
         """The client of a turn left. Ignores turns that are not open."""
@@ -551,11 +549,11 @@ class Dispatcher:
     def _get_engine(self, job: JobBook | None) -> str | None:
         return job.engine if job is not None and job.engine in self.engines.ready else None
 
-    def _route(self, turn: RoutedTurn, now_s: float) -> Sending | None:
-        """Ask where a turn goes, and record it; None if the turn is held."""
+    def _route(self, turn: RoutedTurn, now_s: float) -> list[Sending]:
+        """Ask where a turn goes, and record it; empty if the turn is held."""
         if not self.engines.ready:
             self._hold(turn, (now_s,))
-            return None
+            return []
         overdue = now_s >= turn.arrival_s + self.limits.max_held_s
         is_held = turn.turn_id in self._held
         if overdue or turn.num_turns > 1 or (len(self._held) >= self.limits.max_held and not is_held):
@@ -568,8 +566,8 @@ class Dispatcher:
         if isinstance(answer, Hold):
             if not is_held:
                 self._hold(turn, self._caller.ask_held_key(turn, now_s))
-            return None
-        return self._send(turn, answer, now_s)
+            return []
+        return [self._send(turn, answer, now_s)]
 
     def _hold(self, turn: RoutedTurn, key: Key) -> None:
         self.stats.num_held += turn.turn_id not in self._held
@@ -597,18 +595,17 @@ class Dispatcher:
 
     def _send_held(self, now_s: float) -> list[Sending]:
         """Ask about held turns in order until one stays held. Then send those that were held too long."""
-        sendings = []
+        sendings: list[Sending] = []
         while self.engines.ready and (turn := self._held.get_first()) is not None:
-            sending = self._route(turn, now_s)
-            if sending is None:
+            sent = self._route(turn, now_s)
+            if not sent:
                 break
-            sendings.append(sending)
+            sendings += sent
         while self.engines.ready and (turn := self._held.get_oldest()) is not None:
             if now_s < turn.arrival_s + self.limits.max_held_s:
                 break
-            sending = self._route(turn, now_s)
-            assert sending is not None, "a turn that must go is sent"
-            sendings.append(sending)
+            sendings += self._route(turn, now_s)
+            assert turn.turn_id not in self._held, "a turn that must go is sent"
         return sendings
 
     def _leave_engine(self, one: _Open) -> None:

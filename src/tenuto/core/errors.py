@@ -1,12 +1,4 @@
-"""All errors that Tenuto raises on purpose, and functions that make untrusted texts safe to print.
-
-TenutoError
-├── ConfigError       a setting is unknown, of the wrong type or out of range
-├── PolicyError       a policy cannot be loaded, or breaks the policy contract
-├── IntegrityError    an invariant of the block pool or of the leases does not hold (a bug)
-├── IncompatibleError this vLLM is not one Tenuto fits
-└── DataError         an input file is malformed (file, line and field are named)
-"""
+"""All errors that Tenuto raises on purpose, and functions that make untrusted texts safe to print."""
 
 from __future__ import annotations
 
@@ -32,7 +24,7 @@ class PolicyError(TenutoError):
 
 
 class IntegrityError(TenutoError):
-    """An invariant does not hold; always a bug, never caused by input."""
+    """An invariant of the block pool or of the leases does not hold; always a bug, never caused by input."""
 
 
 class IncompatibleError(TenutoError):

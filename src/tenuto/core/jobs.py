@@ -6,12 +6,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from tenuto.core.frozen import quick
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
-from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn
+from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn, quick
 from tenuto.core.wishes import Verdict
 
 NOBODY = ""

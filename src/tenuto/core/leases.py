@@ -147,7 +147,7 @@ class LeaseTable:
         self._leases: OrderedDict[str, LeaseState] = OrderedDict()
         """By job, the oldest lease first."""
         self._deadlines = IndexedHeap()
-        self._evict_order = {yields: IndexedHeap() for yields in Yields}
+        self.evict_order = {yields: IndexedHeap() for yields in Yields}
         self._by_tenant: dict[str, _TenantLeases] = {}
         """The leases of each tenant, once there are tenants."""
         self.num_blocks = 0
@@ -182,7 +182,7 @@ class LeaseTable:
         """Count the leases of each tenant from now on."""
         for lease in self:
             self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
-            self._enter_tenant(lease, self._evict_order[lease.terms.yields].get_key(lease.job_id))
+            self._enter_tenant(lease, self.evict_order[lease.terms.yields].get_key(lease.job_id))
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
         """Change a lease's deadline, its value or its place in the order in which leases yield."""
@@ -238,17 +238,15 @@ class LeaseTable:
         key = self._deadlines.get_first_key()
         return None if key is None else float(key[0])
 
-    def get_first_to_yield(self, yields: Yields, spare_job_id: str | None = None) -> LeaseState | None:
-        """The lease that yields first, except the lease of the job `spare_job_id`."""
-        first = self._evict_order[yields].get_first_except(spare_job_id)
-        return None if first is None else self._leases[first]
-
-    def get_tenants_first_to_yield(
-        self, tenant: str, yields: Yields, spare_job_id: str | None = None
+    def get_first_to_yield(
+        self, yields: Yields, spare_job_id: str | None = None, tenant: str | None = None
     ) -> LeaseState | None:
-        """As `get_first_to_yield`, among one tenant's leases; None if leases are not counted by tenant."""
-        own = self._by_tenant.get(tenant)
-        first = None if own is None else own.evict_order[yields].get_first_except(spare_job_id)
+        """The lease that yields first, except the lease of the job `spare_job_id`.
+
+        `tenant`: among this tenant's leases, if leases are counted by tenant; None: among all.
+        """
+        whose = self if tenant is None else self._by_tenant.get(tenant)
+        first = None if whose is None else whose.evict_order[yields].get_first_except(spare_job_id)
         return None if first is None else self._leases[first]
 
     def get_oldest(self, tenant: str | None) -> LeaseState:
@@ -264,7 +262,7 @@ class LeaseTable:
 
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
-        self._evict_order[lease.terms.yields].push(lease.job_id, evict_key)
+        self.evict_order[lease.terms.yields].push(lease.job_id, evict_key)
         if self._quota.counts_blocks:
             self._enter_tenant(lease, evict_key)
 
@@ -277,7 +275,7 @@ class LeaseTable:
 
     def _discard(self, lease: LeaseState) -> None:
         """Remove a lease from the order in which leases yield."""
-        self._evict_order[lease.terms.yields].discard(lease.job_id)
+        self.evict_order[lease.terms.yields].discard(lease.job_id)
         own = self._by_tenant.get(lease.tenant)
         if own is not None:
             own.evict_order[lease.terms.yields].discard(lease.job_id)
@@ -347,7 +345,7 @@ class Yielding:
         is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
         if lease.tenant != tenant and not is_late and get_use(lease.tenant) <= get_use(tenant):
             is_over = self._quota.is_over(tenant)
-            own = self._leases.get_tenants_first_to_yield(tenant, yields, spare)
+            own = self._leases.get_first_to_yield(yields, spare, tenant)
             if is_over and own is None and not turn.started and not lease.is_unproven:
                 return None
             if is_over or self._fairness.is_overdue(turn.turn_id):
@@ -363,7 +361,7 @@ class Yielding:
     def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
         """The first lease of the tenant furthest over its fair share; None if no tenant is over it."""
         name = self._quota.get_most_over()
-        return None if name is None else self._leases.get_tenants_first_to_yield(name, yields, spare)
+        return None if name is None else self._leases.get_first_to_yield(yields, spare, name)
 
     def _get_taker(
         self, lease: LeaseState, turn: TurnState, now_s: float, *, is_late: bool
@@ -585,8 +583,7 @@ class Retention:
 
     def leave(self, turn: TurnState) -> None:
         """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""
-        lease = self.leases.get(turn.job.job_id)
-        if lease is not None and lease.next_turn_id == turn.turn_id:
+        if (lease := self.get_claimed(turn)) is not None:
             lease.next_turn_id = None
 
     def retain(
@@ -792,11 +789,7 @@ class Retention:
         """The lease to shorten or revoke if a limit is exceeded, and how many blocks to free."""
         of_all = reason is LeaseRefusal.OVER_SHARE
         whose = self._quota.get_most_over() if of_all else tenant
-        wished = (
-            self.leases.get_first_to_yield(Yields.FIRST)
-            if whose is None
-            else self.leases.get_tenants_first_to_yield(whose, Yields.FIRST)
-        )
+        wished = self.leases.get_first_to_yield(Yields.FIRST, tenant=whose)
         first = wished or self.leases.get_oldest(whose)
         return first, len(first.blocks) if reason is LeaseRefusal.TENANT_LEASES else number
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 PLACES = ("gpu", "host", "disk")
 """Where blocks are held: by leases on the GPU, and by the tiers below it."""
@@ -29,40 +30,34 @@ MAX_CLOSED = 1000
 """Most accounts that stay known after their jobs, because an engine may store a job's last turn later."""
 
 
+@dataclass(slots=True, eq=False)
 class _Held:
     """Blocks that are held in one place, and their block-seconds so far."""
 
-    __slots__ = ("block_s", "num_blocks", "since_s")
-
-    def __init__(self) -> None:
-        self.num_blocks = 0
-        self.block_s = self.since_s = 0.0
+    num_blocks: int = 0
+    block_s: float = 0.0
+    since_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """What one job, one tenant or all together used so far."""
 
-    __slots__ = ("above", "held", "num_held_blocks", "turns", *TOKENS)
-
-    turns: int
-    prompt: int
-    cached: int
-    loaded: int
-    computed: int
-    recomputed: int
-    output: int
-    stored: int
-
-    def __init__(self, above: Account | None = None) -> None:
-        """`above`: the account of which it is a part."""
-        self.above = above
-        self.held: dict[str, _Held] = {}
-        """Blocks held, by place."""
-        self.num_held_blocks = 0
-        """Blocks held in all places."""
-        self.turns = 0
-        self.prompt = self.cached = self.loaded = self.computed = 0
-        self.recomputed = self.output = self.stored = 0
+    above: Account | None = None
+    """The account of which it is a part."""
+    held: dict[str, _Held] = field(default_factory=dict)
+    """Blocks held, by place."""
+    num_held_blocks: int = 0
+    """Blocks held in all places."""
+    turns: int = 0
+    prompt: int = 0
+    """This and the next are the kinds of `TOKENS`."""
+    cached: int = 0
+    loaded: int = 0
+    computed: int = 0
+    recomputed: int = 0
+    output: int = 0
+    stored: int = 0
 
     def start(self, num_prompt_tokens: int, num_cached_tokens: int, num_missed_tokens: int) -> None:
         """A turn got its first step. `num_missed_tokens` of its prompt are computed again."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.core.frozen import quick
+from tenuto.core.types import quick
 from tenuto.core.wish_dialects import (
     CONTEXT_FIELD,
     get_context,
@@ -145,20 +145,22 @@ def make_fields(hints: Hints) -> dict[str, str | int | float]:
     """The request fields for these hints, in types that `vllm_xargs` allows. `parse_hints` reads them."""
     given = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
     given[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
+    return _make_xargs(given)
+
+
+def _make_xargs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
     return {
         name: int(value) if isinstance(value, bool) else value
-        for name, value in given.items()
+        for name, value in fields.items()
         if value is not None
     }
 
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The usable hint fields among these fields, each bounded and converted to its type."""
-    usable: dict[str, Any] = {}
-    for name, (_, read) in _FIELDS.items():
-        if name in fields and (value := read(fields[name])) is not None:
-            usable[name] = value
-    return usable
+    values = {name: read(fields[name]) for name, (_, read) in _FIELDS.items() if name in fields}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
@@ -315,12 +317,7 @@ def get_new_fields(
         fields.setdefault(CONVERSATION_FIELD, get_conversation_id(request))
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
         fields[WISH_FIELD] = write_wish(wish)
-    # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
-    return {
-        name: int(value) if isinstance(value, bool) else value
-        for name, value in fields.items()
-        if value is not None and name not in xargs
-    }
+    return _make_xargs({name: value for name, value in fields.items() if name not in xargs})
 
 
 def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
@@ -464,12 +461,11 @@ def write_context_as_text(xargs: Any) -> Any:
 
 
 def _read_context(context: Mapping[str, Any]) -> dict[str, Any]:
-    if not context:
-        return {}
+    resumes = context.get("expected_resume")
     return {
         "job_id": context.get("program_id") or _join_program(context),
         "parent_job_id": context.get("parent_program_id"),
-        "is_last_step": _negate(context.get("expected_resume")),
+        "is_last_step": not resumes if isinstance(resumes, bool) else None,
         **_keep_for(context.get("kv_retention_ttl_seconds")),
         "deadline_seconds": context.get("deadline_seconds"),
     }
@@ -502,7 +498,3 @@ def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
 def _keep_for(ttl: Any) -> dict[str, Any]:
     """The hint fields for a retention time: the job is expected back by then, and no lease lasts longer."""
     return {"expected_tool_seconds": ttl, "retain_seconds": ttl}
-
-
-def _negate(value: Any) -> bool | None:
-    return not value if isinstance(value, bool) else None

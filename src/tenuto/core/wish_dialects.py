@@ -40,19 +40,24 @@ def _read_anthropic(found: FoundWishes, body: Body, xargs: Body, unix_s: float |
     field.
     Source: https://platform.claude.com/docs/en/build-with-claude/prompt-caching
     """
-    _ask_anthropic(found, body.get("cache_control"), None)
+    _ask_control(found, body.get("cache_control"), _read_ttl)
     for place, part in list_parts(body):
-        if "cache_control" in part:
-            _ask_anthropic(found, part["cache_control"], place)
+        _ask_control(found, part.get("cache_control"), _read_ttl, place)
 
 
-def _ask_anthropic(found: FoundWishes, control: Any, place: Place | None) -> None:
+def _read_ttl(ttl: Any) -> float | None:
+    return _TTL_S.get(ttl) if isinstance(ttl, str) else None
+
+
+def _ask_control(
+    found: FoundWishes, control: Any, read: Callable[[Any], float | None], place: Place | None = None
+) -> None:
     if control is None:
         return
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         found.refuse()
     elif (ttl := control.get("ttl")) is not None:
-        found.ask(_TTL_S.get(ttl) if isinstance(ttl, str) else None, place)
+        found.ask(read(ttl), place)
 
 
 _RETENTION_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
@@ -128,15 +133,8 @@ def _read_nvext(found: FoundWishes, body: Body, xargs: Body, unix_s: float | Non
     https://github.com/NVIDIA/NeMo-Agent-Toolkit/pull/1648
     """
     extension = body.get("nvext")
-    if extension is None:
-        return
     control = extension.get("cache_control") if isinstance(extension, dict) else extension
-    if control is None:
-        return
-    if not isinstance(control, dict) or control.get("type") != "ephemeral":
-        found.refuse()
-    elif (ttl := control.get("ttl")) is not None:
-        found.ask(read_duration(ttl))
+    _ask_control(found, control, read_duration)
 
 
 MAX_ACTIONS = 32

@@ -99,11 +99,8 @@ class Wish:
         """The wish with every end in tokens. `find`: returns a mark's position, or 0 if it is not found."""
         if all(span.mark is None for span in self.spans):
             return self
-        return replace(self, spans=tuple(_resolve(span, find) for span in self.spans))
-
-
-def _resolve(span: Span, find: Callable[[Mark], int]) -> Span:
-    return span if span.mark is None else Span(span.keep_s, find(span.mark))
+        spans = (span if span.mark is None else Span(span.keep_s, find(span.mark)) for span in self.spans)
+        return replace(self, spans=tuple(spans))
 
 
 # For the readers.
