@@ -24,7 +24,7 @@ from tenuto.core.errors import PolicyError
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import IdleJobs
 from tenuto.core.policy import Key
-from tenuto.core.policy_caller import DecisionLog, is_key, to_json
+from tenuto.core.policy_caller import is_key
 from tenuto.core.requests import read_hints
 from tenuto.core.router import (
     NO_TOKENS,
@@ -288,11 +288,10 @@ logger = logging.getLogger("tenuto")
 class RouterCaller:
     """Asks and tells one router. With `strict`, a fault is raised as PolicyError instead."""
 
-    def __init__(self, router: Router, log: DecisionLog | None = None, *, strict: bool = False) -> None:
+    def __init__(self, router: Router, *, strict: bool = False) -> None:
         self.router = router
         self.faults: Counter[str] = Counter()
         """How often each hook failed."""
-        self._log = log
         self._strict = strict
         self._stock = Router()
 
@@ -304,9 +303,6 @@ class RouterCaller:
         except Exception as error:
             self._fault("route", (turn, fleet), error)
             answer = Send(turn.engine or get_least_loaded(fleet.engines.values()).name)
-        if self._log is not None:
-            inputs = [to_json(turn), fleet.now_s]
-            self._log({"kind": "asked", "hook": "route", "inputs": inputs, "answer": to_json(answer)})
         return answer
 
     def ask_held_key(self, turn: RoutedTurn, now_s: float) -> Key:
@@ -374,7 +370,6 @@ class Dispatcher:
         limits: FleetLimits | None = None,
         *,
         copy_token_s: float | None = None,
-        log: DecisionLog | None = None,
         strict: bool = False,
     ) -> None:
         """`copy_token_s`: see `FleetView`. With `strict`, a fault of the router raises PolicyError."""
@@ -382,7 +377,7 @@ class Dispatcher:
         self.limits = limits or FleetLimits()
         self.stats = DispatchStats()
         self.engines = Engines()
-        self._caller = RouterCaller(router, log, strict=strict)
+        self._caller = RouterCaller(router, strict=strict)
         self.faults = self._caller.faults
         """How often each hook failed."""
         self._copy_token_s = copy_token_s

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.policy import Key, Learns, Policy
-from tenuto.core.types import EngineView, Job, Lease, StepView, Turn
+from tenuto.core.policy import Key
+from tenuto.core.types import EngineView, Job, Lease, Turn
 from tenuto.estimators.tool_times import MIN_SAMPLES, ToolSamples
-from tenuto.policies.published._prefill import PrefillCost, get_reload_s
+from tenuto.policies.published._prefill import LearnsPrefill, get_reload_s
 
 _CHUNK = 32
 
@@ -175,13 +175,12 @@ RENEW_S = 600.0
 
 
 @dataclass
-class LearnsTtl(Policy, Learns):
+class LearnsTtl(LearnsPrefill):
     """Continuum's order of turns and leases, and τ* per tool. Only tool times are reported by subclasses."""
 
     _tool_times: ToolSamples = field(init=False, default_factory=ToolSamples)
     _job_lengths: JobLengths = field(init=False, default_factory=JobLengths)
     _queue_delay: QueueDelay = field(init=False, default_factory=QueueDelay)
-    _prefill: PrefillCost = field(init=False, default_factory=PrefillCost)
     _evicted: set[str] = field(init=False, default_factory=set)
     """Waiting turns of jobs that came back and found no lease."""
 
@@ -205,26 +204,19 @@ class LearnsTtl(Policy, Learns):
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
         """Learn how long turns without a pin wait."""
-        self._prefill.on_started(turn)
+        super().on_turn_started(turn, now_s)
         if turn.turn_id in self._evicted:
             self._evicted.remove(turn.turn_id)
             self._queue_delay.observe(max(0.0, now_s - turn.arrival_s))
 
-    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
-        """Its prefill stops."""
-        self._stop(turn)
-
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """The turn's prefill is over, and it no longer waits."""
-        self._stop(turn)
+        super().on_turn_finished(turn, now_s)
+        self._evicted.discard(turn.turn_id)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Learn how many turns jobs have."""
         self._job_lengths.observe(job.num_turns)
-
-    def on_step(self, step: StepView) -> None:
-        """Learn what prefill costs."""
-        self._prefill.observe(step)
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
@@ -232,16 +224,15 @@ class LearnsTtl(Policy, Learns):
             "tool_times": self._tool_times.get_state(),
             "job_lengths": self._job_lengths.get_state(),
             "queue_delay": self._queue_delay.get_state(),
-            "prefill": self._prefill.get_state(),
+            **super().get_state(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         job_lengths, queue_delay = JobLengths(state["job_lengths"]), QueueDelay(state["queue_delay"])
-        tool_times, prefill = ToolSamples(), PrefillCost()
+        tool_times = ToolSamples()
         tool_times.set_state(state["tool_times"])
-        prefill.set_state(state["prefill"])
-        self._prefill.set_state(state["prefill"])
+        super().set_state(state)
         self._job_lengths, self._queue_delay, self._tool_times = job_lengths, queue_delay, tool_times
 
     def _get_ttl_s(self, tool: str, turn: Turn, view: EngineView, min_samples: int = MIN_SAMPLES) -> float:
@@ -254,7 +245,3 @@ class LearnsTtl(Policy, Learns):
             reload_s=get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view),
             min_samples=min_samples,
         )
-
-    def _stop(self, turn: Turn) -> None:
-        self._prefill.on_stopped(turn)
-        self._evicted.discard(turn.turn_id)

@@ -206,56 +206,14 @@ def _solve(rows: Sequence[Sequence[float]]) -> list[float]:
     return [row[-1] for row in rows]
 
 
-# Base classes of policies: `continuum`, `infercept` and `break-even`.
+# Base classes of policies: `continuum`, `contextserve`, `infercept` and `break-even`.
 
 
 @dataclass
-class TakesPrefillProfile(Policy):
-    """Base of policies that can be given a measured prefill profile in their settings."""
+class LearnsPrefill(Policy, Learns):
+    """Base of policies that learn the cost of prefill from the steps."""
 
-    prefill_token_s: float = setting(
-        0.0, "measured prefill time, seconds per token; 0 learns it from the engine's steps", minimum=0
-    )
-    prefill_token_pair_s: float = setting(
-        0.0, "measured prefill time, seconds per token squared; only with prefill_token_s", minimum=0
-    )
-    prefill_fixed_s: float = setting(
-        0.0,
-        "measured prefill time that does not depend on the tokens, seconds; only with prefill_token_s",
-        minimum=0,
-    )
-
-    prefill_profile: str = setting(
-        "", "file that `tenuto profile` wrote: the measured prefill time, instead of the three numbers"
-    )
-
-    def _try_get_profile(self) -> PrefillProfile | None:
-        """The measured profile; None if there is none.
-
-        Raises ConfigError if its main part is missing or if it is given twice, DataError for another file.
-        """
-        if self.prefill_profile:
-            if self.prefill_token_s or self.prefill_fixed_s or self.prefill_token_pair_s:
-                raise ConfigError("give prefill_profile or the prefill times, not both")
-            path = Path(self.prefill_profile)
-            if not path.is_file():
-                raise ConfigError(f"prefill_profile: {path}: no such file")
-            return read_prefill_profile(path)
-        if self.prefill_token_s:
-            return PrefillProfile(self.prefill_fixed_s, self.prefill_token_s, self.prefill_token_pair_s)
-        if self.prefill_fixed_s or self.prefill_token_pair_s:
-            raise ConfigError("prefill_fixed_s and prefill_token_pair_s need prefill_token_s beside them")
-        return None
-
-
-@dataclass
-class LearnsPrefill(TakesPrefillProfile, Learns):
-    """Base of policies that know the cost of prefill, from their settings or from the steps."""
-
-    _prefill: PrefillCost = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._prefill = PrefillCost(self._try_get_profile())
+    _prefill: PrefillCost = field(init=False, default_factory=PrefillCost)
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
         """Its prefill begins."""
@@ -280,3 +238,45 @@ class LearnsPrefill(TakesPrefillProfile, Learns):
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned."""
         self._prefill.set_state(state["prefill"])
+
+
+@dataclass
+class TakesPrefillProfile(LearnsPrefill):
+    """Base of policies that know the cost of prefill, from their settings or from the steps."""
+
+    prefill_token_s: float = setting(
+        0.0, "measured prefill time, seconds per token; 0 learns it from the engine's steps", minimum=0
+    )
+    prefill_token_pair_s: float = setting(
+        0.0, "measured prefill time, seconds per token squared; only with prefill_token_s", minimum=0
+    )
+    prefill_fixed_s: float = setting(
+        0.0,
+        "measured prefill time that does not depend on the tokens, seconds; only with prefill_token_s",
+        minimum=0,
+    )
+
+    prefill_profile: str = setting(
+        "", "file that `tenuto profile` wrote: the measured prefill time, instead of the three numbers"
+    )
+
+    def __post_init__(self) -> None:
+        self._prefill = PrefillCost(self._try_get_profile())
+
+    def _try_get_profile(self) -> PrefillProfile | None:
+        """The measured profile; None if there is none.
+
+        Raises ConfigError if its main part is missing or if it is given twice, DataError for another file.
+        """
+        if self.prefill_profile:
+            if self.prefill_token_s or self.prefill_fixed_s or self.prefill_token_pair_s:
+                raise ConfigError("give prefill_profile or the prefill times, not both")
+            path = Path(self.prefill_profile)
+            if not path.is_file():
+                raise ConfigError(f"prefill_profile: {path}: no such file")
+            return read_prefill_profile(path)
+        if self.prefill_token_s:
+            return PrefillProfile(self.prefill_fixed_s, self.prefill_token_s, self.prefill_token_pair_s)
+        if self.prefill_fixed_s or self.prefill_token_pair_s:
+            raise ConfigError("prefill_fixed_s and prefill_token_pair_s need prefill_token_s beside them")
+        return None

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from tenuto.core.policy import EngineSettings, Needs, setting
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Offload, Turn, Yields
-from tenuto.policies.published._prefill import LearnsPrefill
+from tenuto.policies.published._prefill import TakesPrefillProfile
 
 RENEW_S = 600.0
 """How far a hold's deadline moves once a turn of its job waits. That turn's start ends the hold."""
 
 
 @dataclass
-class BreakEven(LearnsPrefill):
+class BreakEven(TakesPrefillProfile):
     """Hold for t* = reload cost / (share of the KV cache held), then store it below the GPU or let it go.
 
     Source: arXiv 2608.30830, the cost model C(t) = alpha · t + beta. Holding costs the share of the GPU that

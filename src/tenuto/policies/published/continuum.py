@@ -18,7 +18,7 @@ from tenuto.core.types import (
 )
 from tenuto.estimators.tool_times import MIN_SAMPLES
 from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
-from tenuto.policies.published._prefill import PrefillCost, TakesPrefillProfile
+from tenuto.policies.published._prefill import TakesPrefillProfile
 
 
 @dataclass
@@ -46,9 +46,6 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
         "does not fit (head)",
         choices=("stall", "head"),
     )
-
-    def __post_init__(self) -> None:
-        self._prefill = PrefillCost(self._try_get_profile())
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin for the best τ, if that is not 0."""

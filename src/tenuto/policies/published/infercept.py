@@ -19,7 +19,7 @@ from tenuto.core.types import (
     StepView,
     Turn,
 )
-from tenuto.policies.published._prefill import LearnsPrefill
+from tenuto.policies.published._prefill import TakesPrefillProfile
 
 INTERVAL_S = 0.25
 """Seconds between two decisions on all paused jobs. The paper decides in every iteration."""
@@ -36,7 +36,7 @@ class _Paused:
 
 
 @dataclass
-class InferCept(LearnsPrefill):
+class InferCept(TakesPrefillProfile):
     """Preserve, swap or discard the cache of every paused job, by the memory each wastes (token · seconds).
 
     Source: arXiv 2402.01869. A discarded cache is recomputed in chunks that fit a step. Swapping is free, up
