@@ -150,9 +150,6 @@ class Jobs:
         self._jobs: dict[str, JobBook] = {}
         self._idle = IdleJobs()
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def get(self, job_id: str) -> JobBook | None:
         """The job; None if it is not known."""
         return self._jobs.get(job_id)
@@ -437,18 +434,12 @@ class Dispatcher:
         if arrival.job_id is None:
             self._contents.remember(job_id, job, arrival.parts)
         turn = RoutedTurn(
-            turn_id=arrival.turn_id,
-            job_id=job_id,
+            **arrival._replace(job_id=job_id)._asdict(),
             arrival_s=now_s,
-            num_prompt_tokens=arrival.num_prompt_tokens,
-            parts=arrival.parts,
-            parent=arrival.parent,
-            tenant=arrival.tenant,
             num_turns=job.num_turns,
             engine=self._get_engine(job),
             num_context_tokens=job.num_context_tokens,
             num_open=job.num_open - 1,
-            cached_tokens=arrival.cached_tokens,
         )
         self._turns[turn.turn_id] = _Open(turn)
         return self._route(turn, now_s)

@@ -780,7 +780,6 @@ class Driver:
         return None
 
     def _report_wish(self, turn: TurnState, refusal: LeaseRefusal | None, now_s: float) -> None:
-        """Count and log what became of a finished turn's wish."""
         wish, verdict = turn.arrival.hints.wish, self.judge_wish(turn.arrival.hints, refusal)
         assert wish is not None
         self.decided.num_malformed_wishes.update(wish.malformed)
@@ -815,7 +814,6 @@ class Driver:
         self._fairness.forget_job(job.job_id)
 
     def _adopt(self, turn: TurnState, now_s: float) -> None:
-        """Take over a turn that another driver knew."""
         job = turn.job
         self._place(job, turn.arrival)
         if self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s):
@@ -849,7 +847,6 @@ class Driver:
             job.runs_as_stock = not self._canary.selects(job.job_id, hints.tenant, hints.group)
 
     def _update_chooser(self, turn: TurnState) -> None:
-        """Tell the chooser of step sizes that a turn arrived."""
         if self._step_chooser is not None:
             num_new_tokens = turn.arrival.num_prompt_tokens - turn.num_reusable_tokens
             self._step_chooser.observe_arrival(self._retention.get_turn_view(turn), num_new_tokens)

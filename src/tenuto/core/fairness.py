@@ -150,8 +150,6 @@ class _Share:
 
 @dataclass(slots=True)
 class _Charge:
-    """What one turn is charged."""
-
     work: float = 0.0
     """The work that is included in its tenant's virtual time, in prefill tokens."""
     num_expected_tokens: float = 0.0

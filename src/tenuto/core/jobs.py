@@ -211,9 +211,6 @@ class JobTable:
         self._max_idle = max_idle
         self._infers = infers
 
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self.jobs
-
     def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
         """The job of a turn that arrived; a new job if neither an id nor the content names a job."""
         job_id, name = arrival.hints.job_id, arrival.hints.conversation
@@ -311,9 +308,6 @@ class IdleJobs:
 
     def __len__(self) -> int:
         return len(self._tenants)
-
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._tenants
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tenants)

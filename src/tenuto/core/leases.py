@@ -127,8 +127,6 @@ LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
 
 @dataclass(slots=True)
 class _TenantLeases:
-    """The leases of one tenant, by job."""
-
     jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The oldest lease first."""
     unproven: OrderedDict[str, None] = field(default_factory=OrderedDict)

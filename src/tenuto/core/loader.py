@@ -99,7 +99,6 @@ class ClassLoader(Generic[T]):
         return found[0]
 
     def _get_classes(self, module: ModuleType) -> list[type[T]]:
-        """The subclasses that a module itself defines."""
         return [
             value
             for value in vars(module).values()

@@ -252,7 +252,6 @@ class Oracle(ABC):
 
 
 def _get_answer_types(hook: Any) -> tuple[type, ...]:
-    """The return types in a hook's signature."""
     hint = get_type_hints(hook)["return"]
     if get_origin(hint) is tuple:
         return (tuple,)

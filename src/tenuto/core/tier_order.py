@@ -473,7 +473,6 @@ class TierOrder:
         return added
 
     def _leave(self, found: _Chunk) -> None:
-        """A chunk is not present any more."""
         del self._chunks[found.chunk]
         self.changes.count(found.owner, -1)
         if found.is_kept:

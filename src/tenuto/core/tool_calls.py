@@ -365,7 +365,6 @@ def _bound_command(command: str) -> str | None:
 
 
 def _get_command(arguments: Any) -> str | None:
-    """The shell command among a tool's arguments."""
     if isinstance(arguments, dict):
         command = arguments.get("command", arguments.get("cmd"))
         if isinstance(command, list) and all(isinstance(word, str) for word in command):

@@ -112,7 +112,6 @@ class TurnTable:
             self._sum_up()
 
     def _get_latest(self, past: Past) -> _Turns:
-        """The statistics that count the job's latest turn."""
         return self._turns[min(past.num_turns, MAX_TURNS) - 1]
 
     def look(self, num_turns: int, num_new_tokens: float | None) -> Left:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -142,14 +141,11 @@ class Returns:
         return share
 
     def _forget_one(self) -> None:
-        oldest = list(islice(self._iter_bounded(), NUM_LOOKED_AT))
+        oldest = list(islice((name for name in self._classes if name not in _TOP), NUM_LOOKED_AT))
         least = min(oldest, key=lambda name: self._classes[name].left)
         for name in oldest:
             self._classes.move_to_end(name)
         del self._classes[least]
-
-    def _iter_bounded(self) -> Iterator[_Class]:
-        return (name for name in self._classes if name not in _TOP)
 
     def __repr__(self) -> str:
         return f"Returns({dict(self._classes)}, {self._jobs})"

@@ -160,7 +160,6 @@ class Pauses:
 
 
 def _get_names(job: Job) -> tuple[str, str]:
-    """Names of a job's tenant, and of its tenant and kind."""
     return repr((job.tenant,)), repr((job.tenant, job.kind))
 
 
