@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 DECODE_TOKENS = 8.0
 """Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. It need not
@@ -11,14 +12,12 @@ MIN_WEIGHT = 0.05
 """Smallest weight of the latest value in a moving mean; the first values weigh more."""
 
 
+@dataclass(slots=True)
 class MovingMean:
     """The mean of the latest values; 0 before the first."""
 
-    __slots__ = ("num_values", "value")
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.num_values = 0
+    value: float = 0.0
+    num_values: int = 0
 
     def observe(self, value: float) -> None:
         """Add a value."""
@@ -41,13 +40,12 @@ MAX_KINDS = 4096
 _FADE = 1 - 1 / MEMORY_TURNS
 
 
+@dataclass(slots=True)
 class Counts:
     """The numbers of all turns and of marked turns. Both decay."""
 
-    __slots__ = ("marked", "turns")
-
-    def __init__(self) -> None:
-        self.turns = self.marked = 0.0
+    turns: float = 0.0
+    marked: float = 0.0
 
     def observe(self, *, is_marked: bool) -> None:
         """Count a turn."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from tenuto.core.turn_work import Counts, KindCounts, get_work
@@ -218,11 +218,12 @@ class PlainKinds:
         return f"PlainKinds({len(self._kinds)} kinds)"
 
 
+@dataclass
 class PlainShare:
     """Plain requests' share of the engine's recent work."""
 
-    def __init__(self) -> None:
-        self._plain = self._all = 0.0
+    _plain: float = 0.0
+    _all: float = 0.0
 
     def observe(self, work: float, *, is_plain: bool) -> None:
         """A turn with this work finished."""
@@ -235,9 +236,6 @@ class PlainShare:
         """Whether plain requests had more than their share. A few requests are never a flood."""
         return self._plain > FAIR_PLAIN_SHARE * max(self._all, PLAIN_MEMORY_TOKENS)
 
-    def __repr__(self) -> str:
-        return f"PlainShare({self._plain}, {self._all})"
-
 
 # What follows for a job.
 
@@ -248,6 +246,7 @@ CROWD = 0.5
 """If a smaller share of new jobs comes back, jobs that did come back go before them."""
 
 
+@dataclass
 class Standing:
     """Which jobs go before all others, and whose KV is held, regardless of their remaining work.
 
@@ -256,10 +255,9 @@ class Standing:
     not come back, jobs that did come back go before new ones.
     """
 
-    def __init__(self) -> None:
-        self.returns = Returns()
-        self._kinds = PlainKinds()
-        self._share = PlainShare()
+    returns: Returns = field(default_factory=Returns)
+    _kinds: PlainKinds = field(default_factory=PlainKinds)
+    _share: PlainShare = field(default_factory=PlainShare)
 
     def is_plain(self, job: Job) -> bool:
         """See `PlainKinds`."""
@@ -297,6 +295,3 @@ class Standing:
             self.returns.end(job.job_id)
         if not turn.is_last:
             self.returns.leave(job, None if turn.tool is None else turn.tool.name, work)
-
-    def __repr__(self) -> str:
-        return f"Standing({self.returns}, {self._kinds}, {self._share})"

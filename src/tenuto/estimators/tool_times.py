@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.core.turn_work import PRIOR_CASES
@@ -124,16 +125,16 @@ class ToolSamples:
         return f"ToolSamples({self._all}, {dict(self._tools)})"
 
 
+@dataclass
 class Pauses:
     """How long jobs are away: by the tool they called, or by their kind if no call was seen.
 
     Each tenant has its own times, so that no stranger's calls of a tool with the same name change them.
     """
 
-    def __init__(self) -> None:
-        self.tools = ToolSamples()
-        self._kinds = ToolSamples()
-        """Kinds have names that do not outlive the engine, so they are kept apart."""
+    tools: ToolSamples = field(default_factory=ToolSamples)
+    _kinds: ToolSamples = field(default_factory=ToolSamples)
+    """Kinds have names that do not outlive the engine, so they are kept apart."""
 
     def observe(self, job: Job, tool: str | None, pause_s: float) -> None:
         """Count one pause of a job that came back."""
@@ -155,19 +156,16 @@ class Pauses:
             return self._kinds.get_share_longer(elapsed_s, *_get_names(job))
         return self.tools.get_share_longer(elapsed_s, repr((job.tenant, tool)))
 
-    def __repr__(self) -> str:
-        return f"Pauses({self.tools}, {self._kinds})"
-
 
 def _get_names(job: Job) -> tuple[str, str]:
     return repr((job.tenant,)), repr((job.tenant, job.kind))
 
 
+@dataclass
 class MeanTimes:
     """Mean time per tool, over all its calls."""
 
-    def __init__(self) -> None:
-        self._means: OrderedDict[str, tuple[int, float]] = OrderedDict()
+    _means: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
 
     def observe(self, tool: str, tool_s: float) -> None:
         """Count one call."""
@@ -179,6 +177,3 @@ class MeanTimes:
     def get_mean_s(self, tool: str) -> float:
         """Mean seconds of the tool; 0 for one not seen yet."""
         return self._means.get(tool, (0, 0.0))[1]
-
-    def __repr__(self) -> str:
-        return f"MeanTimes({dict(self._means)})"
