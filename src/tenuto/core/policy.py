@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from tenuto.core.engine import StepTokens
 from tenuto.core.errors import PolicyError, suggest
-from tenuto.core.settings import setting
+from tenuto.core.settings import setting as setting
 from tenuto.core.types import (
     Decision,
     DecodeSteps,
@@ -26,11 +26,6 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-
-__all__ = [
-    *("ANSWERS", "TOLD_HOOKS", "Key", "Learns", "LearnsDecodes", "Needs", "Oracle", "Policy", "Reports"),
-    "setting",
-]
 
 Key = tuple[float | int | str, ...]
 """A sort key; the smallest goes first. All keys of one hook have the same length and types."""
