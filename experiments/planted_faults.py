@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "memory: leases end before their time only",
         "core/leases.py",
-        "if key is None or key[0] > now_s:",
-        "if key is None or key[0] < now_s:",
+        "if first is None or self._deadlines.get_key(first)[0] > now_s:",
+        "if first is None or self._deadlines.get_key(first)[0] < now_s:",
         ("vllm/test_faults.py::test_a_clock_that_stands_still_or_jumps_stalls_nothing",),
     ),
     Fault(

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from tenuto.core.dispatcher import Dispatcher, check_route
@@ -257,12 +256,9 @@ class _Run:
             parts,
             parent=f"job{job - 1}" if job % 6 == 5 else None,
             tenant="tenant" if job % 2 else None,
-            cached_tokens=self._get_cached(),
+            cached_tokens={"a": 400} if self._dispatcher.router.needs.kv_events else {},
         )
         self._note(self._dispatcher.arrive(arrival, self._now_s))
-
-    def _get_cached(self) -> Mapping[str, int]:
-        return {"a": 400} if self._dispatcher.router.needs.kv_events else {}
 
     def _note(self, sendings: list[Sending]) -> None:
         self._sent += sendings

@@ -224,11 +224,9 @@ class LeaseTable:
 
     def get_due(self, now_s: float) -> LeaseState | None:
         """The lease with the earliest deadline if that deadline has passed, else None."""
-        key = self._deadlines.get_first_key()
-        if key is None or key[0] > now_s:  # type: ignore[operator]
-            return None
         first = self._deadlines.get_first()
-        assert first is not None
+        if first is None or self._deadlines.get_key(first)[0] > now_s:  # type: ignore[operator]
+            return None
         return self._leases[first]
 
     def get_next_deadline_s(self) -> float | None:

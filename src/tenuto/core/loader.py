@@ -111,7 +111,8 @@ class ClassLoader(Generic[T]):
         module_name, _, class_name = path.rpartition(":")
         try:
             is_file = module_name.endswith(".py")
-            module = _import_file(Path(module_name)) if is_file else _import_module(module_name)
+            with _working_directory_in_path():
+                module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
         except PolicyError as error:
             raise PolicyError(f"{self.noun} {path!r}: {error}") from error
         except Exception as error:  # importing runs the module, so any error is possible
@@ -137,11 +138,6 @@ def _get_name_of_module(module: str) -> str:
 
 def _get_name_of_class(cls: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
-
-
-def _import_module(name: str) -> ModuleType:
-    with _working_directory_in_path():
-        return importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -174,8 +170,7 @@ def _import_file(path: Path) -> ModuleType:
     # A dataclass looks up its module while it is being created.
     sys.modules[name] = module
     try:
-        with _working_directory_in_path():
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -128,7 +128,8 @@ class Order:
             first: Key = (-math.inf, self._fairness.get_number(turn.turn_id))
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
-        if self._looks_up and self._caller.ask("wants_hits", view) and self._affords_look_up():
+        is_wanted = self._looks_up and self._caller.ask("wants_hits", view)
+        if is_wanted and self._engine.get_num_waiting() <= self._policy.needs.max_waiting_with_hits:
             view = turn.get_view_with_hits(view, self._engine.get_num_cached_tokens(turn.turn_id))
         key: Key = self._caller.ask("queue_key", view, now_s)
         return (view.priority, *key) if self._by_priority else key
@@ -173,6 +174,3 @@ class Order:
     def _is_late(self, turn: TurnState, now_s: float) -> bool:
         is_overdue = self._fairness.is_overdue(turn.turn_id)
         return is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s
-
-    def _affords_look_up(self) -> bool:
-        return self._engine.get_num_waiting() <= self._policy.needs.max_waiting_with_hits
