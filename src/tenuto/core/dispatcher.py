@@ -110,18 +110,14 @@ class Engines:
 
     def add(self, name: str, num_turns: int, num_unstarted: int, num_unstarted_tokens: int) -> None:
         """Change the counts of an engine's open turns, if the engine is still known."""
-        old = self._all.get(name)
-        if old is None:
-            return
-        self._set(
-            EngineSeen(
-                old.info,
-                old.num_open + num_turns,
-                old.num_unstarted + num_unstarted,
-                old.num_unstarted_tokens + num_unstarted_tokens,
-                old.metrics,
+        if (old := self._all.get(name)) is not None:
+            changed = dataclasses.replace(
+                old,
+                num_open=old.num_open + num_turns,
+                num_unstarted=old.num_unstarted + num_unstarted,
+                num_unstarted_tokens=old.num_unstarted_tokens + num_unstarted_tokens,
             )
-        )
+            self._set(changed)
 
     def _set(self, seen: EngineSeen) -> None:
         self._all[seen.name] = seen

@@ -98,9 +98,7 @@ class Options:
                     raise ConfigError(f"{get_flag(field)} {problem}")
 
 
-@cache
-def _get_kinds(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+_get_kinds = cache(get_type_hints)
 
 
 def get_choices(field: dataclasses.Field[Any], kind: Any) -> tuple[str, ...] | None:
