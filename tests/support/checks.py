@@ -120,7 +120,7 @@ def check_books(scheduler: Any) -> None:
     if len(jobs.jobs) > len(jobs.idle) + len(turns):
         raise IntegrityError(f"{len(jobs.jobs)} jobs, but {len(jobs.idle)} idle ones and {len(turns)} turns")
     for lease in driver.leases:
-        if lease.job_id not in jobs or not (lease.next_turn_id is None or lease.next_turn_id in turns):
+        if lease.job_id not in jobs.jobs or not (lease.next_turn_id is None or lease.next_turn_id in turns):
             raise IntegrityError(f"the lease of {lease.job_id!r} waits for a turn that is gone")
     _check_tenants(driver)
     leased = _count_held(driver.leases, driver.pins)

@@ -80,7 +80,7 @@ class Fleet:
         return [
             n
             for n, engine in enumerate(self.engines)
-            if engine.call(lambda engine=engine: job_id in engine.engine.scheduler.driver._jobs)
+            if engine.call(lambda engine=engine: job_id in engine.engine.scheduler.driver._jobs.jobs)
         ]
 
 

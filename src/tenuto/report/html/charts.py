@@ -425,8 +425,13 @@ def _average_turns(cell: PolicyCell | None) -> dict[int, float]:
     return {turn: sum(found[turn]) / len(found[turn]) for turn in sorted(found)}
 
 
-OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...]
-OF_A_SETTING = (plot_jct, plot_speed_ups, plot_hits, plot_turns, plot_cdf)
+OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...] = (
+    plot_jct,
+    plot_speed_ups,
+    plot_hits,
+    plot_turns,
+    plot_cdf,
+)
 """The charts of each setting, in their order on the page. None where a setting has no data for one."""
 
 
