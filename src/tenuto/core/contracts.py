@@ -77,6 +77,7 @@ def check_contract(policy: Policy) -> None:
 
 
 def _call_told_hooks(policy: Policy, turn: Turn, view: EngineView) -> None:
+    """Call them in a realistic order."""
     if turn.job.num_turns > 1:
         _call(policy, "on_tool_returned", turn, ToolCall("ls"), 0.5)
     for hook in ("arrived", "admitted", "started", "preempted", "started"):

@@ -111,13 +111,15 @@ class Engines:
     def add(self, name: str, num_turns: int, num_unstarted: int, num_unstarted_tokens: int) -> None:
         """Change the counts of an engine's open turns, if the engine is still known."""
         if (old := self._all.get(name)) is not None:
-            changed = dataclasses.replace(
-                old,
-                num_open=old.num_open + num_turns,
-                num_unstarted=old.num_unstarted + num_unstarted,
-                num_unstarted_tokens=old.num_unstarted_tokens + num_unstarted_tokens,
+            self._set(
+                EngineSeen(
+                    old.info,
+                    old.num_open + num_turns,
+                    old.num_unstarted + num_unstarted,
+                    old.num_unstarted_tokens + num_unstarted_tokens,
+                    old.metrics,
+                )
             )
-            self._set(changed)
 
     def _set(self, seen: EngineSeen) -> None:
         self._all[seen.name] = seen
@@ -430,8 +432,14 @@ class Dispatcher:
         if arrival.job_id is None:
             self._contents.remember(job_id, job, arrival.parts)
         turn = RoutedTurn(
-            **arrival._replace(job_id=job_id)._asdict(),
+            turn_id=arrival.turn_id,
+            job_id=job_id,
             arrival_s=now_s,
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            parts=arrival.parts,
+            parent=arrival.parent,
+            tenant=arrival.tenant,
+            cached_tokens=arrival.cached_tokens,
             num_turns=job.num_turns,
             engine=self._get_engine(job),
             num_context_tokens=job.num_context_tokens,

@@ -128,9 +128,9 @@ LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
 @dataclass(slots=True)
 class _TenantLeases:
     jobs: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The oldest lease first."""
+    """The jobs that have leases, that of the oldest lease first."""
     unproven: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The unproven leases, the oldest first."""
+    """The jobs of unproven leases, the oldest first."""
     evict_order: dict[Yields, IndexedHeap] = field(
         default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
     )
@@ -239,7 +239,7 @@ class LeaseTable:
     ) -> LeaseState | None:
         """The lease that yields first, except the lease of the job `spare_job_id`.
 
-        `tenant`: among this tenant's leases, if leases are counted by tenant; None: among all.
+        `tenant`: among this tenant's leases (none, if leases are not counted by tenant); None: among all.
         """
         whose = self if tenant is None else self._by_tenant.get(tenant)
         first = None if whose is None else whose.evict_order[yields].get_first_except(spare_job_id)

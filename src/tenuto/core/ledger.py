@@ -51,7 +51,7 @@ class Account:
     """Blocks held in all places."""
     turns: int = 0
     prompt: int = 0
-    """This and the next are the kinds of `TOKENS`."""
+    """From here on, one field for each of `TOKENS`, with its name."""
     cached: int = 0
     loaded: int = 0
     computed: int = 0

@@ -99,6 +99,7 @@ class ClassLoader(Generic[T]):
         return found[0]
 
     def _get_classes(self, module: ModuleType) -> list[type[T]]:
+        """The subclasses that a module itself defines."""
         return [
             value
             for value in vars(module).values()
@@ -111,8 +112,7 @@ class ClassLoader(Generic[T]):
         module_name, _, class_name = path.rpartition(":")
         try:
             is_file = module_name.endswith(".py")
-            with _working_directory_in_path():
-                module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+            module = _import_file(Path(module_name)) if is_file else _import_module(module_name)
         except PolicyError as error:
             raise PolicyError(f"{self.noun} {path!r}: {error}") from error
         except Exception as error:  # importing runs the module, so any error is possible
@@ -138,6 +138,11 @@ def _get_name_of_module(module: str) -> str:
 
 def _get_name_of_class(cls: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
+
+
+def _import_module(name: str) -> ModuleType:
+    with _working_directory_in_path():
+        return importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -170,7 +175,8 @@ def _import_file(path: Path) -> ModuleType:
     # A dataclass looks up its module while it is being created.
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _working_directory_in_path():
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -12,7 +12,7 @@ MIN_WEIGHT = 0.05
 """Smallest weight of the latest value in a moving mean; the first values weigh more."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class MovingMean:
     """The mean of the latest values; 0 before the first."""
 
@@ -40,7 +40,7 @@ MAX_KINDS = 4096
 _FADE = 1 - 1 / MEMORY_TURNS
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Counts:
     """The numbers of all turns and of marked turns. Both decay."""
 

@@ -218,7 +218,7 @@ class PlainKinds:
         return f"PlainKinds({len(self._kinds)} kinds)"
 
 
-@dataclass
+@dataclass(eq=False)
 class PlainShare:
     """Plain requests' share of the engine's recent work."""
 
@@ -246,7 +246,7 @@ CROWD = 0.5
 """If a smaller share of new jobs comes back, jobs that did come back go before them."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Standing:
     """Which jobs go before all others, and whose KV is held, regardless of their remaining work.
 

@@ -125,7 +125,7 @@ class ToolSamples:
         return f"ToolSamples({self._all}, {dict(self._tools)})"
 
 
-@dataclass
+@dataclass(eq=False)
 class Pauses:
     """How long jobs are away: by the tool they called, or by their kind if no call was seen.
 
@@ -161,7 +161,7 @@ def _get_names(job: Job) -> tuple[str, str]:
     return repr((job.tenant,)), repr((job.tenant, job.kind))
 
 
-@dataclass
+@dataclass(eq=False)
 class MeanTimes:
     """Mean time per tool, over all its calls."""
 

@@ -176,12 +176,12 @@ RENEW_S = 600.0
 
 @dataclass
 class LearnsTtl(LearnsPrefill):
-    """Continuum's order of turns and leases, and τ* per tool. Only tool times are reported by subclasses."""
+    """Continuum's order of turns and leases, and τ* per tool. Subclasses observe tool times themselves."""
 
     _tool_times: ToolSamples = field(init=False, default_factory=ToolSamples)
     _job_lengths: JobLengths = field(init=False, default_factory=JobLengths)
     _queue_delay: QueueDelay = field(init=False, default_factory=QueueDelay)
-    _evicted: set[str] = field(init=False, default_factory=set)
+    _evicted: dict[str, None] = field(init=False, default_factory=dict)
     """Waiting turns of jobs that came back and found no lease."""
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
@@ -200,19 +200,24 @@ class LearnsTtl(LearnsPrefill):
     def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
         """Remember a turn that waits because its job's KV was not kept."""
         if turn.job.num_turns > 1 and not turn.has_lease:
-            self._evicted.add(turn.turn_id)
+            self._evicted[turn.turn_id] = None
 
     def on_turn_started(self, turn: Turn, now_s: float) -> None:
         """Learn how long turns without a pin wait."""
         super().on_turn_started(turn, now_s)
         if turn.turn_id in self._evicted:
-            self._evicted.remove(turn.turn_id)
+            del self._evicted[turn.turn_id]
             self._queue_delay.observe(max(0.0, now_s - turn.arrival_s))
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """The turn's prefill is over, and it no longer waits."""
         super().on_turn_finished(turn, now_s)
-        self._evicted.discard(turn.turn_id)
+        self._evicted.pop(turn.turn_id, None)
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        """Its prefill stops, and its next wait is not for a lease."""
+        super().on_turn_preempted(turn, now_s)
+        self._evicted.pop(turn.turn_id, None)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """Learn how many turns jobs have."""
