@@ -25,6 +25,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", LONG)
 def test_an_interrupted_command_ends_at_once_and_says_nothing(command: str, tmp_path: Path) -> None:
     line = [sys.executable, "-m", "tenuto.cli", command, *LONG[command]]

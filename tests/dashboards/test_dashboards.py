@@ -203,6 +203,7 @@ def test_promtool_accepts_the_alerts() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_every_alert_fires_when_it_should_and_not_before() -> None:
     file = Path(__file__).parent / "alerts_test.yml"

@@ -69,6 +69,7 @@ def test_each_fault_can_be_planted(fault: Fault) -> None:
     assert (ROOT / "src" / "tenuto" / fault.file).read_text().count(fault.text) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hints: a year", "routers: idle jobs are kept", "control: any scheme"])
 def test_a_planted_fault_is_found(name: str) -> None:
     """A slice of `python -m experiments.planted_faults`: the checks that take a second or two."""

@@ -18,6 +18,7 @@ PRINTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_script_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", EXAMPLES / name]
@@ -36,6 +37,7 @@ def test_no_example_is_left_out() -> None:
     assert all(f"({path.name})" in page for path in EXAMPLES.iterdir() if path.suffix in {".py", ".ipynb"})
 
 
+@pytest.mark.slow
 def test_the_notebook_s_cells_run_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")

@@ -52,6 +52,7 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
     assert (len(streams), streams[0].turns[0].num_prompt_tokens) == (16, 150)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["busy", "fresh", "hoard"])
 def test_nobody_waits_longer_than_in_stock(name: str) -> None:
     """By more than a tenth and one turn of service. Agents keep nine tenths of their hits."""
@@ -70,6 +71,7 @@ def test_nobody_waits_longer_than_in_stock(name: str) -> None:
         assert measure(name, attack, "continuum", WARM).worst_s <= 1.1 * stock.worst_s + stock.turn_s
 
 
+@pytest.mark.slow
 def test_with_host_memory_agents_are_not_crowded_out() -> None:
     attack = replace(ATTACKS["hoard"], num_turns=24)
     stock, tenuto = (measure("hoard", attack, policy, WARM, host_gb=5) for policy in ("stock", "tenuto"))

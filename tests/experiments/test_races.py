@@ -313,6 +313,7 @@ def test_the_screen_counts_what_the_records_say(monkeypatch: pytest.MonkeyPatch)
     assert screen.format_screen() == "No race has run yet."
 
 
+@pytest.mark.slow
 def test_kept_runs_of_a_table_that_come_out_the_same_are_not_older(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

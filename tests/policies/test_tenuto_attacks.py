@@ -110,6 +110,7 @@ def test_cheap_requests_with_fresh_ids_take_no_lease_from_agents(
     assert outcome.num_hit_tokens >= 0.9 * undisturbed.num_hit_tokens
 
 
+@pytest.mark.slow
 def test_not_even_five_thousand_that_look_like_the_agents(undisturbed: Outcome) -> None:
     outcome = run_agents(Flood(5280, begins_alike=True))
     assert outcome.num_leases_hit >= 0.9 * undisturbed.num_leases_hit

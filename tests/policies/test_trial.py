@@ -18,6 +18,7 @@ from tenuto.core.policy import ANSWERS, TOLD_HOOKS
 from tenuto.sim.run import Extras, run
 
 
+@pytest.mark.slow
 def test_the_trials_are_short_of_memory() -> None:
     """Leases are granted, revoked, expire and are hit; turns wait and are preempted."""
     seen: Counter[str] = Counter()

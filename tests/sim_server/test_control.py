@@ -123,6 +123,7 @@ def test_only_the_operator_may(tenuto: Live, monkeypatch: pytest.MonkeyPatch) ->
     assert tenuto.engine.scheduler.driver.policy.overrides("retain")
 
 
+@pytest.mark.slow
 def test_changes_under_load_lose_no_request(tenuto: Live) -> None:
     rng = random.Random(1)
     changes = [{"mode": "off"}, {"mode": "on"}, {"policy": "tenuto"}, {"policy": "autellix"},

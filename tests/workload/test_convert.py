@@ -161,6 +161,7 @@ def some_sessions(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_recorded_sessions_come_back_through_tenuto_as_they_were(some_sessions, tmp_path, capsys):
     made, back = tmp_path / "t.jsonl", tmp_path / "back"
     assert main(["convert", str(some_sessions), str(made)]) == 0

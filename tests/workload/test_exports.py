@@ -192,6 +192,7 @@ def test_agentic_mooncake_files_have_what_readers_insist_on(tmp_path: Path) -> N
     assert models == [turn.extra.get("model") for job in jobs for turn in job.turns]
 
 
+@pytest.mark.slow
 def test_the_published_sessions_have_the_schema(tmp_path: Path) -> None:
     """They come back through Tenuto's own format field by field, but for pauses that contradict times."""
     folder = Path(__file__).resolve().parents[3] / "shared" / "traces" / "weka"

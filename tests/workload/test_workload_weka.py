@@ -167,6 +167,7 @@ def test_sessions_may_stand_in_one_file_line_by_line(write_rows):
     assert count_shared_tokens(a.turns[0].prompt, b.turns[0].prompt) == 0  # ids are local to a session
 
 
+@pytest.mark.slow
 def test_the_recorded_sessions_are_read_whole(weka_sessions):
     workload = load_workload(weka_sessions, jps=1.0, loop="open")
     own = [job for job in workload.jobs if job.parent is None]
@@ -184,6 +185,7 @@ def test_the_recorded_sessions_are_read_whole(weka_sessions):
     assert len(job.turns[9].after) == 3
 
 
+@pytest.mark.slow
 def test_the_recorded_sessions_hit_as_often_as_published(weka_sessions, reference):
     jobs = load_workload(weka_sessions).jobs
     hit = sum(

@@ -224,6 +224,7 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     assert "KV cache" in rest
 
 
+@pytest.mark.slow
 def test_while_a_busy_server_lets_a_look_wait_the_last_picture_stays(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
