@@ -142,7 +142,10 @@ def _get_late_s(record: Mapping[str, Any]) -> float:
 
 
 def is_equal(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a run found the same as before, what it cost and which code found it aside."""
+    """Whether a run found all that it found before, what it cost and which code found it aside.
+
+    It may have figures that were not kept before.
+    """
     return all(now[name] == value for name, value in was.items() if name not in ("code", "cpu_s", "versions"))
 
 

@@ -38,6 +38,8 @@ METRICS = {
 }
 """By name, where a record has it. All are times: less is better."""
 ASKED = "plain P95 TTFT, without agents' jobs of one turn"
+FIGURES = {**METRICS, ASKED: ("asked_ttft_s", "p95")}
+"""Also what only some runs have: those of rivals may be older."""
 MEAN = "mean job time"
 ABLATION = "experiments.ablation:"
 
@@ -48,7 +50,7 @@ Id = tuple[int, int]
 
 def get_value(record: Record, metric: str) -> float | None:
     """A metric of a run; None where there is none, such as plain requests."""
-    part, name = METRICS.get(metric, ("asked_ttft_s", "p95"))
+    part, name = FIGURES[metric]
     return None if record.get(part) is None else float(record[part][name])
 
 

@@ -85,7 +85,7 @@ def main() -> int:
     race = Race(parsed.table, rows, policies, steps, seeds, path)
     if parsed.confirm is not None:
         older = [each for each in list_records(read_runs(path, rows)) if each["policy"] in policies]
-        return confirm(parsed.table, older, parsed.confirm)
+        return confirm(parsed.table, older, parsed.confirm, parsed.workers)
     if parsed.workers:
         race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
     runs = read_runs(path, rows) if parsed.no_runs else race.run()

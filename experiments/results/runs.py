@@ -72,14 +72,14 @@ def run_place(place: Place) -> dict[str, Any]:
     return {**who, **kept, "config": config, "code": code, "cpu_s": round(time.process_time() - started_s, 2)}
 
 
-def confirm(table: str, records: Sequence[Record], per_policy: int) -> int:
+def confirm(table: str, records: Sequence[Record], per_policy: int, workers: int | None = None) -> int:
     """Run kept runs of older code anew (`draw_older`); if all are equal, write that down."""
     rows = _get_rows(table)
     drawn, pairs = draw_older(records, lambda record: get_code(record, rows), per_policy)
     places = [
         Place(table, each["row"], Setting(each["policy"], each["step"]), each["seed"]) for each in drawn
     ]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = zip(places, drawn, pool.map(run_place, places), strict=True)
         differ = [str(place) for place, was, now in found if not is_equal(was, now)]
     return say_confirmed(differ, pairs, per_policy, f"{table}.jsonl")

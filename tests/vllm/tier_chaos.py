@@ -75,7 +75,7 @@ class Chaos:
         self.engine.assert_clean()
         self.counts["checked"] = self.engine.num_checked
         self.counts["loaded by the other"] = self.engine.num_other_blocks
-        if self.engine.tier is not None and self.engine.tier.prefetch is not None:
+        if self.engine.tier is not None:
             self.counts["prefetched"] = self.engine.tier.prefetch.num_begun
         return self.counts
 

@@ -194,7 +194,7 @@ class TieredEngine(Engine):
         assert not self.tier._port._loads
         assert not self.tier._uses
         assert not len(self.tier.later)
-        assert not len(self.tier.prefetch or ())
+        assert not len(self.tier.prefetch)
         self.assert_host_whole()
         host = self.host
         assert host._num_evictable_cache_chunks == len(host._policy.order)

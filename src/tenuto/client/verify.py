@@ -195,7 +195,8 @@ class _Check:
 
     def warm_up(self, *engines: httpx.Client) -> None:
         """Send one request, and one to each engine behind a router."""
-        for client in (self.client, *engines):
+        # Its own client is the last, so that it stays.
+        for client in (*engines, self.client):
             self.client = client
             self._measure_tokens_per_word()
 

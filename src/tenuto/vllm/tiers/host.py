@@ -285,6 +285,8 @@ class HostTier:
     def _add_later(self, meta: Any) -> None:
         self._report_held()
         self.later.begin(meta, lambda: not self._holds_back())
+        if not self._port.can_prefetch:
+            return
         loads, _ = self._port.count_moving()
         _, num_waiting = self._scheduler.get_request_counts()
         is_free = self._is_followed and not loads and not num_waiting
