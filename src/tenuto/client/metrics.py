@@ -54,7 +54,7 @@ class Page:
         found: dict[str, float] = {}
         for own, value in self.samples.get(name, ()):
             if label in own:
-                found[own[label]] = found.get(own[label], 0.0) + value
+                found[own[label]] = found.get(own[label], 0) + value
         return found
 
     def labels(self, name: str, label: str) -> list[str]:
@@ -308,7 +308,7 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
         told.news,
         told.reason,
         sum(job.num_cached_tokens for job in jobs),
-        {group: sum(each.get(group, 0.0) for each in short) for group in groups} if short else None,
+        {group: sum(each.get(group, 0) for each in short) for group in groups} if short else None,
     )
 
 
