@@ -115,10 +115,11 @@ class Fields:
     def integers(self, field: str) -> list[int]:
         """Read a list of integers of at least 0."""
         value = self._get_typed(field, list, "a list of whole numbers")
-        for index, each in enumerate(value):
-            if type(each) is not int or each < 0:
-                raise self.error(f"{field}[{index}]", f"must be a whole number, got {show(each)}")
-        return value
+        # A trace has millions of these: this test takes half the time of a loop over them.
+        if set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+            return value
+        index, each = next((n, each) for n, each in enumerate(value) if type(each) is not int or each < 0)
+        raise self.error(f"{field}[{index}]", f"must be a whole number, got {show(each)}")
 
     def part(self, field: str) -> Fields:
         """Read an object."""

@@ -45,11 +45,9 @@ def count_shared_tokens(a: Prompt, b: Prompt) -> int:
     """Number of leading tokens that two prompts share."""
     shared = 0
     for left, right in zip(a, b, strict=False):
-        if left.content_id != right.content_id:
-            break
-        shared += min(left.num_tokens, right.num_tokens)
-        if left.num_tokens != right.num_tokens:
-            break
+        if left != right:
+            return shared + (min(left[1], right[1]) if left[0] == right[0] else 0)
+        shared += left[1]
     return shared
 
 

@@ -19,6 +19,7 @@ blocks.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from itertools import pairwise
@@ -52,23 +53,44 @@ def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) ->
     """The prompts as spans; an id means the same in all of them, and `scope` starts every content id."""
     # For each id the one that always comes next; None if ids differ, or a prompt ends with it.
     followers: dict[int, int | None] = {}
+    shared: list[int] = []
+    before: Sequence[int] = []
     for ids, _ in hashed:
-        for one, following in pairwise(ids):
+        # Most prompts continue the one before them. What both share says nothing new.
+        shared.append(_count_shared(before, ids))
+        for one, following in pairwise(ids[max(0, shared[-1] - 1) :]):
             if followers.setdefault(one, following) != following:
                 followers[one] = None
         if ids:
             followers[ids[-1]] = None
-    return [_join_runs(prompt, block_size, scope, followers) for prompt in hashed]
+        before = ids
+    prompts: list[Prompt] = []
+    starts: list[int] = []
+    spans: list[Span] = []
+    for (ids, num_tokens), num_shared in zip(hashed, shared, strict=True):
+        # Prompts with equal beginnings split equally, up to where they differ. There, a run may end earlier.
+        del starts[bisect_left(starts, num_shared) :]
+        del spans[max(0, len(starts) - 1) :]
+        starts += [n for n in range(num_shared, len(ids)) if n == 0 or followers[ids[n - 1]] != ids[n]]
+        # A run's first id identifies it.
+        spans += [
+            Span(f"{scope}{ids[start]}", min(end * block_size, num_tokens) - start * block_size)
+            for start, end in pairwise([*starts[len(spans) :], len(ids)])
+        ]
+        prompts.append(tuple(spans))
+    return prompts
 
 
-def _join_runs(prompt: HashedPrompt, block_size: int, scope: str, followers: dict[int, int | None]) -> Prompt:
-    # Prompts with equal beginnings split equally, up to where they differ. A run's first id identifies it.
-    ids, num_tokens = prompt
-    starts = [n for n, one in enumerate(ids) if n == 0 or followers[ids[n - 1]] != one]
-    return tuple(
-        Span(f"{scope}{ids[start]}", min(end * block_size, num_tokens) - start * block_size)
-        for start, end in pairwise([*starts, len(ids)])
-    )
+def _count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of equal ids at the beginning of both."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class BlockIds:
