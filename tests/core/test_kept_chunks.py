@@ -21,10 +21,7 @@ def keep(order: TierOrder, chunks: list[str], until_s: float, tenant: str = "") 
 
 
 def pop_all(order: TierOrder) -> list[object]:
-    popped = []
-    while (chunk := order.pop_first()) is not None:
-        popped.append(chunk)
-    return popped
+    return list(order.pop_firsts(len(order)))
 
 
 def make(max_chunks: int) -> TierOrder:

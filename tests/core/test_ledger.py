@@ -99,7 +99,7 @@ def test_a_tier_tells_who_has_how_many_chunks() -> None:
     order.use(["a", "b", "x"], (2,), "two")
     assert order.changes.take() == {"one": -2, "two": 3}
     order.use(["y"], (0,), None)
-    assert order.pop_first() == "y"
+    assert order.pop_firsts(1) == ["y"]
     assert order.changes.take() == {}
     assert order.drop("two") == ["x"]  # another one continues "b"
     order.remove("c")

@@ -10,7 +10,7 @@ from tenuto.core.tier_order import TierOrder
 
 
 def pop_all(order: TierOrder) -> list[Hashable]:
-    return list(iter(order.pop_first, None))
+    return order.pop_firsts(len(order))
 
 
 def test_without_keys_it_is_the_least_recently_used() -> None:
@@ -28,7 +28,7 @@ def test_without_keys_it_is_the_least_recently_used() -> None:
                 plain[chunk] = None
                 plain.move_to_end(chunk)
             while len(plain) > 20:
-                assert order.pop_first() == plain.popitem(last=False)[0]
+                assert order.pop_firsts(1) == [plain.popitem(last=False)[0]]
         assert set(order) == set(plain)
 
 
@@ -52,7 +52,7 @@ def test_a_use_is_the_same_as_to_put_each_chunk() -> None:
                 plain.put(sequence[place], before, (key, use, -place), owner=owner)
             assert order.changes.take() == plain.changes.take()
             while len(plain) > 20:
-                assert order.pop_first() == plain.pop_first()
+                assert order.pop_firsts(1) == plain.pop_firsts(1)
             if number % 20 == 0:
                 assert order.drop("a") == plain.drop("a")
         assert pop_all(order) == pop_all(plain)
@@ -70,10 +70,10 @@ def test_only_what_does_not_go_behind_makes_room() -> None:
     order = TierOrder()
     order.use(["a"], (5,))
     order.use(["b"], (3,))
-    assert order.pop_first(up_to=(2,)) is None
-    assert order.pop_first(up_to=(3,)) == "b"
-    assert order.pop_first(spared={"a"}) is None
-    assert order.pop_first() == "a"
+    assert order.pop_firsts(1, up_to=(2,)) == []
+    assert order.pop_firsts(1, up_to=(3,)) == ["b"]
+    assert order.pop_firsts(1, spared={"a"}) == []
+    assert order.pop_firsts(1) == ["a"]
 
 
 def test_so_many_go_or_none() -> None:
@@ -91,7 +91,7 @@ def test_pinned_chunks_stay() -> None:
     order = TierOrder()
     order.use(["a", "b"], ())
     order.pin("b")
-    assert order.pop_first() is None
+    assert order.pop_firsts(1) == []
     order.unpin("b")
     assert pop_all(order) == ["b", "a"]
 
@@ -109,7 +109,7 @@ def test_a_job_that_ends_takes_along_what_only_it_used() -> None:
 def test_the_tail_of_a_job_moves_when_chunks_go() -> None:
     order = TierOrder()
     order.use(["a1", "a2", "a3"], (), "a")
-    assert order.pop_first() == "a3"
+    assert order.pop_firsts(1) == ["a3"]
     order.remove("a1")
     assert order.drop("a") == ["a2"]
 

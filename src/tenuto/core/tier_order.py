@@ -384,16 +384,18 @@ class TierOrder:
                 new.append(chunk)
                 spared.add(before)
             present.add(chunk)
-        gone = [each.chunk for each in self._pop_firsts(len(new) - num_free, key, spared)]
+        gone = self.pop_firsts(len(new) - num_free, key, spared)
         num_new = min(len(new), num_free + len(gone))
         return Room(new[:num_new], gone, len(new) - num_new)
 
-    def pop_first(self, up_to: Key | None = None, spared: Container[Hashable] = ()) -> Hashable | None:
-        """Remove and return the chunk to evict first; None if none may be evicted.
+    def pop_firsts(
+        self, number: int, up_to: Key | None = None, spared: Container[Hashable] = ()
+    ) -> list[Hashable]:
+        """Remove and return the chunks to evict first: `number` of them, or fewer if no more may be evicted.
 
         `up_to`: the greatest key of a chunk to evict. `spared`: chunks that stay.
         """
-        return next((each.chunk for each in self._pop_firsts(1, up_to, spared)), None)
+        return [each.chunk for each in self._pop_firsts(number, up_to, spared)]
 
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
         """Remove and return the first `number` chunks. If fewer may be evicted, return None and remove none.
@@ -500,7 +502,7 @@ class TierOrder:
         known.owner = owner
 
     def _pop_firsts(self, number: int, up_to: Key | None, spared: Container[Hashable]) -> list[_Chunk]:
-        """Remove the chunks to evict first, up to `number`, and return their records. See `pop_first`."""
+        """Remove the chunks to evict first, up to `number`, and return their records. See `pop_firsts`."""
         gone: list[_Chunk] = []
         passed: list[_Entry] = []
         while len(gone) < number and self._heap:

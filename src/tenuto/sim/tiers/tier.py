@@ -96,13 +96,16 @@ class Tier:
         if first and chunks[first - 1] not in order:
             return ()
         num_hit = self.hit_length(chunks, first)
-        befores = [chunks[place - 1] if place else None for place in range(num_hit, len(chunks))]
-        room = order.make_room(chunks[num_hit:], befores, use.key, self.capacity_chunks - len(order))
-        order.use(chunks, use.key, use.owner, first, num_hit + len(room.new))
+        num_new = len(chunks) - num_hit
+        num_short = num_new - (self.capacity_chunks - len(order))
+        if num_short > 0:
+            # All new chunks follow the last one that is here.
+            num_new -= num_short - len(order.pop_firsts(num_short, use.key, chunks[num_hit - 1 : num_hit]))
+        order.use(chunks, use.key, use.owner, first, num_hit + num_new)
         if use.wished:
-            for place in range(num_hit + len(room.new)):
+            for place in range(num_hit + num_new):
                 self.keep(chunks[place], (place + 1) * self.chunk_tokens, use)
-        return tuple(room.new)
+        return chunks[num_hit : num_hit + num_new]
 
     def keep(self, chunk: Hashable, end: int, use: Use) -> None:
         """Evict a chunk last for as long as its user wishes. `end`: its end in tokens."""
