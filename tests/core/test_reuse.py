@@ -31,6 +31,18 @@ def chain(*parts: tuple[str, int]) -> list[Hashable]:
     return hashes
 
 
+def count_reusable(marks: PrefixMarks, hashes: Sequence[Hashable], num_tokens: int, block_size: int) -> int:
+    return marks.count_reusable_tokens(marks.count_shared_blocks(hashes), num_tokens, block_size)
+
+
+def find_difference(marks: PrefixMarks, hashes: Sequence[Hashable], num_tokens: int) -> int | None:
+    return marks.find_first_difference(marks.count_shared_blocks(hashes), num_tokens)
+
+
+def is_followed(marks: PrefixMarks, hashes: Sequence[Hashable]) -> bool:
+    return marks.is_followed_by(marks.count_shared_blocks(hashes))
+
+
 class OnlyItself:
     """A hash as the simulator's: equal to nothing else, though another may have its `hash` later."""
 
@@ -42,15 +54,15 @@ def test_hashes_that_are_alike_are_told_apart() -> None:
     own: list[Hashable] = [OnlyItself() for _ in range(8)]
     others: list[Hashable] = [OnlyItself() for _ in range(8)]
     marks = PrefixMarks(own, 100, 128, 16)
-    assert marks.count_reusable_tokens(own, 200, 16) == 128
-    assert marks.count_reusable_tokens(others, 200, 16) == 0
+    assert count_reusable(marks, own, 200, 16) == 128
+    assert count_reusable(marks, others, 200, 16) == 0
 
 
 def test_hashes_of_bytes_are_kept_short() -> None:
     own: list[Hashable] = [bytes([number]) * 32 for number in range(8)]
     marks = PrefixMarks(own, 100, 128, 16)
-    assert marks.count_reusable_tokens([*own], 200, 16) == 128
-    assert marks.count_reusable_tokens([b"other" * 7] * 8, 200, 16) == 0
+    assert count_reusable(marks, [*own], 200, 16) == 128
+    assert count_reusable(marks, [b"other" * 7] * 8, 200, 16) == 0
 
 
 TURN = chain(("prompt", 40), ("output", 10))
@@ -58,28 +70,28 @@ MARKS = PrefixMarks(TURN, 40 * 16 + 3, 50 * 16 + 5, 16)
 
 
 def test_a_prompt_that_extends_the_turn_reuses_all_full_blocks() -> None:
-    assert MARKS.count_reusable_tokens([*TURN, *chain(("tool", 5))], 900, 16) == 800
-    assert MARKS.count_reusable_tokens([*TURN, *chain(("tool", 5))], 900, 64) == 768
+    assert count_reusable(MARKS, [*TURN, *chain(("tool", 5))], 900, 16) == 800
+    assert count_reusable(MARKS, [*TURN, *chain(("tool", 5))], 900, 64) == 768
 
 
 def test_a_prompt_that_drops_the_output_reuses_the_prompt() -> None:
-    assert MARKS.count_reusable_tokens(chain(("prompt", 40), ("other", 20)), 960, 16) == 640
+    assert count_reusable(MARKS, chain(("prompt", 40), ("other", 20)), 960, 16) == 640
 
 
 def test_a_repeated_prompt_keeps_its_last_token_to_compute() -> None:
-    assert MARKS.count_reusable_tokens(TURN[:40], 643, 16) == 640
-    assert MARKS.count_reusable_tokens(TURN[:40], 640, 16) == 624
+    assert count_reusable(MARKS, TURN[:40], 643, 16) == 640
+    assert count_reusable(MARKS, TURN[:40], 640, 16) == 624
 
 
 def test_a_prompt_that_leaves_in_the_middle_counts_up_to_a_mark() -> None:
-    counted = MARKS.count_reusable_tokens(chain(("prompt", 30), ("summary", 20)), 900, 16)
+    counted = count_reusable(MARKS, chain(("prompt", 30), ("summary", 20)), 900, 16)
     assert 16 * 16 <= counted <= 30 * 16
 
 
 def test_another_text_or_no_hashes_reuse_nothing() -> None:
-    assert MARKS.count_reusable_tokens(chain(("other", 60)), 960, 16) == 0
-    assert MARKS.count_reusable_tokens((), 960, 16) == 0
-    assert PrefixMarks((), 100, 110, 16).count_reusable_tokens(TURN, 900, 16) == 0
+    assert count_reusable(MARKS, chain(("other", 60)), 960, 16) == 0
+    assert count_reusable(MARKS, (), 960, 16) == 0
+    assert count_reusable(PrefixMarks((), 100, 110, 16), TURN, 900, 16) == 0
 
 
 def test_few_hashes_are_kept_and_compared() -> None:
@@ -87,14 +99,14 @@ def test_few_hashes_are_kept_and_compared() -> None:
     marks = PrefixMarks(long, 160_000, 160_000, 16)
     assert long.num_asked < 40
     later = Counted(chain(("other", 10_000)))
-    assert marks.count_reusable_tokens(later, 160_001, 16) == 0
+    assert count_reusable(marks, later, 160_001, 16) == 0
     assert later.num_asked < 40
 
 
 def test_where_a_prompt_parts_from_the_last_one() -> None:
     def find(*runs: tuple[str, int], num_tokens: int | None = None) -> int | None:
         hashes = chain(*runs)
-        return MARKS.find_first_difference(hashes, 16 * len(hashes) if num_tokens is None else num_tokens)
+        return find_difference(MARKS, hashes, 16 * len(hashes) if num_tokens is None else num_tokens)
 
     assert find(("prompt", 40), ("out", 3), ("tool", 5)) is None
     assert find(("prompt", 40), ("other", 20)) is None, "a template may drop the output"
@@ -103,13 +115,13 @@ def test_where_a_prompt_parts_from_the_last_one() -> None:
     assert find(("prompt", 1), ("changed", 50)) == 16
     assert 8 * 16 <= (find(("prompt", 15), ("changed", 40)) or 0) <= 15 * 16
     assert find(("summary", 10)) is None, "history was dropped"
-    assert PrefixMarks((), 10, 12, 16).find_first_difference(TURN, 900) is None
+    assert find_difference(PrefixMarks((), 10, 12, 16), TURN, 900) is None
 
 
 def test_whether_a_prompt_goes_on_behind_the_last_one() -> None:
-    assert MARKS.is_followed_by([*TURN, *chain(("tool", 5))])
-    assert MARKS.is_followed_by(chain(("prompt", 39), ("other", 20))), "a template may drop the end"
-    assert not MARKS.is_followed_by(chain(("prompt", 30), ("summary", 20)))
-    assert not MARKS.is_followed_by(chain(("other", 60)))
-    assert not MARKS.is_followed_by(()), "a short one does not either"
-    assert PrefixMarks((), 10, 12, 16).is_followed_by(TURN), "too short to tell"
+    assert is_followed(MARKS, [*TURN, *chain(("tool", 5))])
+    assert is_followed(MARKS, chain(("prompt", 39), ("other", 20))), "a template may drop the end"
+    assert not is_followed(MARKS, chain(("prompt", 30), ("summary", 20)))
+    assert not is_followed(MARKS, chain(("other", 60)))
+    assert not is_followed(MARKS, ()), "a short one does not either"
+    assert is_followed(PrefixMarks((), 10, 12, 16), TURN), "too short to tell"

@@ -140,12 +140,13 @@ class Driver:
         pause_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
         turn = TurnState(turn_id, job, now_s, arrival, pause_s)
         parted_at: int | None = None
-        if job.last_marks is not None:
-            turn.num_reusable_tokens = job.last_marks.count_reusable_tokens(
-                arrival.hashes, arrival.num_prompt_tokens, self._hit_alignment
+        if (marks := job.last_marks) is not None:
+            num_shared_blocks = marks.count_shared_blocks(arrival.hashes)
+            turn.num_reusable_tokens = marks.count_reusable_tokens(
+                num_shared_blocks, arrival.num_prompt_tokens, self._hit_alignment
             )
-            turn.is_parted = not job.last_marks.is_followed_by(arrival.hashes)
-            parted_at = job.last_marks.find_first_difference(arrival.hashes, arrival.num_prompt_tokens)
+            turn.is_parted = not marks.is_followed_by(num_shared_blocks)
+            parted_at = marks.find_first_difference(num_shared_blocks, arrival.num_prompt_tokens)
             if parted_at is not None:
                 self.stats.parted_at.observe(parted_at)
         job.num_turns += 1

@@ -87,20 +87,15 @@ class PrefixMarks:
         self._hashes: Sequence[Hashable] = array("q", map(hash, ends)) if are_bytes else tuple(ends)
         """The hash of each kept prefix's last block."""
 
-    def count_reusable_tokens(
-        self, hashes: Sequence[Hashable], num_prompt_tokens: int, block_size: int
-    ) -> int:
-        """Reusable tokens of a later prompt with these block hashes.
-
-        `block_size` is the engine's. Takes O(log n) time in the number of the turn's blocks.
-        """
-        num_shared_tokens = self._count_shared_blocks(hashes) * self._block_size
+    def count_reusable_tokens(self, num_shared_blocks: int, num_prompt_tokens: int, block_size: int) -> int:
+        """Reusable tokens of a later prompt that shares so many blocks. `block_size` is the engine's."""
+        num_shared_tokens = num_shared_blocks * self._block_size
         return count_reusable_tokens(
             num_shared_tokens, self._num_computed_tokens, num_prompt_tokens, block_size
         )
 
-    def find_first_difference(self, hashes: Sequence[Hashable], num_prompt_tokens: int) -> int | None:
-        """The first token at which a later prompt of the job differs; None if it continues this prompt.
+    def find_first_difference(self, num_shared_blocks: int, num_prompt_tokens: int) -> int | None:
+        """The first token at which a prompt that shares so many blocks differs; None if it goes on.
 
         It is a lower bound: the last mark before the difference. None also for a much shorter prompt, because
         the client dropped history on purpose, and for a prompt without a full block.
@@ -108,19 +103,21 @@ class PrefixMarks:
         num_blocks = self._num_prompt_tokens // self._block_size
         if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
             return None
-        num_shared_blocks = self._count_shared_blocks(hashes)
         return None if num_shared_blocks >= num_blocks - 1 else num_shared_blocks * self._block_size
 
-    def is_followed_by(self, hashes: Sequence[Hashable]) -> bool:
-        """Whether a prompt with these block hashes continues this turn's prompt.
+    def is_followed_by(self, num_shared_blocks: int) -> bool:
+        """Whether a prompt that shares so many blocks continues this turn's prompt.
 
         If this turn's prompt has fewer than two full blocks, every prompt continues it. A chat template may
         drop the end of the prompt, so its last full block may differ.
         """
-        return self._count_shared_blocks(hashes) >= self._num_prompt_tokens // self._block_size - 1
+        return num_shared_blocks >= self._num_prompt_tokens // self._block_size - 1
 
-    def _count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
-        """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark."""
+    def count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
+        """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark.
+
+        Takes O(log n) time in the number of the turn's blocks.
+        """
         is_short = isinstance(self._hashes, array)
         for position, known in zip(self._positions, self._hashes, strict=True):
             if position <= len(hashes):
