@@ -770,10 +770,7 @@ class Scheduler:
 
     def _append(self, request: Request, num_new_tokens: int, *, is_stale: bool) -> int:
         """Add output tokens, up to the request's end. Returns their number."""
-        num_left = min(
-            request.max_tokens - request.num_output_tokens,
-            self.config.kv.max_model_len - request.num_tokens,
-        )
+        num_left = request.num_tokens_at_end - request.num_tokens
         num_cut = max(0, num_new_tokens - num_left)
         num_new_tokens -= num_cut
         request.num_tokens += num_new_tokens
@@ -875,8 +872,7 @@ class Scheduler:
         steadily, with two steps in flight:   [ computed …  | placeholder ]
                                               [ num_tokens … ]
         """
-        num_placeholders, max_model_len = self.config.max_steps_in_flight - 1, self.config.kv.max_model_len
-        num_left = max_model_len
+        num_placeholders, num_left = self.config.max_steps_in_flight - 1, self.config.kv.max_model_len
         for request in running:
             num_tokens = request.num_tokens
             if (
@@ -885,7 +881,7 @@ class Scheduler:
                 or num_tokens == request.num_prompt_tokens
             ):
                 return 0
-            num_left = min(num_left, request.num_tokens_at_end - num_tokens, max_model_len - num_tokens)
+            num_left = min(num_left, request.num_tokens_at_end - num_tokens)
         return max(0, num_left - 1)
 
     def _count_steps_in_blocks(self, running: list[Request]) -> int:

@@ -340,7 +340,7 @@ class StateGroup(_Group):
         """
         row = hit.rows[self._index]
         num_hit_blocks = hit.num_tokens // self.block_size
-        if row and (row.ranges[0].extent.segment, num_hit_blocks - 1) in self._cached_now:
+        if row and (row.ranges[0][0].segment, num_hit_blocks - 1) in self._cached_now:
             return self._pool.num_blocks + 2
         return int(self.count_blocks(num_tokens) > num_hit_blocks)
 

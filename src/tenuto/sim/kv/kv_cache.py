@@ -82,6 +82,7 @@ class KvCache:
         request.paths = self.get_paths(request.path, request.key, spans)
         request.tables = tuple(group.make_table() for group in self._groups)
         request.known_hit = None
+        request.num_tokens_at_end = min(num_tokens, limit)
 
     def get_paths(self, path: Path, key: Hashable, spans: Sequence[Span]) -> tuple[Path, ...]:
         """The path of a sequence in blocks of each layer group. `path` is in blocks of the hashes."""
@@ -202,7 +203,7 @@ class KvCache:
         groups = self._groups
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
-            num_wanted = sum(group.count_new(table, num_slots) for table, group in parts)
+            num_wanted = sum([group.count_new(table, num_slots) for table, group in parts])
             if request.status is Status.LOADED and (num_wanted or not self.can_truncate):
                 # It has only the blocks of the loaded tokens, and starts like any other request. (In
                 # LMCache's modes it has all blocks already.)
@@ -210,14 +211,14 @@ class KvCache:
                     num_wanted = max(num_wanted, self.count_rest(request))
                 num_wanted += self.watermark_blocks if is_busy else 0
             return num_wanted - self.pool.num_free_blocks
-        num_wanted = sum(group.count_first(hit, num_slots, at_once=False) for group in groups)
+        num_wanted = sum([group.count_first(hit, num_slots, at_once=False) for group in groups])
         num_wanted += hit.num_reserved_blocks
         if self.config.reserve_full_sequence:
             num_tokens = request.num_tokens
-            num_full = sum(group.count_first(hit, num_tokens, at_once=True) for group in groups)
+            num_full = sum([group.count_first(hit, num_tokens, at_once=True) for group in groups])
             num_wanted = max(num_wanted, num_full)
         # Blocks of the hit that are free leave the free queue too.
-        num_wanted += sum(group.count_free(hit) for group in groups)
+        num_wanted += sum([group.count_free(hit) for group in groups])
         watermark_blocks = self.watermark_blocks if is_busy else 0
         return num_wanted + watermark_blocks - self.pool.num_free_blocks
 

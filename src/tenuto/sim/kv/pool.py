@@ -35,7 +35,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
 from weakref import ref
 
 Span = tuple[Hashable, int]
@@ -191,12 +190,9 @@ class Path:
         return self.segments[bisect_right(self.first_blocks, block) - 1]
 
 
-class Range(NamedTuple):
-    """The blocks `first` to before `end` of a segment: in this extent and in those split off after it."""
-
-    extent: Extent
-    first: int
-    end: int
+Range = tuple[Extent, int, int]
+"""`(extent, first, end)`: the blocks `first` to before `end` of a segment, in this extent and in those split
+off after it."""
 
 
 class Row:
@@ -211,7 +207,9 @@ class Row:
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges = list(ranges)
-        self.num_blocks = sum(part.end - part.first for part in self.ranges)
+        self.num_blocks = 0
+        for _, first, end in self.ranges:
+            self.num_blocks += end - first
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -239,11 +237,11 @@ class Row:
             extent, first, end = self.ranges.pop()
             num_over -= end - first
             if num_over < 0:
-                self.ranges.append(Range(extent, first, first - num_over))
+                self.ranges.append((extent, first, first - num_over))
 
     def append(self, extent: Extent, first: int, end: int) -> None:
         """Add blocks at the end."""
-        self.ranges.append(Range(extent, first, end))
+        self.ranges.append((extent, first, end))
         self.num_blocks += end - first
 
 
@@ -349,11 +347,11 @@ class ExtentPool:
         self._num_cached += 1
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
-            last = row.ranges[-1].extent if row.ranges else None
+            last, begin, _ = row.ranges[-1] if row.ranges else (None, 0, 0)
             if last is not None and can_grow(last, copies, start, stop):
                 # Blocks that decoding fills one by one make one extent.
                 last.end = stop
-                row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
+                row.ranges[-1] = (last, begin, stop)
                 row.num_blocks += stop - start
             else:
                 extent = Extent(segment, copies, start, stop, self._num_cached)
@@ -364,10 +362,10 @@ class ExtentPool:
         """Append the full blocks `first` to before `end` to a sequence's row. No look-up finds them."""
         path.subtree.version += 1
         for segment, start, stop in path.get_ranges(first, end):
-            last = row.ranges[-1].extent if row.ranges else None
+            last, begin, _ = row.ranges[-1] if row.ranges else (None, 0, 0)
             if last is not None and not last.is_cached and last.segment is segment and last.end == start:
                 last.end = stop
-                row.ranges[-1] = Range(last, row.ranges[-1].first, stop)
+                row.ranges[-1] = (last, begin, stop)
                 row.num_blocks += stop - start
             else:
                 extent = Extent(segment, [], start, stop, 0)
@@ -471,13 +469,13 @@ class ExtentPool:
             num_blocks -= stop - first
             row.ranges[: 1 if stop == end else 0] = []
             if stop < end:
-                row.ranges[0] = Range(extent, stop, end)
+                row.ranges[0] = (extent, stop, end)
         row.num_blocks -= head.num_blocks
         self.release(head)
         if row.ranges:
             # Without this, every later walk would begin at an extent far before the row's first block.
             extent, first, end = row.ranges[0]
-            row.ranges[0] = Range(skip_to(extent, first), first, end)
+            row.ranges[0] = (skip_to(extent, first), first, end)
 
     def count_blocks(self, row: Row, *, ref_cnt: int) -> int:
         """The number of a row's blocks with `ref_cnt` references. Those with none are in the free queue."""
@@ -554,14 +552,14 @@ def get_first_cached(copies: list[Extent], first: int, end: int) -> Iterator[Ran
             extent = min(holding, key=attrgetter("order"))
             earlier = (each.first for each in copies if each.order < extent.order and each.first > first)
             stop = min(end, extent.end, *earlier)
-            yield Range(extent, first, stop)
+            yield extent, first, stop
             first = stop
         return
     for extent in in_order:
         if extent.end > first:
             if extent.first > first or first >= end:
                 return
-            yield Range(extent, first, min(end, extent.end))
+            yield extent, first, min(end, extent.end)
             first = extent.end
 
 

@@ -68,7 +68,7 @@ class Request:
     num_tokens: int = field(init=False)
     """Prompt and output so far."""
     num_tokens_at_end: int = field(init=False)
-    """Prompt and output in the end, if the model's context is long enough."""
+    """Prompt and output in the end, at most the model's longest context. `KvCache` sets it."""
     slots_end: int = field(init=False, default=0)
     """Up to this many tokens, one more token neither needs nor fills a block, nor comes near the model's
     longest context. `KvCache` sets it, to save time on every token."""
@@ -114,7 +114,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)
-        self.num_tokens_at_end = self.num_prompt_tokens + self.output[1]
         if self.num_prompt_tokens < 1 or self.output[1] < 1:
             raise ValueError(f"turn {self.turn_id}: its prompt or its output is empty")
 
@@ -170,7 +169,8 @@ class BlockHashes(Sequence[BlockHash]):
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
         if isinstance(index, slice):
             return [self[n] for n in range(*index.indices(len(self)))]
-        block = index + len(self) if index < 0 else index
-        if not 0 <= block < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
+        num_blocks = len(self)
+        block = index + num_blocks if index < 0 else index
+        if not 0 <= block < num_blocks:
+            raise IndexError(f"block {index} of {num_blocks}")
         return self.path.get_segment(block), block
