@@ -372,8 +372,9 @@ class Gaps:
             return None
         pairs = sorted(zip(self._seconds, self._counts, strict=True))
         values = [seconds for seconds, _ in pairs]
-        ends = list(accumulate(count for _, count in pairs))
-        mean = sum(seconds * count for seconds, count in pairs) / ends[-1]
+        counts = [count for _, count in pairs]
+        ends = list(accumulate(counts))
+        mean = sum(map(operator.mul, values, counts)) / ends[-1]
         p50, p90, p95, p99 = (_find_percentile(values, ends, percent) for percent in (50, 90, 95, 99))
         return Stats(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=values[-1], min=values[0])
 

@@ -278,7 +278,7 @@ def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: i
             total_s += step_cost.seconds(step)
         # Context and cost grow with each step, so every step counts as the middle one.
         middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
-        total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch.of(decodes=[middle]))
+        total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch(0, 0, 0, 0.0, 1, middle))
         total_s += turn.tool_s
         context = (*turn.prompt, turn.output)
     return total_s

@@ -729,7 +729,8 @@ class Scheduler:
         output, with the number of new tokens. Requests that are done have `Status.FINISHED`.
         """
         self.state.now_s = now_s
-        outputs = []
+        outputs: list[tuple[Request, int]] = []
+        finished: list[Request] = []
         requests, chunks = self.state.requests, step.chunks
         is_async, has_drafts = self._is_async, self._has_drafts
         for turn_id, num_tokens in step.num_tokens.items():
@@ -762,7 +763,9 @@ class Scheduler:
                 request.num_computed_tokens -= num_wrong if request.num_computed_tokens > 0 else 0
                 request.num_placeholders -= num_wrong if request.num_placeholders > 0 else 0
             outputs.append((request, self._append(request, 1 + num_right, is_stale=is_stale)))
-        self._remove_finished(outputs)
+            if request.status is Status.FINISHED:
+                finished.append(request)
+        self._remove_finished(finished)
         if has_drafts and not is_async:
             for request, _ in outputs:
                 request.num_drafts = self.config.num_draft_tokens
@@ -797,8 +800,7 @@ class Scheduler:
             request.num_computed_tokens -= num_cut
             self.kv.cache(request, request.num_computed_tokens - request.num_in_flight_tokens)
 
-    def _remove_finished(self, outputs: list[tuple[Request, int]]) -> None:
-        finished = [request for request, _ in outputs if request.status is Status.FINISHED]
+    def _remove_finished(self, finished: list[Request]) -> None:
         if finished:
             running = self.state.running
             running[:] = [each for each in running if each.status is not Status.FINISHED]
@@ -845,8 +847,9 @@ class Scheduler:
         num_in_blocks = self._count_steps_in_blocks(running)
         if num_in_blocks == 0 and now_s is not None:
             state.now_s = now_s
-            if not all(self.kv.has_slots(each, 1) or self._try_allocate(each, 1, None) for each in running):
-                return 0
+            for each in running:
+                if each.num_computed_tokens >= each.slots_end and not self._try_allocate(each, 1, None):
+                    return 0
             num_in_blocks = self._count_steps_in_blocks(running)
         num_steps = min(num_steps, num_in_blocks)
         if num_steps == 0 or self._may_start_one():
