@@ -13,7 +13,6 @@ from tenuto.core.types import DecodeSteps, Job, StepView, ToolCall, Turn
 from tenuto.estimators import step_size
 from tenuto.estimators.step_size import (
     AGAIN,
-    FIRST_STEP_TOKENS,
     LOOK_EVERY,
     PATIENCE,
     SLACK,
@@ -41,8 +40,8 @@ def make_work(prompt_rate: float, answer_share: float = 0.0, busy: float = 1.0) 
     return Work(prompt_rate, answer_share, busy)
 
 
-def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
-    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, BUDGET) == FIRST_STEP_TOKENS
+def test_before_anything_is_known_steps_are_as_in_stock() -> None:
+    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, BUDGET) == BUDGET
     assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, 700) == 700
 
 
@@ -91,9 +90,8 @@ def get_riding_speed(num_tokens: int, num_decoding: int, pass_s: float = 0.02) -
 @pytest.mark.parametrize("num_decoding", [5, 20, 40, 60, 100])
 @pytest.mark.parametrize("rate", [100.0, 4_000.0, 8_000.0, 11_000.0])
 def test_prompts_ride_along_with_decoding_as_far_as_it_spares_waiting(num_decoding: int, rate: float) -> None:
-    """Of sizes that are as good, a tenth aside, the largest; but a step that is fast is large enough."""
-    waits = {size: get_riding_wait(size, num_decoding, rate) for size in SIZES}
-    best = max(size for size in SIZES if waits[size] <= SLACK * min(waits.values()))
+    """The size with the least waiting; but a step that is fast is large enough."""
+    best = min(SIZES, key=lambda size: get_riding_wait(size, num_decoding, rate))
     full = get_riding_speed(BUDGET, num_decoding)
     fast = next(size for size in SIZES if get_riding_speed(size, num_decoding) >= full / SLACK)
     chosen = choose_step_tokens(make_riding_times(), num_decoding, make_work(rate), 1.0, BUDGET)

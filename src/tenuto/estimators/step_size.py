@@ -29,9 +29,8 @@ computes one more prompt token, its own turn waits, and so do the n decoding tur
     weight / (v(T) - r)              seconds that the prompt waits for it, with the queue before it (M/M/1)
     n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
 
-The step is the largest size whose sum is within SLACK of the smallest: of sizes that are as good for all
-turns, the largest has the earliest first tokens. The second term is why small steps can be better for all
-turns: a few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
+The step is the size with the smallest sum. The second term is why small steps can be better for all turns: a
+few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
 
 - A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
   those of stock vLLM.
@@ -40,7 +39,7 @@ turns: a few prompt tokens add little to a pass over the weights that decoding n
 Turns that decode hold memory. If memory is short, the KV of idle jobs gives way, and is computed again. So if
 a is the share of the prompt tokens that are computed again, the weight is divided by 1 + a / AGAIN, and r is
 without these tokens. A job that was away for t seconds counts exp(-t / RATE_S): after long pauses, KV is
-given up whatever the step size. If a > AGAIN, steps may also have SHORT_STEP_TOKENS.
+given up whatever the step size. If a > AGAIN, steps may also have half of MIN_STEP_TOKENS.
 
 Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
 all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
@@ -61,18 +60,13 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this
-much faster than they arrive, so that their queue empties."""
+"""Speeds within this factor count as equal. If answers go first, prompts are computed this much faster than
+they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
-"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly."""
-SHORT_STEP_TOKENS = 256
-"""The least size while memory is short, if full steps compute prompts at most PATIENCE times as fast. They do
-on an RTX 5090."""
-FIRST_STEP_TOKENS = 2048
-"""The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
-anywhere."""
+"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly. While memory is short, half
+of this is the least, if full steps compute prompts at most PATIENCE times as fast. They do on an RTX 5090."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
@@ -102,7 +96,7 @@ def choose_step_tokens(
     """Tokens of the next step, decode tokens included: a power of two from 256 up, or `budget`."""
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
-        return min(FIRST_STEP_TOKENS, budget)
+        return budget
 
     def get_speed(num_tokens: int, num_decoding: float, decode_s: float) -> float:
         """Prompt tokens a second, beside so many turns that decode, alone for so long a step."""
@@ -116,8 +110,9 @@ def choose_step_tokens(
 
     decode_s = times.get_decode_s(num_decoding)
     most = get_speed(budget, num_decoding, decode_s)
-    is_short = work.again > AGAIN and get_speed(SHORT_STEP_TOKENS, num_decoding, decode_s) >= most / PATIENCE
-    least = SHORT_STEP_TOKENS if is_short else MIN_STEP_TOKENS
+    half = MIN_STEP_TOKENS // 2
+    is_short = work.again > AGAIN and get_speed(half, num_decoding, decode_s) >= most / PATIENCE
+    least = half if is_short else MIN_STEP_TOKENS
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
     sizes = [*(size for size in _get_sizes(least, budget) if size >= 2 * num_decoding), budget]
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
@@ -141,8 +136,7 @@ def choose_step_tokens(
             return math.inf
         return prompt_weight / left + num_decoding * get_delay(num_tokens, num_decoding)
 
-    waits = {size: get_wait(size) for size in sizes}
-    best = max(size for size, wait in waits.items() if wait <= SLACK * min(waits.values()))
+    best = min(sizes, key=get_wait)
     return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
 
 
