@@ -36,7 +36,7 @@ from tenuto.estimators.tool_times import Pauses, ToolSamples
 
 LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
-return. While memory has no price, it is twice the upper bound."""
+return."""
 FIRST = -1e12
 """The value of a lease that is not worth its memory. Any turn may reclaim it, and it is reclaimed first."""
 AHEAD_S = 1e9
@@ -125,8 +125,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._pauses.get_left_s(turn.job, tool, idle_s, turn.expected_tool_s)
         worth_s = self._steps.get_worth_s(view)
-        look_s = min(max(left_s, LOOK_S[0]), LOOK_S[1]) if worth_s < self.max_idle_s else 2 * LOOK_S[1]
-        until_s = view.now_s + min(look_s, self.max_idle_s)
+        until_s = view.now_s + min(max(left_s, LOOK_S[0]), LOOK_S[1], self.max_idle_s)
         if left_s > min(worth_s, self.max_idle_s):
             return Keep(until_s, value=FIRST, why=LeaseRefusal.PRICE)
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
