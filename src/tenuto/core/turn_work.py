@@ -37,7 +37,8 @@ MEMORY_TURNS = 500.0
 """Counts of a kind fade to 1/e over this many of its turns."""
 MAX_KINDS = 4096
 """Most kinds, because clients can invent tenants and prompts. The least recently seen is forgotten first."""
-_FADE = 1 - 1 / MEMORY_TURNS
+FADE = 1 - 1 / MEMORY_TURNS
+"""What is left of a turn's count after the next one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,8 @@ class Counts:
 
     def observe(self, *, is_marked: bool) -> None:
         """Count a turn."""
-        self.turns = _FADE * self.turns + 1
-        self.marked = _FADE * self.marked + is_marked
+        self.turns = FADE * self.turns + 1
+        self.marked = FADE * self.marked + is_marked
 
     def mark(self) -> None:
         """Mark the latest turn after all."""

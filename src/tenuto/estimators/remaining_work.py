@@ -7,13 +7,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import PRIOR_CASES, get_work
+from tenuto.core.turn_work import FADE, PRIOR_CASES, get_work
 from tenuto.core.types import Job, Turn
 
 MAX_TURNS = 256
 """Largest turn number with statistics of its own; later turns count as this one."""
-TURN_DECAY = 0.998
-"""Factor on a turn's weight for each later turn of the same number."""
 MAX_KINDS = 256
 """Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
 first."""
@@ -49,16 +47,16 @@ class _Turns:
     def end(self, size: int) -> None:
         """Count a turn of this number as its job's last."""
         counts = self.by_size.setdefault(size, [0.0, 0.0])
-        counts[:] = TURN_DECAY * counts[0] + 1, TURN_DECAY * counts[1]
-        self.num_ended = TURN_DECAY * self.num_ended + 1
-        self.num_followed *= TURN_DECAY
+        counts[:] = FADE * counts[0] + 1, FADE * counts[1]
+        self.num_ended = FADE * self.num_ended + 1
+        self.num_followed *= FADE
 
     def follow(self, size: int, *, was_last: bool) -> None:
         """Count a turn of this number as followed by another. `was_last`: it counted as its job's last."""
         counts = self.by_size.setdefault(size, [0.0, 0.0])
-        counts[:] = TURN_DECAY * max(0.0, counts[0] - was_last), TURN_DECAY * counts[1] + 1
-        self.num_ended = TURN_DECAY * max(0.0, self.num_ended - was_last)
-        self.num_followed = TURN_DECAY * self.num_followed + 1
+        counts[:] = FADE * max(0.0, counts[0] - was_last), FADE * counts[1] + 1
+        self.num_ended = FADE * max(0.0, self.num_ended - was_last)
+        self.num_followed = FADE * self.num_followed + 1
 
 
 class TurnTable:
@@ -94,9 +92,9 @@ class TurnTable:
         if index == len(self._turns):
             self._turns.append(_Turns())
         turns = self._turns[index]
-        turns.count = TURN_DECAY * turns.count + 1
-        turns.work = TURN_DECAY * turns.work + work
-        turns.new = TURN_DECAY * turns.new + num_new_tokens
+        turns.count = FADE * turns.count + 1
+        turns.work = FADE * turns.work + work
+        turns.new = FADE * turns.new + num_new_tokens
         if past.num_turns:
             self._get_latest(past).follow(past.size, was_last=past.is_last)
         else:

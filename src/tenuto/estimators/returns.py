@@ -26,7 +26,8 @@ from tenuto.core.turn_work import Counts, KindCounts, get_work
 from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
-"""Weight of the parent's share in the share of a class. At the top, the parent's share is 1."""
+"""Weight of the parent's share in the share of a class, in prefill tokens: some seconds of a GPU. At the top,
+the parent's share is 1. Of what plain requests had, 1/e is left after as much."""
 MEMORY_TOKENS = 2_000_000.0
 """Evidence falls to 1/e after this many computed tokens of its class."""
 MAX_CLASSES = 4096
@@ -165,14 +166,12 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
     return (top, tenant, kind, (*kind, tool or str(job.num_turns)))
 
 
+FAIR_SHARE = 0.5
+"""Most of the work that a class may have and still go first: plain requests before jobs, and new jobs that do
+not come back before jobs that did."""
 MAX_PLAIN_SHARE = 0.25
 """A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
 agents of two turns have a share of half."""
-FAIR_PLAIN_SHARE = 0.5
-"""Plain requests and jobs that call tools are two classes. A class that got more than half of the
-work does not go first."""
-PLAIN_MEMORY_TOKENS = 50_000.0
-"""Work falls to 1/e after this much of it, in prefill tokens: some seconds of a GPU."""
 
 
 PERSON_S = 5.0
@@ -227,14 +226,14 @@ class PlainShare:
 
     def observe(self, work: float, *, is_plain: bool) -> None:
         """A turn with this work finished."""
-        fade = math.exp(-work / PLAIN_MEMORY_TOKENS)
+        fade = math.exp(-work / PRIOR_TOKENS)
         self._all = fade * self._all + work
         self._plain = fade * self._plain + (work if is_plain else 0.0)
 
     @property
     def is_flood(self) -> bool:
         """Whether plain requests had more than their share. A few requests are never a flood."""
-        return self._plain > FAIR_PLAIN_SHARE * max(self._all, PLAIN_MEMORY_TOKENS)
+        return self._plain > FAIR_SHARE * max(self._all, PRIOR_TOKENS)
 
 
 # What follows for a job.
@@ -242,8 +241,6 @@ class PlainShare:
 MIN_SHARE_BACK = 0.3
 """If a smaller share of similar jobs comes back, their KV is not held. It may still be in vLLM's prefix
 cache."""
-CROWD = 0.5
-"""If a smaller share of new jobs comes back, jobs that did come back go before them."""
 
 
 @dataclass(eq=False)
@@ -267,7 +264,7 @@ class Standing:
         """By how many classes a job goes ahead; plain requests that fit into one step go ahead by one."""
         if self._share.is_flood and not self._kinds.is_plain(job):
             return 2.0
-        is_ahead = self.returns.share_of_new < CROWD and self.returns.came_back(job.job_id)
+        is_ahead = self.returns.share_of_new < FAIR_SHARE and self.returns.came_back(job.job_id)
         return 0.5 if is_ahead else 0.0
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
