@@ -261,6 +261,18 @@ def test_late_first_tokens_are_counted_and_those_that_one_feels() -> None:
     assert "| P95 TTFT | 4 | 3 | 2 | 2 | 1 |" in format_report(Found(records))
 
 
+def test_a_rival_is_timely_if_first_tokens_come_hardly_later_than_in_stock() -> None:
+    late, timely = Setting("continuum/async", 512), Setting("thunderagent/async", 512)
+    records = [
+        make_record(0, setting, mean, plain_ttft_s={"p95": p95})
+        for setting, mean, p95 in ((STOCK, 10, 1.0), (OURS, 8, 1.0), (late, 5, 1.4), (timely, 9, 1.2))
+    ]
+    found = Found(records)
+    assert (found.get_best((1, 0)), found.get_best_timely((1, 0))) == (late, timely)
+    assert "| the best timely one in hindsight: mean job time | all | 0.889" in format_report(found)
+    assert Found(records[:3]).get_best_timely((1, 0)) == STOCK
+
+
 def test_first_tokens_of_people_are_not_mixed_with_those_of_agents_whose_job_has_one_turn() -> None:
     """8/8 has agents alone, some of one turn; in 8/5 others ask too."""
     kept = [run_place(Place(8, number, 0, STOCK, Flow(0.5, 60, 0.1))) for number in (8, 5)]
