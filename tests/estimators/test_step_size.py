@@ -90,8 +90,9 @@ def get_riding_speed(num_tokens: int, num_decoding: int, pass_s: float = 0.02) -
 @pytest.mark.parametrize("num_decoding", [5, 20, 40, 60, 100])
 @pytest.mark.parametrize("rate", [100.0, 4_000.0, 8_000.0, 11_000.0])
 def test_prompts_ride_along_with_decoding_as_far_as_it_spares_waiting(num_decoding: int, rate: float) -> None:
-    """The size with the least waiting; but a step that is fast is large enough."""
-    best = min(SIZES, key=lambda size: get_riding_wait(size, num_decoding, rate))
+    """Of sizes that are as good, a tenth aside, the largest; but a step that is fast is large enough."""
+    waits = {size: get_riding_wait(size, num_decoding, rate) for size in SIZES}
+    best = max(size for size in SIZES if waits[size] <= SLACK * min(waits.values()))
     full = get_riding_speed(BUDGET, num_decoding)
     fast = next(size for size in SIZES if get_riding_speed(size, num_decoding) >= full / SLACK)
     chosen = choose_step_tokens(make_riding_times(), num_decoding, make_work(rate), 1.0, BUDGET)

@@ -29,8 +29,9 @@ computes one more prompt token, its own turn waits, and so do the n decoding tur
     weight / (v(T) - r)              seconds that the prompt waits for it, with the queue before it (M/M/1)
     n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
 
-The step is the size with the smallest sum. The second term is why small steps can be better for all turns: a
-few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
+The step is the largest size whose sum is within SLACK of the smallest: of sizes that are as good for all
+turns, the largest has the earliest first tokens. The second term is why small steps can be better for all
+turns: a few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
 
 - A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
   those of stock vLLM.
@@ -60,8 +61,8 @@ from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
 
 SLACK = 1.1
-"""Speeds within this factor count as equal. If answers go first, prompts are computed this much faster than
-they arrive, so that their queue empties."""
+"""Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this
+much faster than they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
 MIN_STEP_TOKENS = 512
@@ -136,7 +137,8 @@ def choose_step_tokens(
             return math.inf
         return prompt_weight / left + num_decoding * get_delay(num_tokens, num_decoding)
 
-    best = min(sizes, key=get_wait)
+    waits = {size: get_wait(size) for size in sizes}
+    best = max(size for size, wait in waits.items() if wait <= SLACK * min(waits.values()))
     return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
 
 
