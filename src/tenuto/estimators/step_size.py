@@ -68,6 +68,9 @@ PATIENCE = 1.5
 MIN_STEP_TOKENS = 512
 """On most GPUs, such as an H100, smaller steps compute prompts much more slowly. While memory is short, half
 of this is the least, if full steps compute prompts at most PATIENCE times as fast. They do on an RTX 5090."""
+FIRST_STEP_TOKENS = 2048
+"""The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
+anywhere."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
@@ -97,7 +100,7 @@ def choose_step_tokens(
     """Tokens of the next step, decode tokens included: a power of two from 256 up, or `budget`."""
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
-        return budget
+        return min(FIRST_STEP_TOKENS, budget)
 
     def get_speed(num_tokens: int, num_decoding: float, decode_s: float) -> float:
         """Prompt tokens a second, beside so many turns that decode, alone for so long a step."""
