@@ -127,14 +127,15 @@ class Found:
 
     def get_best_timely(self, scenario: Id) -> Setting:
         """The best of the settings that delay first tokens no more than `LATE` allows; stock is one."""
-        late = {
-            each
-            for each in self.rivals
-            for metric in ("P95 TTFT", "plain P95 TTFT")
-            for ratio in self.get_ratios(STOCK, metric, [scenario], of=each).values()
-            if ratio > LATE
-        }
-        return self.get_best(scenario, [each for each in self.rivals if each not in late])
+
+        def is_timely(setting: Setting) -> bool:
+            ratios = [
+                self.get_ratios(STOCK, metric, [scenario], of=setting).get(scenario, 0.0)
+                for metric in ("P95 TTFT", "plain P95 TTFT")
+            ]
+            return max(ratios) <= LATE
+
+        return self.get_best(scenario, filter(is_timely, self.rivals))
 
     def _get_best_mean(self, scenario: Id) -> float:
         best = self.get_best(scenario)
