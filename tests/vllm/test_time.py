@@ -69,6 +69,42 @@ def test_with_two_steps_in_flight_a_step_lasts_from_the_end_of_the_one_before(cl
     ]
 
 
+def run_steps(clock: Clock, launches: list[tuple[float, float]]) -> list[tuple[int, float]]:
+    """Tokens and seconds of steps as told, with two in flight: 20 tokens, 1, 1, then 41 with a prompt, 2, ...
+
+    `launches`: seconds that each step's launch takes, and then the wait for the results of the step before.
+    """
+    engine = start("tests.vllm.policies:Watching", depth=2)
+    engine.scheduler.add_request(make_request("a", [5] * 20, max_tokens=9))
+    flying: list[tuple[Any, Any]] = []
+    for number, (launch_s, wait_s) in enumerate(launches):
+        if number == 3:
+            engine.scheduler.add_request(make_request("b", [7] * 40, max_tokens=9))
+        output = engine.scheduler.schedule()
+        clock.now_s += launch_s
+        engine.scheduler.get_grammar_bitmask(output)
+        flying.append((output, engine._run(output)))
+        if len(flying) == 2:
+            clock.now_s += wait_s
+            engine.scheduler.update_from_output(*flying.pop(0))
+    return [(step.num_tokens, round(step.duration_s, 3)) for step in get_policy(engine).steps]
+
+
+def test_the_time_to_launch_a_step_is_its_own(clock: Clock) -> None:
+    """A prompt is launched in 30 ms. The results of the step before it are there long before that."""
+    graph = (0.002, 0.005)
+    told = run_steps(clock, [(0.002, 0.0), graph, graph, (0.030, 0.001), (0.002, 0.003), graph, graph])
+    # Of the 31 ms until the results of the second decoding step were seen, 24 ms belong to the prompt.
+    assert told == [(20, 0.009), (1, 0.007), (1, 0.007), (41, 0.029), (2, 0.007), (2, 0.007)]
+
+
+def test_a_step_keeps_its_time_while_the_next_one_is_launched(clock: Clock) -> None:
+    """The GPU takes 7 ms for decoding and 20 ms with a prompt, which is launched in 6 ms."""
+    graph = (0.002, 0.005)
+    told = run_steps(clock, [(0.002, 0.0), graph, graph, (0.006, 0.001), (0.002, 0.018), graph, graph])
+    assert told == [(20, 0.009), (1, 0.007), (1, 0.007), (41, 0.020), (2, 0.007), (2, 0.007)]
+
+
 def test_a_policy_that_does_not_listen_costs_nothing(clock: Clock) -> None:
     assert start("stock").scheduler._hooks.steps is None
     assert start("tests.vllm.policies:KeepAll").scheduler._hooks.steps is None

@@ -7,7 +7,9 @@ In mode off, no hook is installed. In shadow mode, the policy is asked, but vLLM
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.driver import Driver
@@ -386,15 +388,35 @@ class FirstTokens:
         self._driver.stats.groups[group].first_token_s.observe(now_s - self._pending.pop(request_id))
 
 
+@dataclass(slots=True)
+class _Scheduled:
+    """A step that was scheduled, and has not ended."""
+
+    output: Any
+    at_s: float
+    """When it was scheduled."""
+    is_full: bool
+    """Whether it uses its whole token budget."""
+    launched_s: float | None = None
+    """When vLLM had launched its forward pass; None before that."""
+
+
 class StepReporter:
-    """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling."""
+    """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling.
+
+    vLLM looks at a step's results only after it has launched the next step. Without a CUDA graph a launch may
+    take longer than the GPU needs (30 ms for prompts of an 8B model). So if vLLM launched for longer than it
+    then waited for the results, the difference is time of the step that was launched. What a step takes that
+    only decodes is left to the one before.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._clock = StepClock()
-        self._scheduled: deque[tuple[Any, float, bool]] = deque()
-        """For each scheduled step: its output, when it was scheduled, and whether it uses the whole token
-        budget."""
+        self._ended_s = -math.inf
+        self._decode_s = math.inf
+        """Seconds of the latest step that only decoded, and that no launch delayed."""
+        self._scheduled: deque[_Scheduled] = deque()
 
     def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
         """A step was scheduled. A step without tokens is never computed, so it is not counted.
@@ -402,16 +424,34 @@ class StepReporter:
         `is_full`: whether it uses its whole token budget.
         """
         if output.total_num_scheduled_tokens:
-            self._scheduled.append((output, now_s, is_full))
+            self._scheduled.append(_Scheduled(output, now_s, is_full))
+
+    def launch(self, output: Any, now_s: float) -> None:
+        """VLLM has launched the forward pass of the step that was scheduled last."""
+        if self._scheduled and self._scheduled[-1].output is output:
+            self._scheduled[-1].launched_s = now_s
 
     def finish(self, output: Any, now_s: float) -> None:
         """The results of a step have arrived."""
         # Steps that were in flight when this object was made are not in `_scheduled`.
-        if not self._scheduled or self._scheduled[0][0] is not output:
+        if not self._scheduled or self._scheduled[0].output is not output:
             return
-        _, scheduled_s, is_full = self._scheduled.popleft()
+        step = self._scheduled.popleft()
         num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         num_tokens = output.total_num_scheduled_tokens - num_drafts
         num_requests = len(output.num_scheduled_tokens)
-        step = self._clock.finish(now_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
-        self._driver.step(step)
+        duration_s = now_s - max(self._ended_s, step.at_s)
+        late_s = min(self._get_launch_s(now_s), duration_s - self._decode_s)
+        if late_s <= 0 and num_tokens == num_requests:
+            self._decode_s = duration_s
+        self._ended_s = now_s - max(0.0, late_s)
+        self._driver.step(
+            self._clock.finish(self._ended_s, step.at_s, num_tokens, num_requests, is_full=step.is_full)
+        )
+
+    def _get_launch_s(self, now_s: float) -> float:
+        """Seconds that vLLM spent on launching the next step, beyond those that it waited for results."""
+        following = self._scheduled[0] if self._scheduled else None
+        if following is None or following.launched_s is None or following.launched_s > now_s:
+            return 0.0
+        return 2 * following.launched_s - following.at_s - now_s

@@ -197,8 +197,11 @@ class _DrivenScheduler(PrivateHooks):
         return output, size.num_tokens
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """VLLM asks for this after a step is scheduled, while the GPU computes."""
+        """VLLM asks for this after it has launched a step, while the GPU computes."""
+        launched_s = time.monotonic()
         self._use_free_time()
+        if self._hooks.steps is not None:
+            self._hooks.steps.launch(scheduler_output, launched_s)
         return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
