@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.core.jobs import JobState
 from tenuto.core.stock_queue import LEAST_TURNS, MAX_TURNS, TurnsToCome
-from tenuto.core.turn_work import MAX_KINDS
+from tenuto.core.turn_work import MAX_NAMES
 
 
 def add_jobs(
@@ -73,6 +73,6 @@ def test_all_is_bounded() -> None:
         turns.finish(make_job("endless"))
         turns.follow(make_job("endless", num_turns=2))
     assert get(turns, "endless") == MAX_TURNS
-    for number in range(2 * MAX_KINDS):
+    for number in range(8 * MAX_NAMES):
         turns.finish(make_job(f"kind{number}"))
     assert get(turns, "endless") == pytest.approx(1.0)

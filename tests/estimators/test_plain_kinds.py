@@ -74,7 +74,7 @@ def test_a_kind_that_changes_is_seen_to_change() -> None:
 
 
 def test_kinds_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(turn_work, "MAX_KINDS", 3)
+    monkeypatch.setattr(turn_work, "MAX_NAMES", 3)
     kinds = PlainKinds()
     kinds.observe(make_turn("agent", LS))
     for n in range(3):

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.core.turn_work import DECODE_TOKENS
 from tenuto.core.types import Job, ToolCall, Turn
-from tenuto.estimators.remaining_work import MAX_KINDS, MAX_TURNS, RemainingWork
+from tenuto.estimators.remaining_work import MAX_ROWS, RemainingWork
 
 
 def make_job(name: str, kind: str | None = None) -> Job:
@@ -120,9 +120,9 @@ def test_a_kind_counts_the_more_the_more_jobs_of_it_were_seen() -> None:
 def test_a_job_stays_of_its_kind_when_the_kind_is_forgotten() -> None:
     work = make_mixture()
     observe(work, "old", 100.0, kind="long")
-    for n in range(2 * MAX_KINDS):
+    for n in range(2 * MAX_ROWS):
         add_job(work, f"flood{n}", [100.0], kind=f"kind {n}")
-    assert len(work._kinds) == MAX_KINDS
+    assert len(work._kinds) == MAX_ROWS
     assert work.get_work_left(make_job("old", "long")) == pytest.approx(1900, rel=0.05)
     observe(work, "old", 100.0, kind="long")
     work.end_job("old")
@@ -211,9 +211,9 @@ def test_asking_changes_no_later_answer() -> None:
 
 def test_endless_jobs_need_no_more_than_bounded_memory() -> None:
     work = RemainingWork()
-    for _ in range(3 * MAX_TURNS):
+    for _ in range(3 * MAX_ROWS):
         observe(work, "endless", 10.0)
-    assert len(work.get_state()["turns"]) == MAX_TURNS
+    assert len(work.get_state()["turns"]) == MAX_ROWS
     assert math.isfinite(work.get_work_left(make_job("endless", "k")))
     work.end_job("endless")
     work.end_job("never seen")
@@ -235,7 +235,7 @@ def test_state() -> None:
         {"turns": [[1.0, 2.0]]},
         {"turns": [[0.0] * 5], "sizes": [[]]},
         {"turns": [[1.0, 5.0, 4.0, -2.0, 0.0]], "sizes": [[]]},
-        {"turns": [[1.0, 1.0, 1.0, 0.0, 0.0]] * (MAX_TURNS + 1), "sizes": [[]] * (MAX_TURNS + 1)},
+        {"turns": [[1.0, 1.0, 1.0, 0.0, 0.0]] * (MAX_ROWS + 1), "sizes": [[]] * (MAX_ROWS + 1)},
         {"sizes": [[[5, 1.0]]]},
         {"turns": [[math.nan] * 5], "sizes": [[]]},
         {"turns": "abcd"},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.core.turn_work import MAX_NAMES
 from tenuto.core.types import Job
-from tenuto.estimators.returns import MAX_CLASSES, PRIOR_TOKENS, Returns
+from tenuto.estimators.returns import PRIOR_TOKENS, Returns
 
 
 def make_job(job_id: str, *, tenant: str | None = None, kind: str | None = "k") -> Job:
@@ -130,10 +131,10 @@ def test_old_evidence_fades_with_the_work_of_its_class() -> None:
 def test_memory_is_bounded_and_heavy_classes_outlast_a_flood_of_light_ones() -> None:
     returns = Returns()
     leave(returns, 100, 5000, back=True, kind="agent")
-    for n in range(3 * MAX_CLASSES):
+    for n in range(3 * MAX_NAMES):
         returns.leave(make_job(f"flood{n}", kind=f"flood{n}"), "t", 2)
         returns.end(f"flood{n}")
-    assert len(returns._classes) <= MAX_CLASSES
+    assert len(returns._classes) <= MAX_NAMES
     leave(returns, 300, 5000, kind="chat")
     assert get_share(returns, kind="agent") > 0.8
 

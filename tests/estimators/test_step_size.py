@@ -13,8 +13,8 @@ from tenuto.core.types import DecodeSteps, Job, StepView, ToolCall, Turn
 from tenuto.estimators import step_size
 from tenuto.estimators.step_size import (
     AGAIN,
-    FIRST_STEP_TOKENS,
     LOOK_EVERY,
+    MIN_STEP_TOKENS,
     PATIENCE,
     SLACK,
     AdaptiveSteps,
@@ -42,7 +42,7 @@ def make_work(prompt_rate: float, answer_share: float = 0.0, busy: float = 1.0) 
 
 
 def test_before_anything_is_known_steps_are_of_a_middle_size() -> None:
-    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, BUDGET) == FIRST_STEP_TOKENS
+    assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, BUDGET) == 4 * MIN_STEP_TOKENS
     assert choose_step_tokens(StepTimes(), 10, make_work(0.0), 1.0, 700) == 700
 
 

@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from tenuto.core.turn_work import MAX_NAMES
 from tenuto.core.types import Job
-from tenuto.estimators.tool_times import MAX_TOOLS, MeanTimes, Pauses
+from tenuto.estimators.tool_times import MeanTimes, Pauses
 
 
 def test_a_tool_not_seen_yet_takes_no_time() -> None:
@@ -33,14 +34,14 @@ def test_the_running_mean_is_the_mean(samples: list[float]) -> None:
 
 def test_memory_is_bounded_and_the_longest_unseen_tool_goes_first() -> None:
     times = MeanTimes()
-    for number in range(MAX_TOOLS):
+    for number in range(MAX_NAMES):
         times.observe(f"tool-{number}", 1.0)
     times.observe("tool-0", 3.0)
     times.observe("one more", 5.0)
     assert times.get_mean_s("tool-0") == 2.0  # seen again, so it stays
     assert times.get_mean_s("tool-1") == 0.0
     assert times.get_mean_s("one more") == 5.0
-    assert len(times._means) == MAX_TOOLS
+    assert len(times._means) == MAX_NAMES
 
 
 def test_what_is_learned_shows_in_its_repr() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tenuto.core.limits import Limits
 from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
+from tenuto.core.turn_work import MEMORY
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -28,7 +29,6 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.tool_times import MAX_TIMES
 from tenuto.policies.published._continuum import MAX_JOBS
 from tenuto.policies.published.continuum import Continuum
 from tenuto.sim.cost.batch import StepBatch
@@ -409,5 +409,5 @@ def test_its_known_weakness_one_eta_for_all_kinds_of_jobs() -> None:
 
 def test_the_docs_say_how_much_is_remembered() -> None:
     text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
-    assert f"the tool's last {MAX_TIMES:,} times" in text
+    assert f"the tool's last {MEMORY:,} times" in text
     assert f"the last {MAX_JOBS:,} finished jobs" in text

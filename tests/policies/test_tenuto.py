@@ -22,7 +22,7 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.policies.tenuto import FIRST, Tenuto
+from tenuto.policies.tenuto import AHEAD_S, Tenuto
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.machine import build
 from tenuto.sim.run import run
@@ -104,7 +104,7 @@ def test_kv_is_kept_while_nobody_needs_the_room() -> None:
     policy = Tenuto()
     answer = policy.retain(make_turn(), IDLE)
     assert isinstance(answer, Keep)
-    assert answer.value > FIRST
+    assert answer.value > -AHEAD_S
 
 
 def make_lease(turn: Turn, *, idle_s: float, value: float = 0.0, waiting: bool = False) -> Lease:
@@ -121,16 +121,16 @@ def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:
     busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9, num_waiting=3)
     assert policy._steps.get_worth_s(busy) == pytest.approx(1.6e-3 / (0.01 / 0.019 / 900), rel=0.05)
     # Expected at first: 25.75 s.
-    assert policy.retain(make_turn(), busy).value == FIRST
+    assert policy.retain(make_turn(), busy).value == -AHEAD_S
     for _ in range(100):
         policy.on_tool_returned(make_turn(), ToolCall("ls"), 1.0)
     # Now 1.95 s; but once it has taken longer than 1 s only the 100 s are left.
     kept = policy.retain(make_turn(), busy)
-    assert isinstance(kept, Keep) and kept.value > FIRST
+    assert isinstance(kept, Keep) and kept.value > -AHEAD_S
     later = policy.reconsider(make_lease(make_turn(), idle_s=1.5), busy)
-    assert isinstance(later, Keep) and later.value == FIRST
+    assert isinstance(later, Keep) and later.value == -AHEAD_S
     # Without anyone waiting it stays.
-    assert policy.reconsider(make_lease(make_turn(), idle_s=1.5), IDLE).value > FIRST
+    assert policy.reconsider(make_lease(make_turn(), idle_s=1.5), IDLE).value > -AHEAD_S
 
 
 def test_a_host_tier_makes_memory_dearer() -> None:
@@ -167,7 +167,7 @@ def test_a_turn_takes_room_from_those_behind_it_only() -> None:
     assert not policy.may_reclaim(leases["before"], turn, IDLE)
     assert policy.may_reclaim(leases["behind"], turn, IDLE)
     assert policy.evict_key(leases["behind"], IDLE) < policy.evict_key(leases["before"], IDLE)
-    assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=FIRST), turn, IDLE)
+    assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=-AHEAD_S), turn, IDLE)
 
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:
@@ -391,8 +391,8 @@ def test_while_strangers_crowd_the_engine_jobs_keep_their_kv_from_them_but_not_f
     assert policy.may_reclaim(lease, front, IDLE)
     # What is not worth its memory yields to strangers too. The tool takes too long for a memory that others
     # wait for.
-    assert get_value(policy.retain(back, short)) == FIRST
-    assert policy.may_reclaim(dataclasses.replace(lease, value=FIRST), stranger, IDLE)
+    assert get_value(policy.retain(back, short)) == -AHEAD_S
+    assert policy.may_reclaim(dataclasses.replace(lease, value=-AHEAD_S), stranger, IDLE)
 
 
 def get_lease_place(policy: Tenuto, job: Job) -> float:

@@ -32,13 +32,19 @@ def get_work(num_prompt_tokens: int, num_hit_tokens: int, num_output_tokens: flo
 
 
 PRIOR_CASES = 4.0
-"""What a wider group shows counts as this many turns, jobs or calls of a narrower one."""
-MEMORY_TURNS = 500.0
-"""Counts of a kind fade to 1/e over this many of its turns."""
-MAX_KINDS = 4096
-"""Most kinds, because clients can invent tenants and prompts. The least recently seen is forgotten first."""
-FADE = 1 - 1 / MEMORY_TURNS
-"""What is left of a turn's count after the next one."""
+"""What a wider group shows counts as this many turns, jobs or calls of a narrower one. A fit needs more steps
+than this."""
+MEMORY = 500
+"""What is learned is of about this many turns of a kind, calls of a tool, or steps. The share of calls within
+a time is then known to 2.2 % (one standard error)."""
+FADE = 1 - 1 / MEMORY
+"""What is left of one's weight after the next one."""
+MAX_NAMES = 1000
+"""Most kinds, tools or classes that are remembered, because clients can invent them. The least recently seen
+is forgotten first."""
+MAX_LOOKED_AT = 64
+"""Most waiting turns, or names to forget, that are examined one by one. Looking up a turn in the cache costs
+as much as a start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +87,7 @@ class KindCounts:
         is_new = counts is None
         if counts is None:
             counts = self._kinds[name] = Counts()
-            if len(self._kinds) > MAX_KINDS:
+            if len(self._kinds) > MAX_NAMES:
                 self._kinds.popitem(last=False)
         else:
             self._kinds.move_to_end(name)

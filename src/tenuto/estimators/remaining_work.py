@@ -7,17 +7,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import FADE, PRIOR_CASES, get_work
+from tenuto.core.turn_work import FADE, MAX_NAMES, PRIOR_CASES, get_work
 from tenuto.core.types import Job, Turn
 
-MAX_TURNS = 256
-"""Largest turn number with statistics of its own; later turns count as this one."""
-MAX_KINDS = 256
-"""Kinds with statistics of their own, because clients can invent kinds. The least recently seen is forgotten
-first."""
-
-MAX_KNOWN = 1024
-"""Most values that were looked up and are remembered."""
+MAX_ROWS = 256
+"""Most kinds with a table, because clients can invent kinds: the least recently seen is forgotten first. Also
+the largest turn number with statistics of its own: later turns count as this one."""
 
 
 class Left(NamedTuple):
@@ -88,7 +83,7 @@ class TurnTable:
 
     def observe(self, past: Past, num_new_tokens: float, work: float, *, is_last: bool) -> None:
         """Count the next turn of a job. `is_last`: it is the job's last, as far as is known."""
-        index = min(past.num_turns, MAX_TURNS - 1)
+        index = min(past.num_turns, MAX_ROWS - 1)
         if index == len(self._turns):
             self._turns.append(_Turns())
         turns = self._turns[index]
@@ -110,7 +105,7 @@ class TurnTable:
             self._sum_up()
 
     def _get_latest(self, past: Past) -> _Turns:
-        return self._turns[min(past.num_turns, MAX_TURNS) - 1]
+        return self._turns[min(past.num_turns, MAX_ROWS) - 1]
 
     def look(self, num_turns: int, num_new_tokens: float | None) -> Left:
         """What a job has left after this many turns, at least one turn.
@@ -151,13 +146,13 @@ class TurnTable:
         rows = [get_numbers(row, 5) for row in state["turns"]]
         sizes = [[get_numbers(row, 3) for row in each] for each in state["sizes"]]
         counts = [count for row in (*rows, *(row for each in sizes for row in each)) for count in row]
-        if len(rows) > MAX_TURNS or any(row[0] <= 0 for row in rows) or min(counts, default=0) < 0:
-            raise ValueError(f"no more than {MAX_TURNS} kinds of turns expected, each seen, none negative")
+        if len(rows) > MAX_ROWS or any(row[0] <= 0 for row in rows) or min(counts, default=0) < 0:
+            raise ValueError(f"no more than {MAX_ROWS} kinds of turns expected, each seen, none negative")
         for row, each in zip(rows, sizes, strict=True):
             count, work, new, num_ended, num_followed = row
             by_size = {int(size): counts for size, *counts in each}
             table._turns.append(_Turns(count, work, new, num_ended, num_followed, by_size))
-        table._num_new = MAX_TURNS
+        table._num_new = MAX_ROWS
         table._sum_up()
         return table
 
@@ -303,7 +298,7 @@ class RemainingWork:
             return known
         left, own = self._all.look(num_turns, num_new_tokens), table.look(num_turns, num_new_tokens)
         weight = table.num_jobs / (table.num_jobs + PRIOR_CASES)
-        if len(self._known) == MAX_KNOWN:
+        if len(self._known) == MAX_NAMES:
             self._known.clear()
         known = self._known[num_turns, table, num_new_tokens] = Left(
             left.work + weight * (own.work - left.work),
@@ -322,7 +317,7 @@ class RemainingWork:
         self._kinds[kind] = (self._kinds[kind] or TurnTable()) if kind in self._kinds else None
         for key in (others, kind):
             self._kinds.move_to_end(key)
-        while len(self._kinds) > MAX_KINDS:
+        while len(self._kinds) > MAX_ROWS:
             self._kinds.popitem(last=False)
 
     def __repr__(self) -> str:

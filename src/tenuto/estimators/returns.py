@@ -22,7 +22,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tenuto.core.turn_work import Counts, KindCounts, get_work
+from tenuto.core.turn_work import MAX_LOOKED_AT, MAX_NAMES, Counts, KindCounts, get_work
 from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
@@ -30,10 +30,6 @@ PRIOR_TOKENS = 100_000.0
 the parent's share is 1. Of what plain requests had, 1/e is left after as much."""
 MEMORY_TOKENS = 2_000_000.0
 """Evidence falls to 1/e after this many computed tokens of its class."""
-MAX_CLASSES = 4096
-"""The names of tenants, kinds and tools come from clients, so their number is bounded."""
-NUM_LOOKED_AT = 8
-"""Of this many least recently seen classes, the one with the least evidence is forgotten first."""
 
 _Class = tuple[str | None, ...]
 _Path = tuple[_Class, ...]
@@ -86,7 +82,7 @@ class Returns:
                 self._classes.move_to_end(name)
             counts.left = decay * counts.left + work
             counts.back *= decay
-        while len(self._classes) > MAX_CLASSES:
+        while len(self._classes) > MAX_NAMES:
             self._forget_one()
         if _NEW_TOOL in away.path:
             self.share_of_new = self._get_share((_NEW_TOOL,))
@@ -142,7 +138,8 @@ class Returns:
         return share
 
     def _forget_one(self) -> None:
-        oldest = list(islice((name for name in self._classes if name not in _TOP), NUM_LOOKED_AT))
+        """Of the least recently seen classes, forget the one with the least evidence."""
+        oldest = list(islice((name for name in self._classes if name not in _TOP), MAX_LOOKED_AT))
         least = min(oldest, key=lambda name: self._classes[name].left)
         for name in oldest:
             self._classes.move_to_end(name)
@@ -169,10 +166,10 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 FAIR_SHARE = 0.5
 """Most of the work that a class may have and still go first: plain requests before jobs, and new jobs that do
 not come back before jobs that did."""
-MAX_PLAIN_SHARE = 0.25
-"""A kind with a larger share of turns with a tool call is an agent's. Agents' last turns call no tool, so
-agents of two turns have a share of half."""
-
+FEW = 0.3
+"""A kind is an agent's if more than this share of its turns called a tool. (Agents' last turns call none, so
+agents of two turns have a share of half.) KV is not held if a smaller share of similar jobs comes back; it
+may still be in vLLM's prefix cache."""
 
 PERSON_S = 5.0
 """Seconds. Whoever is back sooner is no person, who reads an answer and writes the next message."""
@@ -211,7 +208,7 @@ class PlainKinds:
     def is_plain(self, job: Job) -> bool:
         """Whether such jobs call no tools."""
         counts = self._kinds.get(job.tenant, job.kind) or self._new_kinds
-        return counts.marked <= MAX_PLAIN_SHARE * counts.turns
+        return counts.marked <= FEW * counts.turns
 
     def __repr__(self) -> str:
         return f"PlainKinds({len(self._kinds)} kinds)"
@@ -237,10 +234,6 @@ class PlainShare:
 
 
 # What follows for a job.
-
-MIN_SHARE_BACK = 0.3
-"""If a smaller share of similar jobs comes back, their KV is not held. It may still be in vLLM's prefix
-cache."""
 
 
 @dataclass(eq=False)
@@ -274,7 +267,7 @@ class Standing:
         """
         share = self.returns.get_share(job, tool)
         back = share * share_longer
-        return back >= MIN_SHARE_BACK * (back + 1 - share)
+        return back >= FEW * (back + 1 - share)
 
     def come_back(self, turn: Turn, tool: ToolCall | None, pause_s: float) -> None:
         """A job sent its next turn. A turn that does not extend the job's last prompt counts as a new job."""

@@ -56,6 +56,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize
+from tenuto.core.turn_work import MAX_LOOKED_AT
 from tenuto.core.types import DecodeSteps, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
 from tenuto.estimators.step_times import StepTimes
@@ -68,17 +69,12 @@ PATIENCE = 1.5
 MIN_STEP_TOKENS = 512
 """On most GPUs, such as an H100, smaller steps compute prompts much more slowly. While memory is short, half
 of this is the least, if full steps compute prompts at most PATIENCE times as fast. They do on an RTX 5090."""
-FIRST_STEP_TOKENS = 2048
-"""The size before any step was observed: vLLM's default on small GPUs, good enough for a few steps
-anywhere."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
 """Share of the prompt tokens that are computed again, at which a decoding turn's wait counts twice."""
 LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
-MAX_PLAIN = 64
-"""Most waiting plain requests that are examined before each step. More do not fit into one."""
 
 
 class Work(NamedTuple):
@@ -100,7 +96,8 @@ def choose_step_tokens(
     """Tokens of the next step, decode tokens included: a power of two from 256 up, or `budget`."""
     fixed_s, token_s = times.get_added()
     if token_s <= 0:
-        return min(FIRST_STEP_TOKENS, budget)
+        # Before any step was observed: vLLM's default on small GPUs, good enough for a few steps anywhere.
+        return min(4 * MIN_STEP_TOKENS, budget)
 
     def get_speed(num_tokens: int, num_decoding: float, decode_s: float) -> float:
         """Prompt tokens a second, beside so many turns that decode, alone for so long a step."""
@@ -266,7 +263,7 @@ class AdaptiveSteps:
 
     def _add_plain(self, chosen: int, most: int, room: int) -> StepSize:
         """Add room for waiting plain requests that stock vLLM would compute in one step, in this room."""
-        fitting = [tokens for tokens in islice(self._plain.values(), MAX_PLAIN) if tokens <= room]
+        fitting = [tokens for tokens in islice(self._plain.values(), MAX_LOOKED_AT) if tokens <= room]
         if not fitting:
             return StepSize(chosen)
         longest = max(chosen, *fitting)

@@ -12,26 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from tenuto.core.turn_work import FADE, MIN_WEIGHT, PRIOR_CASES
 from tenuto.core.types import EngineView
 
-DECAY = 0.998
-"""Factor on a step's weight for each later step: a memory of about 500 steps."""
 MIN_PREFILL_TOKENS = 64
 """Fewer prefill tokens add no time to a step that decodes."""
 ADDED_DECAY = 0.99
-"""The same for the time that prefill adds: contexts change with each prompt."""
-DIFFERENCE_DECAY = 0.95
-"""The same for differences between steps. Only about one step in ten has one."""
+"""What is left of a step's weight after the next one, in the fit of the time that prefill adds: contexts
+change with each prompt, so it is of some hundred steps."""
 MIN_ADDED_TOKENS = 256
-"""Steps with fewer prefill tokens are left out of that fit: they lie above the line of larger ones."""
-MIN_DIFFERENCE = 128
-"""Steps that differ by fewer tokens say little about the slope."""
+"""Steps with fewer prefill tokens are left out of that fit: they lie above the line of larger ones. Steps
+that differ by fewer say little about its slope."""
 PRIOR_XX = 2.0 * 512**2
 """Weight of the guessed slope: as much as two differences of 512 tokens."""
-LATEST_STEP_WEIGHT = 0.02
-"""Weight of the latest step in the share of steps that were full."""
-MIN_STEPS = 5
-"""A fit is used after more than this many steps of its kind."""
 
 
 class _Moments:
@@ -41,22 +34,22 @@ class _Moments:
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        self.weight = self.weight * DECAY + 1.0
-        self.x = self.x * DECAY + x
-        self.y = self.y * DECAY + y
-        self.xx = self.xx * DECAY + x * x
-        self.xy = self.xy * DECAY + x * y
+        self.weight = self.weight * FADE + 1.0
+        self.x = self.x * FADE + x
+        self.y = self.y * FADE + y
+        self.xx = self.xx * FADE + x * x
+        self.xy = self.xy * FADE + x * y
 
     def observe_each(self, x: float, ys: Iterable[float]) -> None:
         """The same as `observe(x, y)` for each y."""
         weight, sum_x, sum_y, sum_xx, sum_xy = self.weight, self.x, self.y, self.xx, self.xy
         square = x * x
         for y in ys:
-            weight = weight * DECAY + 1.0
-            sum_x = sum_x * DECAY + x
-            sum_y = sum_y * DECAY + y
-            sum_xx = sum_xx * DECAY + square
-            sum_xy = sum_xy * DECAY + x * y
+            weight = weight * FADE + 1.0
+            sum_x = sum_x * FADE + x
+            sum_y = sum_y * FADE + y
+            sum_xx = sum_xx * FADE + square
+            sum_xy = sum_xy * FADE + x * y
         self.weight, self.x, self.y, self.xx, self.xy = weight, sum_x, sum_y, sum_xx, sum_xy
 
     def try_get_line(self) -> tuple[float, float] | None:
@@ -96,9 +89,9 @@ class _Added:
         self.decode_s = ADDED_DECAY * self.decode_s + decode_s
         if self.last is not None and self.last[2] == num_requests:
             x, y = num_tokens - self.last[0], added_s - self.last[1]
-            if abs(x) >= MIN_DIFFERENCE:
-                self.xx = DIFFERENCE_DECAY * self.xx + x * x
-                self.xy = DIFFERENCE_DECAY * self.xy + x * y
+            if abs(x) >= MIN_ADDED_TOKENS:
+                self.xx = (1 - MIN_WEIGHT) * self.xx + x * x
+                self.xy = (1 - MIN_WEIGHT) * self.xy + x * y
         self.last = (num_tokens, added_s, num_requests)
 
     def get_line(self) -> tuple[float, float]:
@@ -136,7 +129,7 @@ class StepTimes:
 
         `is_full`: it had no room for more prompt tokens.
         """
-        self._full_share += LATEST_STEP_WEIGHT * (is_full - self._full_share)
+        self._full_share += MIN_WEIGHT * (is_full - self._full_share)
         if duration_s <= 0 or num_requests < 1:
             return
         self._lines = self._added_line = None
@@ -155,7 +148,7 @@ class StepTimes:
         full_share = self._full_share
         if full_share or is_full:
             for _ in durations_s:
-                full_share += LATEST_STEP_WEIGHT * (is_full - full_share)
+                full_share += MIN_WEIGHT * (is_full - full_share)
             self._full_share = full_share
         known_s = durations_s if min(durations_s) > 0 else [each_s for each_s in durations_s if each_s > 0]
         if known_s:
@@ -205,7 +198,7 @@ class StepTimes:
         has a cost of its own. (0, 0) before any prefill was seen.
         """
         if self._added_line is None:
-            known = self._added.weight > MIN_STEPS
+            known = self._added.weight > PRIOR_CASES
             self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
         return self._added_line
 

@@ -9,20 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.turn_work import PRIOR_CASES
+from tenuto.core.turn_work import MAX_NAMES, MEMORY, PRIOR_CASES
 from tenuto.core.types import Job
-
-MAX_TOOLS = 1000
-"""Most tools that are kept: names come from clients and model output. The least recently seen is dropped."""
-MAX_TIMES = 500
-"""Calls that are kept per tool. The share of calls within a time is then known to 2.2 % (one standard
-error)."""
 
 
 class RecentTimes:
     """The last `max_times` samples in seconds, oldest forgotten first, also kept sorted."""
 
-    def __init__(self, times_s: Iterable[float] = (), max_times: int = MAX_TIMES) -> None:
+    def __init__(self, times_s: Iterable[float] = (), max_times: int = MEMORY) -> None:
         self._max_times = max_times
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
@@ -60,7 +54,7 @@ MIN_SAMPLES = 100
 class ToolSamples:
     """Recent times per tool and over all tools. Of too many tools, the least recently seen is dropped."""
 
-    def __init__(self, max_tools: int = MAX_TOOLS, max_times: int = MAX_TIMES) -> None:
+    def __init__(self, max_tools: int = MAX_NAMES, max_times: int = MEMORY) -> None:
         self._max_tools = max_tools
         self._max_times = max_times
         self._tools: OrderedDict[str, RecentTimes] = OrderedDict()
@@ -171,7 +165,7 @@ class MeanTimes:
         """Count one call."""
         count, mean = self._means.pop(tool, (0, 0.0))
         self._means[tool] = (count + 1, mean + (tool_s - mean) / (count + 1))
-        if len(self._means) > MAX_TOOLS:
+        if len(self._means) > MAX_NAMES:
             self._means.popitem(last=False)
 
     def get_mean_s(self, tool: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from tenuto.core.engine import ADAPTIVE
 from tenuto.core.policy import EngineSettings, Key, Learns, LearnsDecodes, Needs, Policy, Reports, setting
+from tenuto.core.turn_work import MAX_LOOKED_AT
 from tenuto.core.types import (
     Decision,
     DecodeSteps,
@@ -37,12 +38,9 @@ from tenuto.estimators.tool_times import Pauses, ToolSamples
 LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
 return."""
-FIRST = -1e12
-"""The value of a lease that is not worth its memory. Any turn may reclaim it, and it is reclaimed first."""
 AHEAD_S = 1e9
-"""Seconds by which one class of jobs goes before another: more than any job's work takes."""
-MAX_LOOK_UPS = 64
-"""While more turns wait, first turns are not looked up in the cache: a look-up costs as much as a start."""
+"""Seconds by which one class of jobs goes before another: more than any job's work takes. Any turn may
+reclaim a lease whose job goes so far behind."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     needs: ClassVar[Needs] = Needs(
         reorder_s=2.0,
-        max_waiting_with_hits=MAX_LOOK_UPS,
+        max_waiting_with_hits=MAX_LOOKED_AT,
         steady_reclaim=True,
         engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),
     )
@@ -127,7 +125,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         worth_s = self._steps.get_worth_s(view)
         until_s = view.now_s + min(max(left_s, LOOK_S[0]), LOOK_S[1], self.max_idle_s)
         if left_s > min(worth_s, self.max_idle_s):
-            return Keep(until_s, value=FIRST, why=LeaseRefusal.PRICE)
+            return Keep(until_s, value=-AHEAD_S, why=LeaseRefusal.PRICE)
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:

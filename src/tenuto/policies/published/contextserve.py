@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import EngineSettings, Needs, setting
+from tenuto.core.turn_work import MAX_NAMES
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -28,7 +29,6 @@ from tenuto.core.types import (
     Yields,
 )
 from tenuto.estimators.commands import MIN_TIME_S, CommandShape, CommandText, read_names, read_text
-from tenuto.estimators.tool_times import MAX_TOOLS
 from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
 
 FAST_PROGRAMS = read_names(
@@ -166,7 +166,7 @@ class ContextServe(LearnsTtl):
         prior_log_s, sd = self._expect(text)
         belief = self._beliefs.pop(text.program, None) or _get_prior(sd)
         self._beliefs[text.program] = belief.observe(math.log(max(tool_s, MIN_TIME_S)) - prior_log_s)
-        if len(self._beliefs) > MAX_TOOLS:
+        if len(self._beliefs) > MAX_NAMES:
             self._beliefs.popitem(last=False)
         self._tool_times.observe(text.program, tool_s)
 
@@ -183,7 +183,7 @@ class ContextServe(LearnsTtl):
             (str(program), NormalInverseGamma(*map(float, b))) for program, b in state["beliefs"].items()
         ]
         super().set_state(state["ttl"])
-        self._beliefs = OrderedDict(beliefs[-MAX_TOOLS:])
+        self._beliefs = OrderedDict(beliefs[-MAX_NAMES:])
 
     # Inside.
 
