@@ -132,11 +132,18 @@ class _Engine(Engine):
         super()._process()
 
 
-class _VllmClient:
+class VllmClient:
     """Sends a workload to vLLM's scheduler, one step after the other."""
 
     def __init__(
-        self, workload: Workload, sizes: Sizes, clock: Any, trace: Path | None, cost: StepCost
+        self,
+        workload: Workload,
+        sizes: Sizes,
+        clock: Any,
+        trace: Path | None = None,
+        cost: StepCost = ONE_SECOND,
+        *,
+        is_async: bool = False,
     ) -> None:
         settings: dict[str, Any] = {"policy": sizes.policy}
         settings |= {} if trace is None else {"trace": str(trace)}
@@ -145,6 +152,7 @@ class _VllmClient:
         self._cost = cost
         self._say_hints = say_tool if sizes.read_tool_calls else say_last
         config = make_config(
+            is_async=is_async,
             tenuto=settings,
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -266,7 +274,7 @@ def run_vllm(
     cost: StepCost = ONE_SECOND,
 ) -> VllmRun:
     """Run it through vLLM's scheduler; `clock` stands in for the scheduler module's `time`."""
-    return _VllmClient(workload, sizes, clock, trace, cost).run()
+    return VllmClient(workload, sizes, clock, trace, cost).run()
 
 
 @dataclass(frozen=True)
