@@ -82,7 +82,7 @@ class LaunchingClient(VllmClient):
 
 
 def test_jobs_are_faster_than_in_stock_where_the_host_takes_the_time(clock: Clock) -> None:  # noqa: F811
-    """Steps with prompts cost the same, whatever their size. Small ones would make jobs slow: 1.3 of stock."""
+    """Steps with prompts cost the same, whatever their size. Small ones make jobs slow: 1.3 of stock."""
     workload = make_workload(LOAD)
     cost = build_machine(SIZES).step_cost
     mean_s = {}
