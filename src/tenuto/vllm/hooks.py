@@ -415,7 +415,8 @@ class StepReporter:
         self._clock = StepClock()
         self._ended_s = -math.inf
         self._decode_s = math.inf
-        """Seconds of the latest step that only decoded, and that no launch delayed."""
+        """Seconds of the latest step that only decoded and that no launch delayed, or was no longer than this
+        although one did."""
         self._scheduled: deque[_Scheduled] = deque()
 
     def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
