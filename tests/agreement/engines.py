@@ -176,9 +176,7 @@ class VllmClient:
         while self._due or self._flying:
             if not self._flying:
                 self._now_s = max(self._now_s, self._due[0][0])
-            while self._due and self._due[0][0] <= self._now_s:
-                self._send(heapq.heappop(self._due)[2])
-            self._set_clock(self._now_s)
+            self._send_due()
             self._note(self._engine.step())
             self._finish()
         self._engine.run()  # an idle step, which writes the end of the trace
@@ -203,6 +201,12 @@ class VllmClient:
                 prefills.append((num_tokens, context))
         self.run_record.step_tokens.append(output.total_num_scheduled_tokens)
         return StepBatch.of(prefills, decodes)
+
+    def _send_due(self) -> None:
+        """Send what is due by now, and set the clock to now."""
+        while self._due and self._due[0][0] <= self._now_s:
+            self._send(heapq.heappop(self._due)[2])
+        self._set_clock(self._now_s)
 
     def _set_clock(self, now_s: float) -> None:
         self._clock.now_s = self._start_s + now_s
