@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tenuto.core import turn_work
+from tenuto.core.turn_work import MAX_NAMES
 from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators.returns import PERSON_S, PlainKinds, PlainShare, Standing
 
@@ -73,13 +73,16 @@ def test_a_kind_that_changes_is_seen_to_change() -> None:
     assert not is_plain(kinds, "k")
 
 
-def test_kinds_are_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(turn_work, "MAX_NAMES", 3)
+def test_kinds_are_bounded_and_invented_ones_push_out_none_that_were_seen_often() -> None:
     kinds = PlainKinds()
-    kinds.observe(make_turn("agent", LS))
-    for n in range(3):
+    for _ in range(3):
+        kinds.observe(make_turn("agent", LS))
+    kinds.observe(make_turn("rare", LS))
+    for n in range(2 * MAX_NAMES):
         kinds.observe(make_turn(f"probe-{n}"))
-    assert is_plain(kinds, "agent")  # forgotten; most new kinds were plain
+    assert len(kinds._kinds) <= MAX_NAMES
+    assert not is_plain(kinds, "agent")
+    assert is_plain(kinds, "rare")  # forgotten; most new kinds were plain
 
 
 def test_plain_requests_that_have_more_than_half_of_the_work_are_a_flood() -> None:

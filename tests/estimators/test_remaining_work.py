@@ -120,13 +120,19 @@ def test_a_kind_counts_the_more_the_more_jobs_of_it_were_seen() -> None:
 def test_a_job_stays_of_its_kind_when_the_kind_is_forgotten() -> None:
     work = make_mixture()
     observe(work, "old", 100.0, kind="long")
-    for n in range(2 * MAX_ROWS):
-        add_job(work, f"flood{n}", [100.0], kind=f"kind {n}")
-    assert len(work._kinds) == MAX_ROWS
+    work._kinds.clear()
     assert work.get_work_left(make_job("old", "long")) == pytest.approx(1900, rel=0.05)
     observe(work, "old", 100.0, kind="long")
     work.end_job("old")
     assert work.get_work_left(make_job("new", "long")) == work.get_work_left(make_job("new"))
+
+
+def test_invented_kinds_push_out_none_that_many_jobs_had() -> None:
+    work = make_mixture()
+    for n in range(2 * MAX_ROWS):
+        add_job(work, f"flood{n}", [100.0], kind=f"kind {n}")
+    assert len(work._kinds) <= MAX_ROWS
+    assert work.get_work_left(make_job("new", "long")) == pytest.approx(2000, rel=0.05)
 
 
 def test_jobs_whose_end_nobody_reports_are_as_short_as_those_that_say_so() -> None:

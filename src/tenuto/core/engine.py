@@ -211,8 +211,8 @@ class StepClock:
     """Makes a `StepView` of each step that ended. Steps end in the order in which they were scheduled."""
 
     def __init__(self, ended_s: float = -math.inf) -> None:
-        """`ended_s`: when the previous step ended; no step ran before this time."""
-        self._ended_s = ended_s
+        """`ended_s`: when the latest step ended; no step ran before this time."""
+        self.ended_s = ended_s
 
     def finish(
         self,
@@ -228,8 +228,8 @@ class StepClock:
         `num_tokens` does not include drafts. A decoding request counts one token, whatever is drafted for it.
         The other tokens of a step are its prefill.
         """
-        duration_s = now_s - max(self._ended_s, scheduled_s)
-        self._ended_s = now_s
+        duration_s = now_s - max(self.ended_s, scheduled_s)
+        self.ended_s = now_s
         return StepView(now_s, duration_s, num_tokens, num_requests, is_full)
 
     def finish_decodes(
@@ -239,7 +239,7 @@ class StepClock:
 
         `scheduled_s`: when the first step was scheduled.
         """
-        first_s = ends_s[0] - max(self._ended_s, scheduled_s)
-        self._ended_s = ends_s[-1]
+        first_s = ends_s[0] - max(self.ended_s, scheduled_s)
+        self.ended_s = ends_s[-1]
         durations_s = [first_s, *map(operator.sub, ends_s[1:], ends_s)]
         return DecodeSteps(ends_s, durations_s, num_requests, is_full)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
 
 DECODE_TOKENS = 8.0
 """Prefill tokens that cost as much as one decoded token. `tenuto.sim.cost` gives 5 to 15 on GPUs. It need not
@@ -39,12 +42,27 @@ MEMORY = 500
 a time is then known to 2.2 % (one standard error)."""
 FADE = 1 - 1 / MEMORY
 """What is left of one's weight after the next one."""
-MAX_NAMES = 1000
-"""Most kinds, tools or classes that are remembered, because clients can invent them. The least recently seen
-is forgotten first."""
+MAX_NAMES = 4096
+"""Most kinds, tools or classes that are remembered, because clients can invent them: see `forget_some`."""
 MAX_LOOKED_AT = 64
 """Most waiting turns, or names to forget, that are examined one by one. Looking up a turn in the cache costs
 as much as a start."""
+
+
+_Value = TypeVar("_Value")
+
+
+def forget_some(table: OrderedDict[Any, _Value], get_evidence: Callable[[_Value], float]) -> None:
+    """Make room in a full table, which has the least recently seen first; O(1) amortised for each new name.
+
+    Of the least recently seen, the half with the least evidence goes. So whoever invents names pushes out
+    only those that have as little evidence.
+    """
+    oldest = sorted(islice(table, MAX_LOOKED_AT), key=lambda name: get_evidence(table[name]))
+    for name in oldest[: len(oldest) // 2]:
+        del table[name]
+    for name in oldest[len(oldest) // 2 :]:
+        table.move_to_end(name)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +105,9 @@ class KindCounts:
         is_new = counts is None
         if counts is None:
             counts = self._kinds[name] = Counts()
-            if len(self._kinds) > MAX_NAMES:
-                self._kinds.popitem(last=False)
         else:
             self._kinds.move_to_end(name)
         counts.observe(is_marked=is_marked)
+        if len(self._kinds) > MAX_NAMES:
+            forget_some(self._kinds, lambda counts: counts.turns)
         return is_new

@@ -7,12 +7,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import FADE, MAX_NAMES, PRIOR_CASES, get_work
+from tenuto.core.turn_work import FADE, MAX_NAMES, PRIOR_CASES, forget_some, get_work
 from tenuto.core.types import Job, Turn
 
 MAX_ROWS = 256
-"""Most kinds with a table, because clients can invent kinds: the least recently seen is forgotten first. Also
-the largest turn number with statistics of its own: later turns count as this one."""
+"""Most kinds with a table, because clients can invent kinds. Also the largest turn number with statistics of
+its own: later turns count as this one."""
 
 
 class Left(NamedTuple):
@@ -317,8 +317,8 @@ class RemainingWork:
         self._kinds[kind] = (self._kinds[kind] or TurnTable()) if kind in self._kinds else None
         for key in (others, kind):
             self._kinds.move_to_end(key)
-        while len(self._kinds) > MAX_ROWS:
-            self._kinds.popitem(last=False)
+        if len(self._kinds) > MAX_ROWS:
+            forget_some(self._kinds, lambda table: table.num_jobs if table else 0.0)
 
     def __repr__(self) -> str:
         return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._kinds!r})"

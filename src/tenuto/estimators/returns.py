@@ -20,9 +20,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from itertools import islice
 
-from tenuto.core.turn_work import MAX_LOOKED_AT, MAX_NAMES, Counts, KindCounts, get_work
+from tenuto.core.turn_work import MAX_NAMES, Counts, KindCounts, forget_some, get_work
 from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
@@ -82,8 +81,8 @@ class Returns:
                 self._classes.move_to_end(name)
             counts.left = decay * counts.left + work
             counts.back *= decay
-        while len(self._classes) > MAX_NAMES:
-            self._forget_one()
+        if len(self._classes) > MAX_NAMES:
+            forget_some(self._classes, lambda counts: counts.left)
         if _NEW_TOOL in away.path:
             self.share_of_new = self._get_share((_NEW_TOOL,))
 
@@ -137,14 +136,6 @@ class Returns:
             own = inner
         return share
 
-    def _forget_one(self) -> None:
-        """Of the least recently seen classes, forget the one with the least evidence."""
-        oldest = list(islice((name for name in self._classes if name not in _TOP), MAX_LOOKED_AT))
-        least = min(oldest, key=lambda name: self._classes[name].left)
-        for name in oldest:
-            self._classes.move_to_end(name)
-        del self._classes[least]
-
     def __repr__(self) -> str:
         return f"Returns({dict(self._classes)}, {self._jobs})"
 
@@ -153,7 +144,6 @@ _NOTHING = _Counts()
 _NEW_TOOL: _Class = ("new job, tool",)
 _NEW_NO_TOOL: _Class = ("new job, no tool",)
 _AGAIN_NO_TOOL: _Class = ("job that came back, no tool",)
-_TOP = {_NEW_TOOL, _NEW_NO_TOOL, _AGAIN_NO_TOOL}
 
 
 def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:

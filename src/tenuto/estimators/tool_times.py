@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.turn_work import MAX_NAMES, MEMORY, PRIOR_CASES
+from tenuto.core.turn_work import MAX_NAMES, MEMORY, PRIOR_CASES, forget_some
 from tenuto.core.types import Job
 
 
@@ -52,7 +52,7 @@ MIN_SAMPLES = 100
 
 
 class ToolSamples:
-    """Recent times per tool and over all tools. Of too many tools, the least recently seen is dropped."""
+    """Recent times per tool and over all tools. Of too many tools, some are dropped: see `forget_some`."""
 
     def __init__(self, max_tools: int = MAX_NAMES, max_times: int = MEMORY) -> None:
         self._max_tools = max_tools
@@ -68,7 +68,7 @@ class ToolSamples:
         self._tools[tool].observe(tool_s)
         self._tools.move_to_end(tool)
         if len(self._tools) > self._max_tools:
-            self._tools.popitem(last=False)
+            forget_some(self._tools, len)
 
     def get_left_s(self, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the call returns: the mean over earlier calls that took longer.

@@ -413,7 +413,6 @@ class StepReporter:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._clock = StepClock()
-        self._ended_s = -math.inf
         self._decode_s = math.inf
         """Seconds of the latest step that only decoded and that no launch delayed, or was no longer than this
         although one did."""
@@ -441,13 +440,13 @@ class StepReporter:
         num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         num_tokens = output.total_num_scheduled_tokens - num_drafts
         num_requests = len(output.num_scheduled_tokens)
-        duration_s = now_s - max(self._ended_s, step.at_s)
+        duration_s = now_s - max(self._clock.ended_s, step.at_s)
         late_s = min(self._get_launch_s(now_s), duration_s - self._decode_s)
         if late_s <= 0 and num_tokens == num_requests:
             self._decode_s = duration_s
-        self._ended_s = now_s - max(0.0, late_s)
+        ended_s = now_s - max(0.0, late_s)
         self._driver.step(
-            self._clock.finish(self._ended_s, step.at_s, num_tokens, num_requests, is_full=step.is_full)
+            self._clock.finish(ended_s, step.at_s, num_tokens, num_requests, is_full=step.is_full)
         )
 
     def _get_launch_s(self, now_s: float) -> float:
