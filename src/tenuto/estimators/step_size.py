@@ -24,16 +24,14 @@ than the engine can do. Then it is the smallest step whose V(T) is within SLACK 
 are guesses. A larger one would only let more turns run at a time.
 
 Otherwise prompts go first, but only as far as this saves more waiting than it causes. While the engine
-computes one more prompt token, its own turn waits, and so do the n decoding turns, each with those that come
-after it (M/M/1). Prompts wait for prompts only, and decoding waits for everything:
+computes one more prompt token, its own turn waits, and so do the n decoding turns:
 
-    weight / (v(T) - r)                          seconds that prompts wait for it
-    n · delay(T) / (1 - (b - ρ + r · delay(T)))  seconds that decoding waits for it
+    weight / (v(T) - r)              seconds that the prompt waits for it, with the queue before it (M/M/1)
+    n · (f(T) - d(n)) / (T - n)      seconds by which it delays decoding
 
-where delay(T) = (f(T) - d(n)) / (T - n), and a load above 1 / SLACK counts as that. The step is the largest
-size whose sum is within SLACK of the smallest: of sizes that are as good for all turns, the largest has the
-earliest first tokens. The second term is why small steps can be better for all turns: a few prompt tokens add
-little to a pass over the weights that decoding needs anyway. Two bounds hold:
+The step is the largest size whose sum is within SLACK of the smallest: of sizes that are as good for all
+turns, the largest has the earliest first tokens. The second term is why small steps can be better for all
+turns: a few prompt tokens add little to a pass over the weights that decoding needs anyway. Two bounds hold:
 
 - A prompt waits at most PATIENCE times as long as with full steps, so that times to first token stay near
   those of stock vLLM.
@@ -75,9 +73,8 @@ RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
 """Share of the prompt tokens that are computed again, at which a decoding turn's wait counts twice."""
-LOOK_EVERY = 4, 64
-"""One step in this many is twice as large as chosen, to learn what tokens cost in larger steps: while this is
-mostly a guess, and later."""
+LOOK_EVERY = 64
+"""One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 
 
 class Work(NamedTuple):
@@ -138,10 +135,7 @@ def choose_step_tokens(
         left = speed_of[num_tokens] - rate
         if left <= 0 or left < (most - rate) / PATIENCE:
             return math.inf
-        delay = get_delay(num_tokens, num_decoding)
-        # With steps of this size: answers have the rest of the time, whatever the size.
-        busy = min(work.busy - share + rate * delay, 1 / SLACK)
-        return prompt_weight / left + num_decoding * delay / (1 - busy)
+        return prompt_weight / left + num_decoding * get_delay(num_tokens, num_decoding)
 
     waits = {size: get_wait(size) for size in sizes}
     best = max(size for size, wait in waits.items() if wait <= SLACK * min(waits.values()))
@@ -233,7 +227,7 @@ class AdaptiveSteps:
         if num_decoding < 0:
             return None
         chosen = choose_step_tokens(self._times, num_decoding, self._get_work(), self.prompt_weight, budget)
-        if self._num_steps % LOOK_EVERY[self._times.is_measured()] == 0:
+        if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
         chosen = max(chosen, min(num_decoding + block_size, budget))

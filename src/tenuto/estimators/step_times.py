@@ -202,10 +202,6 @@ class StepTimes:
             self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
         return self._added_line
 
-    def is_measured(self) -> bool:
-        """Whether the slope of `get_added` is much more measured than guessed."""
-        return self._added.xx > PRIOR_CASES * PRIOR_XX
-
     def _get_lines(self) -> tuple[float, tuple[float, float]]:
         """Both fits, computed at most once per step, because many turns end with one step."""
         if self._lines is None:
