@@ -60,6 +60,16 @@ def test_of_too_many_tools_the_longest_unseen_is_forgotten() -> None:
     assert samples.try_get("a") is not None and samples.try_get("c") is not None
 
 
+def test_invented_tools_push_out_none_that_was_called_often() -> None:
+    samples = ToolSamples(max_tools=100)
+    for _ in range(2):
+        samples.observe("grep", 1.0)
+    for n in range(1000):
+        samples.observe(f"invented-{n}", 1.0)
+    assert samples.try_get("grep") is not None and samples.try_get("invented-999") is not None
+    assert sum(samples.try_get(f"invented-{n}") is not None for n in range(1000)) < 100
+
+
 def test_state_goes_through_json_and_back() -> None:
     samples = make_samples(ls=[1.0, 0.5], make=[9.0])
     again = ToolSamples()
