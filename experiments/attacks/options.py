@@ -17,6 +17,7 @@ HELP = {
     "lengths": "factor on the length of every text",
     "strength": "factor on the number of an attack's streams",
     "seed": "moves each arrival at random; 0: arrivals are even",
+    "no_calls": "the attack's answers contain no tool call, so that its requests look plain",
 }
 
 
@@ -25,9 +26,12 @@ def add_options(parser: argparse.ArgumentParser, scene: Scene) -> None:
     parser.add_argument("--attacks", default=",".join(ATTACKS), help=f"some of {', '.join(ATTACKS)}")
     parser.add_argument("--json", action="store_true", help="one line of JSON per run instead of the table")
     for field in fields(Scene):
-        value = getattr(scene, field.name)
+        name, value = f"--{field.name.replace('_', '-')}", getattr(scene, field.name)
+        if value is False:
+            parser.add_argument(name, action="store_true", help=HELP[field.name])
+            continue
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            name,
             type=type(value),
             default=value,
             help=f"{HELP[field.name]} (default {value})",

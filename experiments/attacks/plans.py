@@ -68,6 +68,8 @@ class Scene:
     """Factor on the number of an attack's streams."""
     seed: int = 0
     """Moves each arrival by a random part of the time to the next; 0: arrivals are even."""
+    no_calls: bool = False
+    """Whether the attack's answers contain no tool call. Then its requests look like plain ones."""
 
 
 def make_workload(attack: Attack, scene: Scene) -> Workload:
@@ -96,7 +98,8 @@ def make_workload(attack: Attack, scene: Scene) -> Workload:
         for number in range(int(scene.window_s / scene.long_every_s))
     ]
     attack = replace(attack, num_streams=round(attack.num_streams * scene.strength))
-    long = scale_lengths(Workload("attack", (*agents, *long_probes, *_make_streams(attack))), scene.lengths)
+    streams = _make_streams(attack, calls=not (attack.says_last or scene.no_calls))
+    long = scale_lengths(Workload("attack", (*agents, *long_probes, *streams)), scene.lengths)
     return Workload("attack", (*long.jobs, *probes))
 
 
@@ -131,7 +134,7 @@ def is_agent(job_id: str) -> bool:
     return job_id.startswith("ab8")
 
 
-def _make_streams(attack: Attack) -> Iterator[Job]:
+def _make_streams(attack: Attack, *, calls: bool) -> Iterator[Job]:
     """A stream is a job of the workload; which job the engine takes it for, `make_say` tells."""
     for stream in range(attack.num_streams):
         name = f"attack-{stream % attack.num_ids if attack.num_ids else stream}"
@@ -141,5 +144,5 @@ def _make_streams(attack: Attack) -> Iterator[Job]:
             goes_on = index % (1 + attack.num_returns)
             prompt: Prompt = turns[-1].followed_by(new) if goes_on else (new,)
             output = Span(f"{name}/{stream}/{index}/out", attack.output_tokens)
-            turns.append(TurnSpec(prompt, output, tool=None if attack.says_last else "tool"))
+            turns.append(TurnSpec(prompt, output, tool="tool" if calls else None))
         yield Job(f"{name}~{stream}", 0.5 + 0.01 * stream, tuple(turns))

@@ -11,7 +11,7 @@ import pytest
 from experiments.attacks import live
 from experiments.attacks.__main__ import UNBOUNDED, measure
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import ATTACKS, YEAR_S, Attack, Scene, make_say, make_workload
+from experiments.attacks.plans import ATTACKS, YEAR_S, Attack, Scene, is_agent, make_say, make_workload
 from experiments.attacks.table import HEAD, Outcome, show
 from tenuto.core.stock_queue import AGENTS_LIMIT
 from tenuto.records.schema import TurnRecord
@@ -51,6 +51,9 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
     small = make_workload(ATTACKS["busy"], replace(SMALL, lengths=0.1, strength=0.5))
     streams = [job for job in small.jobs if job.job_id.startswith("attack")]
     assert (len(streams), streams[0].turns[0].num_prompt_tokens) == (16, 150)
+    silent = make_workload(ATTACKS["busy"], replace(SMALL, no_calls=True)).jobs
+    tools = {is_agent(job.job_id): {turn.tool for turn in job.turns[:-1]} for job in silent if job.turns[1:]}
+    assert tools[False] == {None} and None not in tools[True]
 
 
 @pytest.mark.slow
@@ -115,6 +118,7 @@ def test_options_are_the_numbers_of_the_scene() -> None:
     assert get_scene(parser.parse_args([])) == Scene()
     parsed = parser.parse_args(["--kv-tokens", "5000", "--seed", "3", "--attacks", "busy,long"])
     assert get_scene(parsed) == Scene(kv_tokens=5000, seed=3)
+    assert get_scene(parser.parse_args(["--no-calls"])) == Scene(no_calls=True)
     assert list(get_attacks(parsed)) == ["busy", "long"]
     with pytest.raises(SystemExit, match="unknown x; there are none, busy"):
         get_attacks(parser.parse_args(["--attacks", "x"]))
