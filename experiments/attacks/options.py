@@ -17,7 +17,7 @@ HELP = {
     "lengths": "factor on the length of every text",
     "strength": "factor on the number of an attack's streams",
     "seed": "moves each arrival at random; 0: arrivals are even",
-    "no_calls": "the attack's answers contain no tool call, so that its requests look plain",
+    "no_calls": "the attack's answers contain no tool call, so its requests look plain; live, they never do",
 }
 
 

@@ -55,8 +55,8 @@ _Value = TypeVar("_Value")
 def forget_some(table: OrderedDict[Any, _Value], get_evidence: Callable[[_Value], float]) -> None:
     """Make room in a full table, which has the least recently seen first; O(1) amortised for each new name.
 
-    Of the least recently seen, the half with the least evidence goes. So whoever invents names pushes out
-    only those that have as little evidence.
+    Of the least recently seen, the half with the least evidence goes; the rest count as seen now. So whoever
+    invents names pushes out only those that have as little evidence.
     """
     oldest = sorted(islice(table, MAX_LOOKED_AT), key=lambda name: get_evidence(table[name]))
     for name in oldest[: len(oldest) // 2]:
