@@ -117,6 +117,11 @@ class Control:
         self._learned: dict[str, Any] = {}
         """What each policy had learned when another one replaced it."""
         self._last: dict[str, Any] = {"changes": 0, "changed_by": None, "changed_unix_s": None}
+        self._number = 0
+        """Of the latest change that a server sent and that was accepted, even if it changed nothing here."""
+        self._by = "another operator"
+        self._accepted_s = 0.0
+        """When it was accepted, on the machine's monotonic clock."""
 
     def answer(self, text: str) -> str:
         """Do what a request says. The answer has `ok`, and either the status or an `error`."""
@@ -175,10 +180,13 @@ class Control:
             case "check":
                 settings = self._read(request["change"])
                 self._scheduler.prepare(settings, self._make_policy(settings))
-                return {"ok": True, "changes": self._last["changes"]}
+                return {"ok": True, "number": self._number, "age_s": time.monotonic() - self._accepted_s}
             case "change":
                 self._check_unchanged(request.get("after", {}))
-                return {"ok": True, **self.change(request["change"], request["by"])}
+                status = self.change(request["change"], request["by"])
+                self._number, self._by = request.get("number", self._number), request["by"]
+                self._accepted_s = time.monotonic()
+                return {"ok": True, **status}
             case "release":
                 return {"ok": True, "known": bool(self._scheduler.release(self._read_job(request["fields"])))}
             case "job":
@@ -192,12 +200,10 @@ class Control:
     def _check_unchanged(self, after: Mapping[str, int]) -> None:
         """Refuse a change if another operator has changed the settings since it was checked.
 
-        `after`: by rank, the number of changes so far when the change was checked.
+        `after`: by rank, the number of the latest change when this one was checked.
         """
-        num_changes = self._last["changes"]
-        if after.get(str(self._rank), num_changes) != num_changes:
-            by = self._last["changed_by"]
-            raise ConflictError(f"{by} changed the settings at the same time; look, and ask again")
+        if after.get(str(self._rank), self._number) != self._number:
+            raise ConflictError(f"{self._by} changed the settings at the same time; look, and ask again")
 
     def _read(self, change: Any) -> Any:
         """The settings after a change. Raises ConfigError or PolicyError."""

@@ -102,7 +102,9 @@ class ControlAddresses:
 
         Two operators may change the settings at the same time, through different API servers. Then the first
         rank accepts the change that arrives first and refuses the other. A refused change is sent to no other
-        rank, so all ranks keep the same settings.
+        rank, so all ranks keep the same settings. Each change has a number. While the ranks have different
+        ones, a change is on its way from the first rank to the others, and no further change may overtake it.
+        After `LIMIT_S` it no longer is: a rank has failed or was restarted.
         """
         body, after = await read_body(receive, MAX_BODY_BYTES)
         if after is not None:
@@ -115,12 +117,17 @@ class ControlAddresses:
         status, answer = await _ask(scope, {"do": "check", "change": change})
         if status != 200:
             return status, {**answer, "applied": False}
-        changes = {rank["rank"]: rank["changes"] for rank in answer["ranks"]}
-        request = {"do": "change", "change": change, "by": by, "after": changes}
-        first = min(changes)
+        numbers = {rank["rank"]: rank["number"] for rank in answer["ranks"]}
+        latest = max(answer["ranks"], key=lambda rank: rank["number"])
+        if len(set(numbers.values())) > 1 and latest["age_s"] < LIMIT_S:
+            error = "another operator changes the settings at the same time; look, and ask again"
+            return 409, {"error": error, "applied": False}
+        number = latest["number"] + 1
+        request = {"do": "change", "change": change, "by": by, "after": numbers, "number": number}
+        first = min(numbers)
         status, answer = await _ask(scope, request, [first])
-        if status == 200 and len(changes) > 1:
-            others = changes.keys() - {first}
+        if status == 200 and len(numbers) > 1:
+            others = numbers.keys() - {first}
             status, rest = await _ask(scope, request, others)
             answer = {**rest, "ranks": [*answer["ranks"], *rest["ranks"]]}
         if status == 200:
