@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,7 @@ def main() -> int:
     if not os.access(args.vllm, os.X_OK):
         raise SystemExit(f"--vllm: {args.vllm} is no program")
     args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the servers are stopped
     try:
         for line in show(run(args), as_json=args.json):
             print(line, flush=True)
