@@ -18,6 +18,7 @@ HELP = {
     "strength": "factor on the number of an attack's streams",
     "seed": "moves each arrival at random; 0: arrivals are even",
     "no_calls": "the attack's answers contain no tool call, so its requests look plain; live, they never do",
+    "same_start": "the attack's prompts begin like those of the plain requests of several steps",
 }
 
 

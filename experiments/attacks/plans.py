@@ -14,6 +14,8 @@ from tenuto.workload.transform import scale_lengths
 
 YEAR_S = 365 * 86_400.0
 LONG_TOKENS = 3000
+START_TOKENS = 64
+"""A common beginning of prompts; at least one block of the cache."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ class Scene:
     """Moves each arrival by a random part of the time to the next; 0: arrivals are even."""
     no_calls: bool = False
     """Whether the attack's answers contain no tool call. Then its requests look like plain ones."""
+    same_start: bool = False
+    """Whether the attack's prompts begin like the plain requests of `LONG_TOKENS`. Then they are of one kind."""
+
+    @property
+    def start(self) -> Prompt:
+        """What the prompts of the attack and of the long plain requests begin with."""
+        return (Span("start", round(START_TOKENS / self.lengths)),) if self.same_start else ()
 
 
 def make_workload(attack: Attack, scene: Scene) -> Workload:
@@ -93,12 +102,17 @@ def make_workload(attack: Attack, scene: Scene) -> Workload:
         Job(
             f"long-probe-{number}",
             5.0 + arrive(number, scene.long_every_s),
-            (TurnSpec((Span(f"long-probe-{number}", LONG_TOKENS),), Span(f"long-probe-{number}/out", 20)),),
+            (
+                TurnSpec(
+                    (*scene.start, Span(f"long-probe-{number}", LONG_TOKENS)),
+                    Span(f"long-probe-{number}/out", 20),
+                ),
+            ),
         )
         for number in range(int(scene.window_s / scene.long_every_s))
     ]
     attack = replace(attack, num_streams=round(attack.num_streams * scene.strength))
-    streams = _make_streams(attack, calls=not (attack.says_last or scene.no_calls))
+    streams = _make_streams(attack, scene.start, calls=not (attack.says_last or scene.no_calls))
     long = scale_lengths(Workload("attack", (*agents, *long_probes, *streams)), scene.lengths)
     return Workload("attack", (*long.jobs, *probes))
 
@@ -134,7 +148,7 @@ def is_agent(job_id: str) -> bool:
     return job_id.startswith("ab8")
 
 
-def _make_streams(attack: Attack, *, calls: bool) -> Iterator[Job]:
+def _make_streams(attack: Attack, start: Prompt, *, calls: bool) -> Iterator[Job]:
     """A stream is a job of the workload; which job the engine takes it for, `make_say` tells."""
     for stream in range(attack.num_streams):
         name = f"attack-{stream % attack.num_ids if attack.num_ids else stream}"
@@ -142,7 +156,7 @@ def _make_streams(attack: Attack, *, calls: bool) -> Iterator[Job]:
         for index in range(attack.num_turns):
             new = Span(f"{name}/{stream}/{index}", attack.prompt_tokens)
             goes_on = index % (1 + attack.num_returns)
-            prompt: Prompt = turns[-1].followed_by(new) if goes_on else (new,)
+            prompt: Prompt = turns[-1].followed_by(new) if goes_on else (*start, new)
             output = Span(f"{name}/{stream}/{index}/out", attack.output_tokens)
             turns.append(TurnSpec(prompt, output, tool="tool" if calls else None))
         yield Job(f"{name}~{stream}", 0.5 + 0.01 * stream, tuple(turns))

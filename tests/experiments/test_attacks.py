@@ -11,10 +11,21 @@ import pytest
 from experiments.attacks import live
 from experiments.attacks.__main__ import UNBOUNDED, measure
 from experiments.attacks.options import add_options, get_attacks, get_scene
-from experiments.attacks.plans import ATTACKS, YEAR_S, Attack, Scene, is_agent, make_say, make_workload
+from experiments.attacks.plans import (
+    ATTACKS,
+    START_TOKENS,
+    YEAR_S,
+    Attack,
+    Scene,
+    is_agent,
+    is_probe,
+    make_say,
+    make_workload,
+)
 from experiments.attacks.table import HEAD, Outcome, show
 from tenuto.core.stock_queue import AGENTS_LIMIT
 from tenuto.records.schema import TurnRecord
+from tenuto.workload.schema import Span
 
 SMALL = Scene(window_s=20.0)
 WARM = Scene(window_s=40.0)
@@ -54,6 +65,9 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
     silent = make_workload(ATTACKS["busy"], replace(SMALL, no_calls=True)).jobs
     tools = {is_agent(job.job_id): {turn.tool for turn in job.turns[:-1]} for job in silent if job.turns[1:]}
     assert tools[False] == {None} and None not in tools[True]
+    alike = make_workload(ATTACKS["busy"], replace(SMALL, same_start=True, lengths=0.1)).jobs
+    starts = {job.turns[0].prompt[0] for job in alike if not is_probe(job.job_id) and not is_agent(job.job_id)}
+    assert starts == {Span("start", START_TOKENS)}
 
 
 @pytest.mark.slow
@@ -84,6 +98,19 @@ def test_nobody_waits_longer_than_in_stock(name: str, num_seeds: int, most_late:
         # `tenuto` puts such probes first by itself; an order by jobs does not.
         assert measure(name, attack, "continuum", WARM, UNBOUNDED).worst_s > 2 * stock.worst_s
         assert measure(name, attack, "continuum", WARM).worst_s <= 1.1 * stock.worst_s + stock.turn_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same_start", [False, True])
+@pytest.mark.parametrize("name", ["busy", "constant"])
+def test_plain_requests_of_several_steps_do_not_wait_for_ids_of_very_many_turns(
+    name: str, same_start: bool
+) -> None:
+    """The ids of an attack that calls no tool look like conversations that never end."""
+    scene = replace(WARM, no_calls=True, same_start=same_start)
+    stock, bounded = (measure(name, ATTACKS[name], policy, scene) for policy in ("stock", "tenuto"))
+    assert bounded.long_s <= 1.1 * stock.long_s + stock.turn_s
+    assert bounded.hits >= 0.9
 
 
 @pytest.mark.slow
@@ -119,6 +146,7 @@ def test_options_are_the_numbers_of_the_scene() -> None:
     parsed = parser.parse_args(["--kv-tokens", "5000", "--seed", "3", "--attacks", "busy,long"])
     assert get_scene(parsed) == Scene(kv_tokens=5000, seed=3)
     assert get_scene(parser.parse_args(["--no-calls"])) == Scene(no_calls=True)
+    assert get_scene(parser.parse_args(["--same-start"])) == Scene(same_start=True)
     assert list(get_attacks(parsed)) == ["busy", "long"]
     with pytest.raises(SystemExit, match="unknown x; there are none, busy"):
         get_attacks(parser.parse_args(["--attacks", "x"]))

@@ -56,8 +56,8 @@ AGENTS_LIMIT = 2.0
 """An agents' turn that has waited for this multiple of what it may is overdue in any case. Otherwise, while
 jobs that overload the engine go before it, it would wait for the share."""
 
-PRIOR_TURNS = 2.0
-"""A kind starts with this many assumed turns. Their jobs come back as single jobs of a kind do."""
+PRIOR_ENDS = 1.0
+"""A kind starts with this many assumed turns after which the job ended."""
 MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
 
@@ -370,38 +370,41 @@ class TurnsToCome:
 
     Jobs of one tenant whose prompts begin alike are of one kind. For each kind, it counts the finished turns,
     and those of them after which the job came back. If the share of the latter is p, a job still sends 1 / (1
-    - p) turns, including the current one. Until a kind has shown its own share, it has that of the tenant's
-    kinds of a single job.
+    - p) turns, including the current one. The first turn of a job may be its only one, so it gets no more than
+    the same estimate by jobs: p is then the share of the kind's jobs that came back at all. So a few ids with
+    very many turns do not make other clients' single requests wait.
     """
 
     def __init__(self) -> None:
-        self._kinds = KindCounts()
+        self._turns = KindCounts()
         """Finished turns. Those after which the job came back are marked."""
-        self._new = KindCounts()
-        """The same by tenant alone, for turns of jobs that were the only ones of their kind so far."""
+        self._jobs = KindCounts()
+        """Jobs that finished their first turn. Those that came back are marked."""
 
     def finish(self, job: JobState) -> None:
         """A turn of this job finished."""
-        self._kinds.observe(job.tenant, job.kind)
-        counts = self._kinds.get(job.tenant, job.kind)
-        if counts is not None and counts.turns <= job.num_turns:
-            self._new.observe(job.tenant, None)
+        self._turns.observe(job.tenant, job.kind)
+        if job.num_turns == 1:
+            self._jobs.observe(job.tenant, job.kind)
 
     def follow(self, job: JobState) -> None:
         """The job came back after a finished turn."""
-        counts, new = self._kinds.get(job.tenant, job.kind), self._new.get(job.tenant, None)
-        if counts is not None and new is not None:
-            counts.mark()
-            if counts.turns < job.num_turns:
-                new.mark()
+        for kinds in (self._turns, self._jobs) if job.num_turns == 2 else (self._turns,):
+            counts = kinds.get(job.tenant, job.kind)
+            if counts is not None:
+                counts.mark()
 
     def get(self, job: JobState) -> float:
         """Turns that the job will probably send, including the current one; 1 if nothing is known."""
-        counts = self._kinds.get(job.tenant, job.kind) or _NOTHING
-        new = self._new.get(job.tenant, None) or _NOTHING
-        share_ended = (new.turns - new.marked + PRIOR_TURNS) / (new.turns + PRIOR_TURNS)
-        num_ended = counts.turns - counts.marked + PRIOR_TURNS * share_ended
-        return min(MAX_TURNS, (counts.turns + PRIOR_TURNS) / num_ended)
+        num_turns = _get_mean(self._turns.get(job.tenant, job.kind))
+        if job.num_turns > 1:
+            return num_turns
+        return min(num_turns, _get_mean(self._jobs.get(job.tenant, job.kind)))
 
 
-_NOTHING = Counts()
+def _get_mean(counts: Counts | None) -> float:
+    """Turns until a job ends, if after each it comes back with the share of marked turns."""
+    if counts is None:
+        return 1.0
+    num_ended = counts.turns - counts.marked + PRIOR_ENDS
+    return min(MAX_TURNS, (counts.turns + PRIOR_ENDS) / num_ended)
