@@ -66,7 +66,9 @@ def test_a_seed_moves_arrivals_and_the_scene_scales_sizes() -> None:
     tools = {is_agent(job.job_id): {turn.tool for turn in job.turns[:-1]} for job in silent if job.turns[1:]}
     assert tools[False] == {None} and None not in tools[True]
     alike = make_workload(ATTACKS["busy"], replace(SMALL, same_start=True, lengths=0.1)).jobs
-    starts = {job.turns[0].prompt[0] for job in alike if not is_probe(job.job_id) and not is_agent(job.job_id)}
+    starts = {
+        job.turns[0].prompt[0] for job in alike if not is_probe(job.job_id) and not is_agent(job.job_id)
+    }
     assert starts == {Span("start", START_TOKENS)}
 
 

@@ -56,8 +56,9 @@ AGENTS_LIMIT = 2.0
 """An agents' turn that has waited for this multiple of what it may is overdue in any case. Otherwise, while
 jobs that overload the engine go before it, it would wait for the share."""
 
-PRIOR_ENDS = 1.0
-"""A kind starts with this many assumed turns after which the job ended."""
+PRIOR_ENDS = 0.5
+"""A kind starts with this many assumed turns after which the job ended (Jeffreys' prior has half a case). So
+one job that came back counts as one of three turns."""
 MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
 
@@ -370,8 +371,8 @@ class TurnsToCome:
 
     Jobs of one tenant whose prompts begin alike are of one kind. For each kind, it counts the finished turns,
     and those of them after which the job came back. If the share of the latter is p, a job still sends 1 / (1
-    - p) turns, including the current one. The first turn of a job may be its only one, so it gets no more than
-    the same estimate by jobs: p is then the share of the kind's jobs that came back at all. So a few ids with
+    - p) turns, including the current one. A job's first turn may be its only one, so it gets no more than the
+    same estimate by jobs: p is then the share of the kind's jobs that came back at all. So a few ids with
     very many turns do not make other clients' single requests wait.
     """
 
