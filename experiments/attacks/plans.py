@@ -73,7 +73,7 @@ class Scene:
     no_calls: bool = False
     """Whether the attack's answers contain no tool call. Then its requests look like plain ones."""
     same_start: bool = False
-    """Whether the attack's prompts begin like the plain requests of `LONG_TOKENS`, so they are of one kind."""
+    """Whether the attack's prompts begin like the plain requests of `LONG_TOKENS`. Then they are one kind."""
 
     @property
     def start(self) -> Prompt:
