@@ -423,9 +423,16 @@ FAULTS = (
     Fault(
         "control: two operators at once",
         "core/control.py",
-        "if after.get(str(self._rank), num_changes) != num_changes:",
+        "if after.get(str(self._rank), self._number) != self._number:",
         "if False:",
         ("vllm/test_control_http.py::test_two_operators_at_the_same_time_leave_all_ranks_alike",),
+    ),
+    Fault(
+        "control: a change overtakes another",
+        "vllm/control_http.py",
+        "if len(set(numbers.values())) > 1 and",
+        "if False and",
+        ("vllm/test_control_http.py::test_no_change_overtakes_one_that_has_reached_the_first_rank_only",),
     ),
     Fault(
         "control: any scheme",

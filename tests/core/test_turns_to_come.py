@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tenuto.core.jobs import JobState
@@ -54,6 +56,17 @@ def test_a_kind_that_was_never_seen_is_judged_by_its_own_job_only() -> None:
     add_jobs(turns, "new", 1, 1)
     turns.follow(make_job("new", num_turns=2))
     assert get(turns, "new", num_turns=2) == 3
+
+
+def test_an_id_says_that_a_job_comes_back_until_its_kind_was_seen() -> None:
+    turns = TurnsToCome()
+    new = make_job("new")
+    named = replace(new, is_named=True)
+    assert (turns.get(new), turns.get(named)) == (1.0, 3.0)
+    add_jobs(turns, "other", 8, 200)
+    assert (turns.get(new), turns.get(named)) == (1.0, 3.0)
+    add_jobs(turns, "new", 1, 1)
+    assert turns.get(new) == turns.get(named) == 1.0
 
 
 def test_few_ids_with_very_many_turns_say_little_of_single_requests() -> None:

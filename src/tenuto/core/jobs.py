@@ -64,6 +64,8 @@ class JobState:
     kind: str | None = None
     """See `Job.kind`."""
     num_turns: int = 0
+    is_named: bool = False
+    """Whether the client gave the job an id, as agents do whose requests belong together."""
     is_admitted: bool = False
     """Whether admission has let one of its turns start."""
     live_turn_ids: dict[str, None] = field(default_factory=dict)
@@ -228,7 +230,9 @@ class JobTable:
         if job is None:
             tenant = arrival.hints.tenant
             account = self.ledger.open(job_id, tenant or NOBODY)
-            job = JobState(job_id, now_s, tenant, _get_kind(arrival.hashes), account=account)
+            is_named = arrival.hints.job_id is not None
+            kind = _get_kind(arrival.hashes)
+            job = JobState(job_id, now_s, tenant, kind, is_named=is_named, account=account)
             self.jobs[job_id] = job
         self.idle.discard(job_id)
         return job

@@ -374,6 +374,9 @@ class TurnsToCome:
     - p) turns, including the current one. A job's first turn may be its only one, so it gets no more than the
     same estimate by jobs: p is then the share of the kind's jobs that came back at all. So a few ids with
     very many turns do not make other clients' single requests wait.
+
+    A job of a kind that was never seen counts as a single request, or, if its client gave it an id, as if one
+    job of its kind had come back. It never depends on other kinds, because anybody can send these.
     """
 
     def __init__(self) -> None:
@@ -397,7 +400,10 @@ class TurnsToCome:
 
     def get(self, job: JobState) -> float:
         """Turns that the job will probably send, including the current one; 1 if nothing is known."""
-        num_turns = _get_mean(self._turns.get(job.tenant, job.kind))
+        counts = self._turns.get(job.tenant, job.kind)
+        if counts is None and job.is_named:
+            return (1 + PRIOR_ENDS) / PRIOR_ENDS
+        num_turns = _get_mean(counts)
         if job.num_turns > 1:
             return num_turns
         return min(num_turns, _get_mean(self._jobs.get(job.tenant, job.kind)))
