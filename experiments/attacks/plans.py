@@ -78,6 +78,7 @@ class Scene:
     @property
     def start(self) -> Prompt:
         """What the prompts of the attack and of the long plain requests begin with."""
+        # Its length is scaled with all others, and must still fill a block.
         return (Span("start", round(START_TOKENS / self.lengths)),) if self.same_start else ()
 
 

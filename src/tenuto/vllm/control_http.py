@@ -120,7 +120,10 @@ class ControlAddresses:
         numbers = {rank["rank"]: rank["number"] for rank in answer["ranks"]}
         latest = max(answer["ranks"], key=lambda rank: rank["number"])
         if len(set(numbers.values())) > 1 and latest["age_s"] < LIMIT_S:
-            reason = "another operator changes the settings at the same time; look, and ask again"
+            reason = (
+                "another operator changes the settings at the same time, or a change has failed on a rank; "
+                f"look, and ask again in {LIMIT_S:g} s"
+            )
             return 409, {"error": reason, "applied": False}
         number = latest["number"] + 1
         request = {"do": "change", "change": change, "by": by, "after": numbers, "number": number}
