@@ -61,6 +61,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=30, help="how many of them (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="draws of the jobs of each (%(default)s)")
+    parser.add_argument(
+        "--template",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="all prompts begin with so many equal tokens, as chat templates write",
+    )
     parser.add_argument("--policies", default=",".join(RIVALS), help="the rivals, with commas")
     parser.add_argument("--steps", default="default,512,2048", help="their step sizes, with commas")
     parser.add_argument("--intervals", default="1,2,4,8", help="and their prefill_schedule_interval")
@@ -94,7 +101,7 @@ def main() -> int:
     steps = [read_step(text) for text in args.steps.split(",")]
     intervals = [int(text) for text in args.intervals.split(",")]
     settings = list_settings(args.policies.split(","), steps, intervals)
-    book = Book(args.out)
+    book = Book(args.out, args.template)
     how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
     if args.confirm is not None:
         return confirm_kept(book, args.confirm, args.workers)

@@ -23,6 +23,7 @@ from tenuto.sim.compare import run_each
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
+from tenuto.workload.schema import Job, Span, Workload
 
 UNLIMITED_TOKENS = 20_000_000
 """A cache that holds every job of a scenario."""
@@ -74,6 +75,8 @@ class Place(NamedTuple):
     repeat: int
     setting: Setting
     flow: Flow
+    template: int = 0
+    """Tokens that every prompt begins with, see `add_template`."""
 
 
 @cache
@@ -150,7 +153,9 @@ def run_place(place: Place) -> dict[str, Any]:
     scenario = get_scenario(place.seed, place.number)
     setup, limits = get_setup(scenario, place.setting)
     load = LoadOptions(hints=scenario.hints)
-    workload = make_jobs(scenario, place.flow, place.repeat)
+    workload = add_template(
+        make_jobs(scenario, place.flow, place.repeat), place.template, scenario.max_context
+    )
     outcome = run(setup, load, extras=Extras(workload=workload, limits=limits))
     record = outcome.record
     kept = {name: record[name] for name in KEPT}
@@ -165,10 +170,29 @@ def run_place(place: Place) -> dict[str, Any]:
         "policy": place.setting.policy,
         "step": place.setting.step,
         "interval": place.setting.interval,
+        **({"template": place.template} if place.template else {}),
         **_shorten(kept),
         "code": str(get_code(place.seed, place.number, place.setting)),
         "cpu_s": round(time.process_time() - started_s, 2),
     }
+
+
+def add_template(workload: Workload, num_tokens: int, max_context: int) -> Workload:
+    """The same jobs, whose prompts all begin with the same tokens, as chat templates write them.
+
+    Jobs that would then be too long stay as they are.
+    """
+    if not num_tokens:
+        return workload
+    head = Span("template", num_tokens)
+
+    def add(job: Job) -> Job:
+        last = job.turns[-1]
+        if num_tokens + last.num_prompt_tokens + last.num_output_tokens > max_context:
+            return job
+        return replace(job, turns=tuple(replace(turn, prompt=(head, *turn.prompt)) for turn in job.turns))
+
+    return replace(workload, jobs=tuple(map(add, workload.jobs)))
 
 
 def _is_asked(turn: TurnRecord) -> bool:
@@ -234,6 +258,8 @@ class Book:
     """The file of what has run: a line for each scenario's flow, and one for each run."""
 
     path: Path
+    template: int = 0
+    """`Place.template` of the runs that are read and made; those with another are left out."""
 
     def read(self) -> tuple[dict[tuple[int, int], Flow], list[dict[str, Any]]]:
         """The flows by seed and number, and the records. A line that was cut off is left out."""
@@ -246,7 +272,8 @@ class Book:
                 except json.JSONDecodeError:
                     continue
                 if "policy" in found:
-                    records.append(found)
+                    if found.get("template", 0) == self.template:
+                        records.append(found)
                 else:
                     place = found.pop("seed"), found.pop("number")
                     flows[place] = Flow(**found)
@@ -284,7 +311,7 @@ def run_all(
     records = [each for each in records if (each["seed"], each["number"]) in wanted and is_present(each)]
     have = set(map(_key, records))
     places = [
-        Place(seed, number, repeat, setting, flows[seed, number])
+        Place(seed, number, repeat, setting, flows[seed, number], book.template)
         for seed, number in scenarios
         for repeat in range(repeats)
         for setting in settings

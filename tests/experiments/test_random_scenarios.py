@@ -35,6 +35,7 @@ from experiments.random_scenarios.runs import (
     run_place,
 )
 from experiments.results.settings import Setting
+from tenuto.workload.schema import Span, Workload
 
 RIVAL = Setting("thunderagent/async", 512)
 
@@ -91,6 +92,19 @@ def test_a_ramp_arrives_ever_faster_and_keeps_its_mean_rate() -> None:
     assert times[-1] == pytest.approx(400 / 5.0, rel=0.15)
     half = sum(time < times[-1] / 2 for time in times)
     assert 0.25 * 400 < half < 0.42 * 400  # a third of them
+
+
+def test_a_template_begins_every_prompt_and_changes_nothing_else() -> None:
+    scenario = draw_scenario(3, 1)
+    jobs = make_jobs(scenario, Flow(1.0, 20)).jobs
+    with_it = runs.add_template(Workload("jobs", jobs), 32, scenario.max_context).jobs
+    heads = {turn.prompt[0] for job in with_it for turn in job.turns if job not in jobs}
+    assert heads == {Span("template", 32)}
+    for before, after in zip(jobs, with_it, strict=True):
+        for old, new in zip(before.turns, after.turns, strict=True):
+            assert replace(new, prompt=new.prompt[-len(old.prompt) :]) == old
+            assert new.num_prompt_tokens + new.num_output_tokens <= scenario.max_context
+    assert runs.add_template(Workload("jobs", jobs), 0, scenario.max_context).jobs == jobs
 
 
 def test_settings_change_the_machine_as_their_names_say() -> None:

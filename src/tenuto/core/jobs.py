@@ -10,6 +10,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
+from tenuto.core.turn_work import MAX_NAMES, forget_some
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn, quick
 from tenuto.core.wishes import Verdict
 
@@ -20,6 +21,9 @@ UNVERIFIED = "(unverified)"
 with a small weight."""
 KIND_CHARS = 32
 """Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
+KIND_TOKENS = 128
+"""Most tokens of a prompt that name its kind. Chat templates begin with some 30 (Llama 3) to 90 (gpt-oss)
+tokens of their own."""
 
 
 @quick
@@ -210,6 +214,7 @@ class JobTable:
         self.idle = IdleJobs()
         # A job that is forgotten here is forgotten there too. The bound there is for jobs with live turns.
         self.lineage = Lineage(hash_block_size, 2 * max_idle)
+        self._kinds = _Kinds(hash_block_size)
         self._max_idle = max_idle
         self._infers = infers
 
@@ -231,7 +236,7 @@ class JobTable:
             tenant = arrival.hints.tenant
             account = self.ledger.open(job_id, tenant or NOBODY)
             is_named = arrival.hints.job_id is not None
-            kind = _get_kind(arrival.hashes)
+            kind = self._kinds.find(tenant, arrival.hashes)
             job = JobState(job_id, now_s, tenant, kind, is_named=is_named, account=account)
             self.jobs[job_id] = job
         self.idle.discard(job_id)
@@ -259,7 +264,7 @@ class JobTable:
 
     def take_over(self, other: JobTable) -> None:
         """Take over the jobs of another table; forget some if it has more."""
-        self.jobs, self.idle, self.lineage = other.jobs, other.idle, other.lineage
+        self.jobs, self.idle, self.lineage, self._kinds = other.jobs, other.idle, other.lineage, other._kinds
         self.ledger = other.ledger
         self.lineage.set_max_jobs(2 * self._max_idle)
         while (job := self._get_first_to_forget()) is not None:
@@ -286,12 +291,38 @@ class JobTable:
         return None if first is None else self.jobs[first]
 
 
-def _get_kind(hashes: Sequence[Hashable]) -> str | None:
-    """A name for the first block of a prompt; None if the prompt has no full block."""
-    if not hashes:
-        return None
-    first = hashes[0]
-    return first.hex()[:KIND_CHARS] if isinstance(first, bytes) else str(first)[:KIND_CHARS]
+class _Kinds:
+    """Names the kind of a new job: the longest beginning of its prompt that an earlier job of its tenant had.
+
+    Jobs of one application begin with its system prompt. Before it may be a chat template, which all
+    applications share. So the first block does not tell applications apart, but the first `KIND_TOKENS` do.
+    The system prompt may end before that, so shorter beginnings count too: those of 1, 2, 4, … blocks. A
+    prompt that begins like none before is of a kind of its own.
+
+    A job takes O(log `KIND_TOKENS`) time.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._ends = [0]
+        """The last blocks of the beginnings that count."""
+        while 2 * (self._ends[-1] + 1) * block_size <= KIND_TOKENS:
+            self._ends.append(2 * self._ends[-1] + 1)
+        self._num_jobs: OrderedDict[tuple[str | None, Hashable], int] = OrderedDict()
+        """How many jobs began so, by tenant and hash of the last block."""
+
+    def find(self, tenant: str | None, hashes: Sequence[Hashable]) -> str | None:
+        """The name for a job with these hashes of its first prompt; None if the prompt has no full block."""
+        names = [(tenant, hashes[end]) for end in self._ends if end < len(hashes)]
+        if not names:
+            return None
+        known = [name for name in names if name in self._num_jobs]
+        _, block = known[-1] if known else names[-1]
+        for name in names:
+            self._num_jobs[name] = self._num_jobs.get(name, 0) + 1
+            self._num_jobs.move_to_end(name)
+        if len(self._num_jobs) > MAX_NAMES:
+            forget_some(self._num_jobs, float)
+        return block.hex()[:KIND_CHARS] if isinstance(block, bytes) else str(block)[:KIND_CHARS]
 
 
 class IdleJobs:

@@ -402,7 +402,7 @@ class TurnsToCome:
         """Turns that the job will probably send, including the current one; 1 if nothing is known."""
         counts = self._turns.get(job.tenant, job.kind)
         if counts is None and job.is_named:
-            return (1 + PRIOR_ENDS) / PRIOR_ENDS
+            return _get_mean(Counts(1.0, 1.0))
         num_turns = _get_mean(counts)
         if job.num_turns > 1:
             return num_turns

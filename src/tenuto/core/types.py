@@ -130,7 +130,7 @@ class Job:
     """Turns that have arrived, the current one included."""
     tenant: str | None = None
     kind: str | None = None
-    """A name that all jobs share whose first prompts begin with the same block; None if unknown."""
+    """A name that jobs share whose first prompts begin alike; None if unknown."""
 
     @property
     def came_back(self) -> bool:

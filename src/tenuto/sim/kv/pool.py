@@ -95,7 +95,7 @@ class Segment:
                 del self._before._following[self._key]
 
     def __repr__(self) -> str:
-        """Unique for each text, because kinds of jobs are named by their first block."""
+        """Unique for each text, because kinds of jobs are named by blocks of their prompts."""
         keys, segment = list[tuple[Hashable, int]](), self
         while segment._before is not None and segment._key is not None:
             keys.append(segment._key)
