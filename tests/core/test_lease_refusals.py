@@ -133,17 +133,6 @@ def test_the_reason_is_no_part_of_a_decision() -> None:
     assert Replay(Answering(Offload())).feed({**asked, "answer": {"type": "Offload"}}) is None
 
 
-def test_a_kind_is_the_prompt_s_first_block() -> None:
-    engine = ToyEngine(Answering(Release()), 40)
-    prompts = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6, 7, 8, 9], "c": [9, 2, 3, 4, 5], "short": [1, 2]}
-    for name, prompt in prompts.items():
-        engine.arrive(name, 0.0, prompt, [0], Hints(job_id=name))
-    kinds = {name: engine.driver._turns[name].job.get_view().kind for name in prompts}
-    assert kinds["a"] == kinds["b"] != kinds["c"]
-    assert kinds["a"] is not None
-    assert kinds["short"] is None
-
-
 @dataclass
 class Reporting(Policy, Reports):
     """Reports what it is given."""

@@ -472,3 +472,21 @@ def test_turns_of_one_parked_job_start_together(clock: Clock) -> None:
         engine.step()
     assert {"a1", "a2"} <= set(engine.outputs)
     engine.run()
+
+
+# Kinds of jobs.
+
+
+def test_applications_behind_one_chat_template_are_different_kinds() -> None:
+    engine = start({})
+    template, applications = list(range(1, 31)), {"coder": range(200, 400), "browser": range(500, 700)}
+    kinds = {}
+    for number in range(4):
+        for name, system in applications.items():
+            task = range(1000 + 50 * number, 1050 + 50 * number)
+            job = f"{name}-{number}"
+            prompt = [*template, *system, *task]
+            engine.scheduler.add_request(make_request(job, prompt, xargs={"job_id": job}))
+            kinds[name, number] = engine.scheduler.driver._jobs.get(job).kind
+            engine.run()
+    assert kinds["coder", 2] == kinds["coder", 3] != kinds["browser", 2] == kinds["browser", 3]
