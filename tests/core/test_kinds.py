@@ -59,6 +59,19 @@ def test_jobs_with_one_system_prompt_are_of_one_kind_however_short_it_is(system_
     assert len(set(kinds[1:])) == 1
 
 
+def test_behind_a_template_prompts_that_begin_like_none_before_are_of_their_own_kind() -> None:
+    table = make_table()
+    find_kinds(table, 10, ("template", 30), ("coder", 500))
+    assert len(set(find_kinds(table, 10, ("template", 30)))) == 10
+
+
+def test_a_few_tries_of_one_task_do_not_make_a_short_system_prompt_a_template() -> None:
+    table = make_table()
+    kinds = find_kinds(table, 10, ("system", 40)) + find_kinds(table, 4, ("system", 40), ("task", 300))
+    assert len(set(kinds[1:11])) == 1
+    assert set(find_kinds(table, 10, ("system", 40))) == {kinds[1]}
+
+
 def test_prompts_that_begin_like_none_before_are_of_their_own_kind() -> None:
     kinds = find_kinds(make_table(), 10)
     assert len(set(kinds)) == 10
@@ -87,7 +100,7 @@ def test_who_invents_prompts_makes_no_kind_forgotten_and_memory_is_bounded() -> 
     table = make_table()
     (kind,) = set(find_kinds(table, 50, ("system", 40))[1:])
     find_kinds(table, 3 * MAX_NAMES // 4)
-    assert len(table._kinds._num_jobs) <= MAX_NAMES
+    assert len(table._kinds._beginnings) <= MAX_NAMES
     assert find_kinds(table, 3, ("system", 40)) == [kind] * 3
 
 
