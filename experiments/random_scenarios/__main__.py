@@ -130,7 +130,7 @@ def main() -> int:
         print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
     print(format_report(found))
     if args.against is not None:
-        print("\n" + format_codes(compare_codes(records, Book(args.against).read()[1])))
+        print("\n" + format_codes(compare_codes(records, Book(args.against, args.template).read()[1])))
     if args.page is not None:
         write_page(found, args.page)
     if args.picture is not None:

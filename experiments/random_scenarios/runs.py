@@ -337,7 +337,10 @@ def confirm(
     Returns the runs that differ, as lines to print, and the digests of before and after.
     """
     drawn, pairs = draw_older(records, _get_code_now, per_policy)
-    was = {Place(*_key(record), flows[record["seed"], record["number"]]): record for record in drawn}
+    was = {
+        Place(*_key(record), flows[record["seed"], record["number"]], record.get("template", 0)): record
+        for record in drawn
+    }
     differ = []
     begun_s = time.monotonic()
     for done, (place, record) in enumerate(run_each(run_place, list(was), workers, None), start=1):

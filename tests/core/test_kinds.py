@@ -59,17 +59,32 @@ def test_jobs_with_one_system_prompt_are_of_one_kind_however_short_it_is(system_
     assert len(set(kinds[1:])) == 1
 
 
-def test_behind_a_template_prompts_that_begin_like_none_before_are_of_their_own_kind() -> None:
-    table = make_table()
-    find_kinds(table, 10, ("template", 30), ("coder", 500))
-    assert len(set(find_kinds(table, 10, ("template", 30)))) == 10
+@pytest.mark.parametrize("shared_tokens", [16, 32, 64])
+def test_applications_are_told_apart_by_what_comes_after_their_common_beginning(shared_tokens: int) -> None:
+    table, common = make_table(), ("common", shared_tokens)
+    kinds = [find_kinds(table, 3, common, (name, shared_tokens))[-1] for name in "ab"]
+    assert kinds[0] != kinds[1]
 
 
-def test_a_few_tries_of_one_task_do_not_make_a_short_system_prompt_a_template() -> None:
+def test_the_first_128_tokens_count_and_no_more() -> None:
     table = make_table()
-    kinds = find_kinds(table, 10, ("system", 40)) + find_kinds(table, 4, ("system", 40), ("task", 300))
-    assert len(set(kinds[1:11])) == 1
-    assert set(find_kinds(table, 10, ("system", 40))) == {kinds[1]}
+    kinds = [find_kind(table, hash_blocks(("system", KIND_TOKENS), (f"task{n}", 16))) for n in range(3)]
+    assert len(set(kinds)) == 1
+    exactly = [find_kind(table, hash_blocks(("other", KIND_TOKENS))) for _ in range(2)]
+    assert exactly[0] == exactly[1] != kinds[0]
+    late = [find_kind(table, hash_blocks(("late", KIND_TOKENS - 1), (f"task{n}", 17))) for n in range(9)]
+    assert len(set(late[1:])) == 1
+    assert late[1] != find_kind(table, hash_blocks(("late", KIND_TOKENS // 2 - 1), ("task", 99)))
+
+
+@pytest.mark.parametrize("num_tries", [2, 8])
+def test_several_tries_of_a_task_leave_the_kind_of_a_short_system_prompt_alone(num_tries: int) -> None:
+    table = make_table()
+    first = []
+    for number in range(20):
+        tries = [find_kind(table, hash_blocks(("system", 40), (f"t{number}", 99))) for _ in range(num_tries)]
+        first.append(tries[0])
+    assert len(set(first[1:])) == 1
 
 
 def test_prompts_that_begin_like_none_before_are_of_their_own_kind() -> None:

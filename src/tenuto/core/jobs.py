@@ -10,7 +10,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints
 from tenuto.core.reuse import PrefixMarks
-from tenuto.core.turn_work import FEW, KindCounts
+from tenuto.core.turn_work import KindCounts
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn, quick
 from tenuto.core.wishes import Verdict
 
@@ -22,8 +22,8 @@ with a small weight."""
 KIND_CHARS = 32
 """Characters of a block hash that name a kind of job; enough to tell the kinds apart."""
 KIND_TOKENS = 128
-"""Most tokens of a prompt that name its kind. Chat templates begin with some 30 (Llama 3) to 90 (gpt-oss)
-tokens of their own."""
+"""Most tokens of a prompt that name its kind. (The first block always counts.) Chat templates begin with some
+30 (Llama 3) to 90 (gpt-oss) tokens of their own."""
 
 
 @quick
@@ -296,10 +296,8 @@ class _Kinds:
 
     Jobs of one application begin with its system prompt. Before it may be a chat template, which all
     applications share. So the first block does not tell applications apart, but the first `KIND_TOKENS` do.
-    The system prompt may end before that, so shorter beginnings count too: those of 1, 2, 4, … blocks.
-
-    A prompt that begins like none before is of a kind of its own. So is one that has only the template in
-    common with others: more than `FEW` of the jobs with that beginning had a longer one in common.
+    The system prompt may end before that, so shorter beginnings count too: those of 1, 2, 4, … blocks. A
+    prompt that begins like none before is of a kind of its own.
 
     A job takes O(log `KIND_TOKENS`) time.
     """
@@ -310,20 +308,16 @@ class _Kinds:
         while 2 * (self._ends[-1] + 1) * block_size <= KIND_TOKENS:
             self._ends.append(2 * self._ends[-1] + 1)
         self._beginnings = KindCounts()
-        """Jobs by beginning. Those that had a longer one in common with an earlier job are marked."""
 
     def find(self, tenant: str | None, hashes: Sequence[Hashable]) -> str | None:
         """The name for a job with these hashes of its first prompt; None if the prompt has no full block."""
         names = [_name_block(hashes[end]) for end in self._ends if end < len(hashes)]
         if not names:
             return None
-        known = [self._beginnings.get(tenant, name) for name in names]
-        longest = max((index for index, counts in enumerate(known) if counts is not None), default=-1)
-        counts = known[longest]
-        is_template = counts is not None and counts.marked > FEW * counts.turns
-        for index, name in enumerate(names):
-            self._beginnings.observe(tenant, name, is_marked=index < longest)
-        return names[-1 if is_template else longest]
+        known = [name for name in names if self._beginnings.get(tenant, name) is not None]
+        for name in names:
+            self._beginnings.observe(tenant, name)
+        return known[-1] if known else names[-1]
 
 
 def _name_block(block: Hashable) -> str:

@@ -42,8 +42,6 @@ MEMORY = 500
 a time is then known to 2.2 % (one standard error)."""
 FADE = 1 - 1 / MEMORY
 """What is left of one's weight after the next one."""
-FEW = 0.3
-"""A smaller share of a kind's turns, or of the jobs like it, is few."""
 MAX_NAMES = 4096
 """Most kinds, tools or classes that are remembered, because clients can invent them: see `forget_some`."""
 MAX_LOOKED_AT = 64

@@ -21,7 +21,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tenuto.core.turn_work import FEW, MAX_NAMES, Counts, KindCounts, forget_some, get_work
+from tenuto.core.turn_work import MAX_NAMES, Counts, KindCounts, forget_some, get_work
 from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
@@ -156,6 +156,10 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 FAIR_SHARE = 0.5
 """Most of the work that a class may have and still go first: plain requests before jobs, and new jobs that do
 not come back before jobs that did."""
+FEW = 0.3
+"""A kind is an agent's if more than this share of its turns called a tool. (Agents' last turns call none, so
+agents of two turns have a share of half.) KV is not held if a smaller share of similar jobs comes back; it
+may still be in vLLM's prefix cache."""
 
 PERSON_S = 5.0
 """Seconds. Whoever is back sooner is no person, who reads an answer and writes the next message."""
@@ -192,7 +196,7 @@ class PlainKinds:
             counts.mark()
 
     def is_plain(self, job: Job) -> bool:
-        """Whether few turns of such jobs call a tool. Agents' last turns call none either."""
+        """Whether such jobs call no tools."""
         counts = self._kinds.get(job.tenant, job.kind) or self._new_kinds
         return counts.marked <= FEW * counts.turns
 
@@ -248,8 +252,6 @@ class Standing:
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding.
-
-        If few do, it may still be in vLLM's prefix cache.
 
         `share_longer`: of those that came back, the share that was away for longer than this one is.
         """
