@@ -308,6 +308,7 @@ class _Kinds:
         while 2 * (self._ends[-1] + 1) * block_size <= KIND_TOKENS:
             self._ends.append(2 * self._ends[-1] + 1)
         self._beginnings = KindCounts()
+        """Only whether a beginning is known counts. How many jobs had it decides which is forgotten."""
 
     def find(self, tenant: str | None, hashes: Sequence[Hashable]) -> str | None:
         """The name for a job with these hashes of its first prompt; None if the prompt has no full block."""
