@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", "0.31.0")
 
 from tenuto.core.ledger import add_figures
 from tenuto.vllm.tiers.files import HEADER

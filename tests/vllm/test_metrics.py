@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +99,7 @@ def test_jobs_at_the_door_are_counted(clock: Clock) -> None:
 
 
 def test_metrics_go_on_after_a_full_disk(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(tenuto.vllm.metrics.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv(tenuto.vllm.metrics.OWNER_VARIABLE, "another process")
@@ -111,8 +110,6 @@ def test_metrics_go_on_after_a_full_disk(
     def fail(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.tenuto")
     for number, is_full in enumerate((False, True, True, False), 1):
         monkeypatch.setattr(Path, "replace", fail if is_full else replace)
         clock.now_s += 10
@@ -122,7 +119,7 @@ def test_metrics_go_on_after_a_full_disk(
         assert not engine.scheduler.has_requests()
         granted = [line for line in file.read_text().splitlines() if line.startswith("tenuto:leases_granted")]
         assert any(line.endswith(f" {1 if is_full else number}.0") for line in granted), granted
-    said = [record.message for record in caplog.records if "metrics" in record.message]
+    said = [record.message for record in log.records if "metrics" in record.message]
     assert [text.split(": cannot")[0] for text in said] == [
         "tenuto: metrics are not updated",
         "tenuto: metrics are updated again",

@@ -93,6 +93,12 @@ def test_without_what_follows_a_load_the_server_does_not_start(monkeypatch: pyte
         start({})
 
 
+def test_host_memory_is_refused_where_vllm_s_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "VERSION", "0.30.0+cpu")
+    with pytest.raises(IncompatibleError, match=r"disk need vLLM 0\.31 or later; this is 0\.30\.0"):
+        check.check_connector(object())
+
+
 def test_when_told_to_a_vllm_that_does_not_fit_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(check.NAMES, "vllm.v1.core.sched.scheduler:Scheduler.gone", "")
     engine = start({"on_mismatch": "stock"})

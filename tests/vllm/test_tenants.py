@@ -312,18 +312,18 @@ def test_an_unknown_client_of_the_engines_stops_a_server_with_tenants_only():
         assert len(server.call(LIFESPAN)) == expected
 
 
-def test_names_that_end_with_this_start_are_warned_of(monkeypatch, caplog):
+def test_names_that_end_with_this_start_are_warned_of(monkeypatch, log):
     tenants.check_names(["key-12"])
-    assert not caplog.text
+    assert not log.text
     for unset in ("", "  "):
         monkeypatch.setenv(SECRET_VARIABLE, unset)
         tenants.make_secret()
         assert len(tenants.get_secret()) > tenants.MIN_SECRET_CHARS
         tenants.check_names(["ann"])
-        assert not caplog.text
+        assert not log.text
         tenants.check_names(["ann", "key-12"])
-        assert "mean nothing unless TENUTO_SECRET is set" in caplog.text
-        caplog.clear()
+        assert "mean nothing unless TENUTO_SECRET is set" in log.text
+        log.clear()
 
 
 @pytest.mark.parametrize(("settings", "expected"), [({}, None), ({"tenants": "client"}, "ann")])

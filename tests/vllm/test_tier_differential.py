@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", "0.31.0")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 

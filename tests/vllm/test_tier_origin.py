@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", "0.31.0")
 
 from vllm.config import (
     CacheConfig,

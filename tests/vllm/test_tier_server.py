@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", "0.31.0")
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig

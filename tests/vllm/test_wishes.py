@@ -174,6 +174,7 @@ def test_a_tokenizer_that_fails_ends_nothing(clock: Clock) -> None:
 
 
 def test_host_memory_gives_up_last_what_was_wished() -> None:
+    pytest.importorskip("vllm", "0.31.0")
     engine = TieredEngine(num_blocks=60, num_chunks=20, tenuto=GIVING)
     order = engine.host._policy.order
     assert order.kept.max_chunks == 10
@@ -198,6 +199,7 @@ def test_host_memory_gives_up_last_what_was_wished() -> None:
 
 
 def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", "0.31.0")
     import numpy as np
 
     view = memoryview(np.arange(4 * SIZE, dtype=np.int8).reshape(4, SIZE))
