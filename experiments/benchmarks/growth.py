@@ -91,6 +91,9 @@ class CountingEngine(Engine):
     def get_rest(self, blocks: list[Any], num_blocks: int) -> list[Any]:
         raise NotImplementedError("leases can be truncated")
 
+    def count_tail(self, blocks: list[Any], num_blocks: int) -> int:
+        return min(num_blocks, len(blocks))
+
     def get_block_ids(self, blocks: list[Any]) -> Collection[Hashable]:
         return blocks
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.decision_code import say_confirmed, take_last
@@ -68,6 +69,11 @@ def main() -> int:
         metavar="TOKENS",
         help="all prompts begin with so many equal tokens, as chat templates write",
     )
+    parser.add_argument(
+        "--closed",
+        action="store_true",
+        help="a fixed number of agents at work: as one ends, the next begins",
+    )
     parser.add_argument("--policies", default=",".join(RIVALS), help="the rivals, with commas")
     parser.add_argument("--steps", default="default,512,2048", help="their step sizes, with commas")
     parser.add_argument("--intervals", default="1,2,4,8", help="and their prefill_schedule_interval")
@@ -101,7 +107,7 @@ def main() -> int:
     steps = [read_step(text) for text in args.steps.split(",")]
     intervals = [int(text) for text in args.intervals.split(",")]
     settings = list_settings(args.policies.split(","), steps, intervals)
-    book = Book(args.out, args.template)
+    book = Book(args.out, args.template, args.closed)
     how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
     if args.confirm is not None:
         return confirm_kept(book, args.confirm, args.workers)
@@ -130,7 +136,7 @@ def main() -> int:
         print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
     print(format_report(found))
     if args.against is not None:
-        print("\n" + format_codes(compare_codes(records, Book(args.against, args.template).read()[1])))
+        print("\n" + format_codes(compare_codes(records, replace(book, path=args.against).read()[1])))
     if args.page is not None:
         write_page(found, args.page)
     if args.picture is not None:

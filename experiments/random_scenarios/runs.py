@@ -23,7 +23,8 @@ from tenuto.sim.compare import run_each
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
-from tenuto.workload.schema import Job, Span, Workload
+from tenuto.workload.schema import After, Job, Span, Workload
+from tenuto.workload.turn_driver import USER_GAP_S
 
 UNLIMITED_TOKENS = 20_000_000
 """A cache that holds every job of a scenario."""
@@ -77,6 +78,8 @@ class Place(NamedTuple):
     flow: Flow
     template: int = 0
     """Tokens that every prompt begins with, see `add_template`."""
+    is_closed: bool = False
+    """Whether agents come in a closed loop, see `close_loop`."""
 
 
 @cache
@@ -153,9 +156,10 @@ def run_place(place: Place) -> dict[str, Any]:
     scenario = get_scenario(place.seed, place.number)
     setup, limits = get_setup(scenario, place.setting)
     load = LoadOptions(hints=scenario.hints)
-    workload = add_template(
-        make_jobs(scenario, place.flow, place.repeat), place.template, scenario.max_context
-    )
+    workload = make_jobs(scenario, place.flow, place.repeat)
+    if place.is_closed:
+        workload = close_loop(workload, scenario)
+    workload = add_template(workload, place.template, scenario.max_context)
     outcome = run(setup, load, extras=Extras(workload=workload, limits=limits))
     record = outcome.record
     kept = {name: record[name] for name in KEPT}
@@ -171,6 +175,7 @@ def run_place(place: Place) -> dict[str, Any]:
         "step": place.setting.step,
         "interval": place.setting.interval,
         **({"template": place.template} if place.template else {}),
+        **({"closed": True} if place.is_closed else {}),
         **_shorten(kept),
         "code": str(get_code(place.seed, place.number, place.setting)),
         "cpu_s": round(time.process_time() - started_s, 2),
@@ -195,9 +200,36 @@ def add_template(workload: Workload, num_tokens: int, max_context: int) -> Workl
     return replace(workload, jobs=tuple(map(add, workload.jobs)))
 
 
+def close_loop(workload: Workload, scenario: Scenario) -> Workload:
+    """The same jobs, but a fixed number of agents are at work: as one ends, the next begins.
+
+    Evaluations and rollouts run agents so. The number is the scenario's load times twice the jobs whose
+    longest contexts fit the cache, and at most a third of them. Plain requests and people come as before.
+    """
+    agents = [job for job in workload.jobs if job.parent is None and not _is_of_people(job.job_id)]
+    if not agents:
+        return workload
+    longest = fmean(job.turns[-1].num_prompt_tokens + job.turns[-1].num_output_tokens for job in agents)
+    wanted = round(scenario.load * 2 * (scenario.setup.kv_tokens or 0) / longest)
+    num_lanes = max(1, min(wanted, len(agents) // 3))
+    closed: dict[str, Job] = {}
+    for number, job in enumerate(agents):
+        if number < num_lanes:
+            closed[job.job_id] = replace(job, arrival_s=USER_GAP_S * number)
+        else:
+            before = agents[number - num_lanes]
+            first = replace(job.turns[0], after=(After(before.job_id, len(before.turns) - 1, "finished"),))
+            closed[job.job_id] = replace(job, turns=(first, *job.turns[1:]))
+    return replace(workload, jobs=tuple(closed.get(job.job_id, job) for job in workload.jobs))
+
+
 def _is_asked(turn: TurnRecord) -> bool:
     """Whether a turn is of no agent. `plain_ttft_s` also has agents' jobs that end after one turn."""
-    return any(f"{name}-" in turn.job for name in ("plain", "people"))
+    return _is_of_people(turn.job)
+
+
+def _is_of_people(job_id: str) -> bool:
+    return any(f"{name}-" in job_id for name in ("plain", "people"))
 
 
 def get_code(seed: int, number: int, setting: Setting) -> Code:
@@ -260,6 +292,8 @@ class Book:
     path: Path
     template: int = 0
     """`Place.template` of the runs that are read and made; those with another are left out."""
+    is_closed: bool = False
+    """The same for `Place.is_closed`."""
 
     def read(self) -> tuple[dict[tuple[int, int], Flow], list[dict[str, Any]]]:
         """The flows by seed and number, and the records. A line that was cut off is left out."""
@@ -272,7 +306,7 @@ class Book:
                 except json.JSONDecodeError:
                     continue
                 if "policy" in found:
-                    if found.get("template", 0) == self.template:
+                    if (found.get("template", 0), "closed" in found) == (self.template, self.is_closed):
                         records.append(found)
                 else:
                     place = found.pop("seed"), found.pop("number")
@@ -311,7 +345,7 @@ def run_all(
     records = [each for each in records if (each["seed"], each["number"]) in wanted and is_present(each)]
     have = set(map(_key, records))
     places = [
-        Place(seed, number, repeat, setting, flows[seed, number], book.template)
+        Place(seed, number, repeat, setting, flows[seed, number], book.template, book.is_closed)
         for seed, number in scenarios
         for repeat in range(repeats)
         for setting in settings
@@ -338,7 +372,12 @@ def confirm(
     """
     drawn, pairs = draw_older(records, _get_code_now, per_policy)
     was = {
-        Place(*_key(record), flows[record["seed"], record["number"]], record.get("template", 0)): record
+        Place(
+            *_key(record),
+            flows[record["seed"], record["number"]],
+            record.get("template", 0),
+            "closed" in record,
+        ): record
         for record in drawn
     }
     differ = []

@@ -46,6 +46,17 @@ def test_an_allocation_reorders_no_turn_before_it_has_returned() -> None:
     assert reordered == ["t0b"]
 
 
+def test_blocks_that_others_use_too_go_in_the_same_cut() -> None:
+    engine = ToyEngine(KeepFor(), 20)
+    run(engine, 0, 0)
+    [lease] = engine.driver.leases
+    engine.pool.touch(lease.blocks[-2:])
+    assert (len(lease.blocks), engine.driver.reclaim(1, 3)) == (5, 1)
+    assert len(lease.blocks) == 2
+    assert engine.driver.stats.num_revoked_blocks == 3
+    assert sum(engine.driver.stats.num_takes.values()) == 1
+
+
 def test_no_lease_ends_with_a_time_of_before() -> None:
     """Each way a lease can end, with nothing heard since long before: the record has the time of the end."""
     ways = {

@@ -35,6 +35,8 @@ from experiments.random_scenarios.runs import (
     run_place,
 )
 from experiments.results.settings import Setting
+from tenuto.sim.run import Extras, run
+from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Span, Workload
 
 RIVAL = Setting("thunderagent/async", 512)
@@ -105,6 +107,32 @@ def test_a_template_begins_every_prompt_and_changes_nothing_else() -> None:
             assert replace(new, prompt=new.prompt[-len(old.prompt) :]) == old
             assert new.num_prompt_tokens + new.num_output_tokens <= scenario.max_context
     assert runs.add_template(Workload("jobs", jobs), 0, scenario.max_context).jobs == jobs
+
+
+def test_in_a_closed_loop_an_agent_begins_as_another_ends() -> None:
+    scenario = draw_scenario(101, 3)
+    scenario = replace(scenario, setup=replace(scenario.setup, kv_tokens=200_000))
+    workload = make_jobs(scenario, Flow(1.0, 60))
+    closed = runs.close_loop(workload, scenario)
+    roots = [job for job in closed.jobs if job.parent is None]
+    others = [job for job in roots if job.job_id.startswith(("plain", "people"))]
+    agents = [job for job in roots if job not in others]
+    assert set(others) <= set(workload.jobs)
+    lanes = [job for job in agents if not job.turns[0].after]
+    assert 1 < len(lanes) <= len(agents) // 3
+    setup, _ = get_setup(scenario, OURS)
+    turns = run(setup, LoadOptions(), extras=Extras(workload=closed)).turns
+    spans = [
+        (min(turn.due_s for turn in own), max(turn.last_token_s for turn in own))
+        for job in agents
+        if (own := [turn for turn in turns if turn.job == job.job_id])
+    ]
+    assert len(spans) == len(agents)
+    for begin_s, _ in spans:
+        at_work = sum(begun_s <= begin_s < end_s for begun_s, end_s in spans)
+        assert at_work <= len(lanes)
+    alone = replace(workload, jobs=tuple(others))
+    assert runs.close_loop(alone, scenario) == alone
 
 
 def test_settings_change_the_machine_as_their_names_say() -> None:

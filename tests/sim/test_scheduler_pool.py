@@ -185,6 +185,21 @@ class Pools(RuleBasedStateMachine):
         self.ours.release(row[num_left:])
         del blocks[num_left:], row[num_left:]
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), num_wanted=st.integers(1, 5))
+    def reclaim(self, data: st.DataObject, num_wanted: int) -> None:
+        """A lease gives up blocks from its end until as many are free as are wanted, and no more."""
+        blocks, row = data.draw(st.sampled_from(self.held))
+        num_free = self.ours.num_free_blocks
+        num_tail = self.ours.count_tail(row, num_wanted)
+        num_alone = sum(block.ref_cnt == 1 for block in blocks)
+        num_left = len(blocks) - num_tail
+        self.theirs.free(reversed(blocks[num_left:]))
+        self.ours.release(row[num_left:])
+        del blocks[num_left:], row[num_left:]
+        assert self.ours.num_free_blocks - num_free == min(num_wanted, num_alone)
+        assert num_alone >= num_wanted or not blocks
+
     @rule()
     def reset(self) -> None:
         assert self.ours.reset() == self.theirs.reset()

@@ -219,6 +219,10 @@ class ToyEngine:
     def get_rest(self, blocks: list[Block], num_blocks: int) -> list[Block]:
         return []
 
+    def count_tail(self, blocks: list[Block], num_blocks: int) -> int:
+        numbers = [number for number, block in enumerate(reversed(blocks), 1) if block.ref_cnt == 1]
+        return numbers[num_blocks - 1] if len(numbers) >= num_blocks else len(blocks)
+
     def get_num_leased_blocks(self) -> int:
         return len(self.coverage)
 

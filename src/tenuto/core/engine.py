@@ -88,6 +88,12 @@ class Engine(Protocol):
         Empty if a shorter lease would free nothing.
         """
 
+    def count_tail(self, blocks: Blocks, num_blocks: int) -> int:
+        """How many of a lease's last blocks to release, so that `num_blocks` become free; at most all.
+
+        Only called if leases can be truncated. Blocks that others hold, too, do not become free.
+        """
+
     def get_num_leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold; a block that several leases hold counts once."""
 

@@ -733,7 +733,10 @@ class Retention:
                 if chosen is None:
                     break
                 lease, taken_by = chosen
-                yield self._shrink(lease, num_blocks - num_freed, taken_by, now_s)
+                num_cut = num_blocks - num_freed
+                if self._engine.can_truncate:
+                    num_cut = self._engine.count_tail(lease.blocks, num_cut)
+                yield self._shrink(lease, num_cut, taken_by, now_s)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
 
     def refuses_steadily(self, turn: TurnState, now_s: float) -> bool:
@@ -856,7 +859,7 @@ class Retention:
     def _shrink(
         self, lease: LeaseState, num_blocks: int, taken_by: TakenBy, now_s: float
     ) -> LeaseTruncated | LeaseEnded:
-        """Free the last `num_blocks` blocks of a lease, or all if the others could not be hit."""
+        """Release the last `num_blocks` blocks of a lease, or all if the others could not be hit."""
         num_before = len(lease.blocks)
         if self._engine.can_truncate:
             num_left = max(0, num_before - num_blocks)

@@ -127,19 +127,21 @@ def choose_step_tokens(
             for size, n, speed in zip(sizes, balances, speeds, strict=True)
             if speed >= enough
         }
-        return next(size for size in delays if delays[size] <= SLACK * min(delays.values()))
-    speed_of = {size: get_speed(size, num_decoding, decode_s) for size in sizes}
-
-    def get_wait(num_tokens: int) -> float:
-        """Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long."""
-        left = speed_of[num_tokens] - rate
-        if left <= 0 or left < (most - rate) / PATIENCE:
-            return math.inf
-        return prompt_weight / left + num_decoding * get_delay(num_tokens, num_decoding)
-
-    waits = {size: get_wait(size) for size in sizes}
-    best = max(size for size, wait in waits.items() if wait <= SLACK * min(waits.values()))
-    return next(size for size in sizes if size == best or speed_of[size] >= most / SLACK)
+        longest = SLACK * min(delays.values())
+        return next(size for size, delay in delays.items() if delay <= longest)
+    speeds = [get_speed(size, num_decoding, decode_s) for size in sizes]
+    # Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long.
+    waits = []
+    for size, speed in zip(sizes, speeds, strict=True):
+        left = speed - rate
+        is_too_long = left <= 0 or left < (most - rate) / PATIENCE
+        delay = 0.0 if is_too_long else num_decoding * get_delay(size, num_decoding)
+        waits.append(math.inf if is_too_long else prompt_weight / left + delay)
+    longest = SLACK * min(waits)
+    best = max(size for size, wait in zip(sizes, waits, strict=True) if wait <= longest)
+    return next(
+        size for size, speed in zip(sizes, speeds, strict=True) if size == best or speed >= most / SLACK
+    )
 
 
 def _get_sizes(least: int, budget: int) -> Iterator[int]:

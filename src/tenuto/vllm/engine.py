@@ -167,6 +167,14 @@ class VllmEngine:
         num_taken = sum(block.ref_cnt == 0 and block.block_id not in own for block in rest)
         return rest if num_freed > num_taken else []
 
+    def count_tail(self, blocks: list[Any], num_blocks: int) -> int:
+        """How many of a lease's last blocks to release, so that this many become free."""
+        for number, block in enumerate(reversed(blocks), start=1):
+            num_blocks -= block.ref_cnt == 1
+            if num_blocks == 0:
+                return number
+        return len(blocks)
+
     def _cache_ends(self, request: Any) -> None:
         cache_ends(self._scheduler, request)
 

@@ -67,6 +67,10 @@ class ShadowEngine(VllmEngine):
         """Always empty: the blocks that a shorter hit needs may be evicted, because nothing holds them."""
         return []
 
+    def count_tail(self, blocks: list[Any], num_blocks: int) -> int:
+        """The number itself: what nothing holds has no count of its holders."""
+        return min(num_blocks, len(blocks))
+
     def get_block_ids(self, blocks: list[Any]) -> Sequence[Hashable]:
         """The content of each block. Block numbers do not serve, as vLLM may have reused the blocks."""
         return [block.block_hash for block in blocks]

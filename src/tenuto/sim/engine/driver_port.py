@@ -141,6 +141,10 @@ class SimEngine:
             num_taken += kv.pool.count_blocks(taken, ref_cnt=0)
         return rest if rest and num_freed > num_taken else []
 
+    def count_tail(self, blocks: Any, num_blocks: int) -> int:
+        """How many of a row's last blocks to release, so that this many become free."""
+        return self._kv.pool.count_tail(blocks, num_blocks)
+
     def hold(self, blocks: Any) -> None:
         """Take one reference to each block."""
         self._kv.pool.hold(blocks, for_lease=True)

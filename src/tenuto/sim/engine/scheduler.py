@@ -36,7 +36,6 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
-from tenuto.sim.kv.groups import BlockTable
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers import make_offloader
@@ -700,7 +699,8 @@ class Scheduler:
                 chunk_context += context
                 num_pairs += num_tokens * (context + num_tokens / 2)
             request.num_computed_tokens = context + num_tokens
-            if offloader is not None and offloader.may_store(request):
+            # With full attention, nothing after the prompt is stored before the turn ends.
+            if offloader is not None and (context < request.num_prompt_tokens or offloader.stores_answers):
                 done_s = offloader.store_computed(request, self.state.now_s)
                 if offloader.is_sync:
                     step.copies_done_s = max(step.copies_done_s, done_s)
@@ -898,12 +898,9 @@ class Scheduler:
         num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
         if num_each >= self.config.kv.max_model_len // size:
             return num_each * size
-        tables: list[BlockTable] = [each.tables[0] for each in running]
-        slots = sorted(
-            table.num_blocks * size - each.num_computed_tokens
-            for table, each in zip(tables, running, strict=True)
-        )
-        return num_each * size + min(slots[num_more], size)
+        slots = [each.tables[0].num_blocks * size - each.num_computed_tokens for each in running]
+        slots.sort()
+        return num_each * size + min(int(slots[num_more]), size)
 
     def _may_start_one(self) -> bool:
         """Whether a waiting request could start in one of the next steps; True if in doubt."""

@@ -489,6 +489,22 @@ class ExtentPool:
                 first = stop
         return num_blocks
 
+    def count_tail(self, row: Row, num_blocks: int) -> int:
+        """How many of a row's last blocks to release, so that this many become free; all if too few would."""
+        num_released = 0
+        for extent, first, end in reversed(row.ranges):
+            extents = [skip_to(extent, first)]
+            while extents[-1].end < end:
+                extents.append(skip_to(extents[-1], extents[-1].end))
+            for part in reversed(extents):
+                num_here = min(part.end, end) - max(part.first, first)
+                if part.ref_cnt == 1:
+                    if num_here >= num_blocks:
+                        return num_released + num_blocks
+                    num_blocks -= num_here
+                num_released += num_here
+        return num_released
+
     def get_queue(self) -> tuple[int, list[Extent]]:
         """The free queue in eviction order: the number of blank blocks, then extents."""
         return self._num_blanks, list(self._free)

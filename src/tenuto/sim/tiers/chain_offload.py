@@ -26,6 +26,8 @@ class ChainOffloader(Offloader):
     chunks    │    0    │    1    │            only whole chunks are stored and loaded
     """
 
+    stores_answers = False
+
     def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_blocks: int) -> None:
         """`chunk_blocks`: blocks per chunk of the tiers."""
         super().__init__(tiers.tiers, offload, chunk_blocks)
@@ -73,10 +75,6 @@ class ChainOffloader(Offloader):
         return copy.done_s
 
     # Stores.
-
-    def may_store(self, request: Request) -> bool:
-        """Whether a part of a request's prompt was not stored yet."""
-        return request.num_stored_chunks < request.num_prompt_tokens // self._chunk_tokens
 
     def store_computed(self, request: Request, now_s: float) -> float:
         """Store the computed part of a request's prompt. Returns the time at which the copy ends."""

@@ -49,6 +49,8 @@ class Offloader(ABC):
 
     takes_whole_prompts = True
     """Whether a turn that waits for its load already has the blocks of all its tokens."""
+    stores_answers = True
+    """Whether `store_computed` is called for steps after the prompt, too."""
 
     def __init__(self, tiers: Sequence[Tier], offload: Offload, chunk_blocks: int) -> None:
         """`tiers`: nearest first. `chunk_blocks`: blocks per chunk of the tiers."""
@@ -124,10 +126,6 @@ class Offloader(ABC):
     def end_stores(self, now_s: float) -> None:
         """All stores of the step were requested."""
         del now_s
-
-    def may_store(self, request: Request) -> bool:
-        """Whether `store_computed` may have something to store: a fast check."""
-        return True
 
     @abstractmethod
     def store_computed(self, request: Request, now_s: float) -> float:
