@@ -115,7 +115,7 @@ def choose_step_tokens(
     is_short = work.again > AGAIN and get_speed(half, num_decoding, decode_s) >= most / PATIENCE
     least = half if is_short else MIN_STEP_TOKENS
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-    sizes = [*(size for size in _get_sizes(least, budget) if size >= 2 * num_decoding), budget]
+    sizes = [*[size for size in _get_sizes(least, budget) if size >= 2 * num_decoding], budget]
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
     prompt_weight /= 1 + work.again / AGAIN
     if share >= prompt_weight * (work.busy - share):
@@ -134,14 +134,14 @@ def choose_step_tokens(
     waits = []
     for size, speed in zip(sizes, speeds, strict=True):
         left = speed - rate
-        is_too_long = left <= 0 or left < (most - rate) / PATIENCE
-        delay = 0.0 if is_too_long else num_decoding * get_delay(size, num_decoding)
-        waits.append(math.inf if is_too_long else prompt_weight / left + delay)
+        if left <= 0 or left < (most - rate) / PATIENCE:
+            waits.append(math.inf)
+        else:
+            waits.append(prompt_weight / left + num_decoding * get_delay(size, num_decoding))
     longest = SLACK * min(waits)
-    best = max(size for size, wait in zip(sizes, waits, strict=True) if wait <= longest)
-    return next(
-        size for size, speed in zip(sizes, speeds, strict=True) if size == best or speed >= most / SLACK
-    )
+    best = max([size for size, wait in zip(sizes, waits, strict=True) if wait <= longest])
+    fast = min([size for size, speed in zip(sizes, speeds, strict=True) if speed >= most / SLACK])
+    return min(best, fast)
 
 
 def _get_sizes(least: int, budget: int) -> Iterator[int]:

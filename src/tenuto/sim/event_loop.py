@@ -240,7 +240,11 @@ class SteppedEngine:
         """Schedule steps until there is something to wait for."""
         while True:
             if self._pass_quiet_steps(horizon_s, plans=plans):
-                return Wake(self._walk_stretch()[1] if self._stretch else self.now_s, STARTS)
+                if self._stretch:
+                    return Wake(self._walk_stretch()[1], STARTS)
+                if self.now_s >= horizon_s:
+                    return Wake(self.now_s, STARTS)
+                continue
             step = self._schedule()
             if len(self._in_flight) == self.scheduler.config.max_steps_in_flight or (
                 self._in_flight and not step.num_tokens

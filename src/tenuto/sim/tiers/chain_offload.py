@@ -151,6 +151,8 @@ class ChainOffloader(Offloader):
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
         chunks, size = request.chunks, self._chunk_blocks
+        if num_chunks <= len(chunks):
+            return chunks[:num_chunks]
         last = (len(chunks) + 1) * size - 1
         for segment, _, stop in request.path.get_ranges(last, num_chunks * size):
             chunks += [(segment, block) for block in range(last, stop, size)]
