@@ -184,7 +184,8 @@ class LeaseTable:
 
     def renew(self, lease: LeaseState, terms: Keep, evict_key: Key) -> None:
         """Change a lease's deadline, its value or its place in the order in which leases yield."""
-        self._discard(lease)
+        if lease.terms.yields is not terms.yields:
+            self._discard(lease)
         lease.terms = terms
         self._enter(lease, evict_key)
 
