@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -51,5 +52,8 @@ def make_jobs(jps: float, *, num_turns: float = SWE_BENCH.turns_mean, seed: int 
 def write_trace(name: str, jobs: Sequence[Job]) -> Path:
     path = OUT / "workloads" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_tenuto_jsonl(path, jobs)
+    # Other processes make the same rows, and may read the file while it is written.
+    written = path.with_suffix(f".{os.getpid()}")
+    write_tenuto_jsonl(written, jobs)
+    written.replace(path)
     return path

@@ -1,6 +1,6 @@
 """vLLM's internals for offloading: keys, cache policies, managers, specs and the OffloadingConnector.
 
-Needs vLLM 0.32 or later. The connector's calls in the scheduler's process:
+Needs vLLM 0.31 or later. The connector's calls in the scheduler's process:
 
     request arrives ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► (worker loads) ─► starts
     step            ─► build_connector_meta: stores what was computed ─► (worker stores) ─► complete
