@@ -40,6 +40,7 @@ GENERATING = {
     },
     "/generative_scoring": None,
     "/v1/systemone": None,
+    "/v1/decisions": None,
 }
 """Paths that reach the scheduler. None: without anything that names a job, so nothing is kept."""
 OTHER = {
