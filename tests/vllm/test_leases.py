@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -443,3 +444,14 @@ def test_a_turn_s_own_blocks_are_those_that_a_look_up_finds(
     assert all(ours == found for ours, found in compared)
     # Fewer blocks than the leases' sum: they share.
     assert count_referenced(engine) < sum(len(blocks) for blocks, _ in compared)
+
+
+def test_as_many_blocks_are_released_as_make_the_wanted_number_free() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        blocks = [SimpleNamespace(ref_cnt=rng.choice((1, 1, 2, 3))) for _ in range(rng.randint(0, 9))]
+        wanted = rng.randint(1, 5)
+        tails = [blocks[len(blocks) - number :] for number in range(len(blocks) + 1)]
+        enough = [tail for tail in tails if sum(block.ref_cnt == 1 for block in tail) == wanted]
+        released = vllm_engine.VllmEngine.count_tail(None, blocks, wanted)
+        assert released == len(min(enough, key=len) if enough else blocks)

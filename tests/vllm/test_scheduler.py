@@ -93,9 +93,13 @@ def test_without_what_follows_a_load_the_server_does_not_start(monkeypatch: pyte
         start({})
 
 
-def test_host_memory_is_refused_where_vllm_s_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "VERSION", "0.30.0+cpu")
-    with pytest.raises(IncompatibleError, match=r"disk need vLLM 0\.31 or later; this is 0\.30\.0"):
+def test_host_memory_is_refused_where_vllm_s_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is missing, not by the version: builds from source have any."""
+    monkeypatch.setattr(check, "CONNECTOR_ATTRIBUTES", "")
+    monkeypatch.setitem(
+        check.OFFLOADING_NAMES, "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.gone", ""
+    )
+    with pytest.raises(IncompatibleError, match=r"disk need vLLM 0\.31 or later; this is .*gone is missing"):
         check.check_connector(object())
 
 

@@ -17,7 +17,6 @@ from tenuto.core.errors import IncompatibleError
 
 VERSION = str(vllm.__version__)
 OLDEST, NEWEST = (0, 30), (0, 33)
-OLDEST_OFFLOADING = (0, 31)
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
@@ -176,7 +175,7 @@ overwrite each other."""
 def find_problems(version: str, *, allow_untested: bool = False) -> list[str]:
     """What does not fit in this vLLM, one line per problem; empty if it fits."""
     problems = []
-    release = _get_release(version)
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if not allow_untested and not OLDEST <= release <= NEWEST:
         problems.append(f"version {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}")
     problems += _find_missing(NAMES.items(), "parameter ", _get_parameters)
@@ -190,19 +189,13 @@ def check_attributes(scheduler: Any) -> None:
 
 def check_connector(side: Any) -> None:
     """Raise IncompatibleError if an OffloadingConnector in the scheduler's process lacks something we use."""
-    if _get_release(VERSION) < OLDEST_OFFLOADING:
-        raise IncompatibleError(
-            f"host memory and disk need vLLM 0.{OLDEST_OFFLOADING[1]} or later; this is {VERSION}"
-        )
     _check("OffloadingConnector", side, CONNECTOR_ATTRIBUTES)
     problems = _find_missing(OFFLOADING_NAMES.items(), "parameter ", _get_parameters)
     problems += _find_missing(OFFLOADING_PUBLIC.values(), "", _get_fields)
     if problems:
-        raise IncompatibleError("; ".join(problems))
-
-
-def _get_release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        raise IncompatibleError(
+            f"host memory and disk need vLLM 0.31 or later; this is {VERSION}: {'; '.join(problems)}"
+        )
 
 
 def _find_missing(
