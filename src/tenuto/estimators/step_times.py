@@ -167,28 +167,20 @@ class StepTimes:
         fixed, slope = self._get_lines()[1]
         return fixed + slope * num_requests
 
-    def get_gain(self, num_requests: int) -> float:
-        """Throughput that one more decoding request adds to this many, as a share of theirs.
-
-        The gain is that they share the pass over the weights. In steps full of prompts it is 0.
-        """
-        pass_s, slope = self._get_lines()[1]
-        step_s = pass_s + slope * num_requests
-        return (1 - self._full_share) * pass_s / step_s if step_s > 0 else 0.0
-
     def get_worth_s(self, view: EngineView) -> float:
-        """Seconds for which idle KV is worth its memory; infinite while no turn waits for memory.
+        """Seconds for which idle KV is worth its memory; infinite while no turn runs.
 
         In that time, turns that decode in this memory instead gain as much as it costs to restore the KV.
+        One more of them gains because all share the pass over the weights. In steps full of prompts that is
+        nothing. Only a turn that needs memory takes it. So it does not matter whether one waits already.
         """
         num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
-        if not (view.num_waiting + view.num_parked and num_running_blocks > 0):
+        token_s, (pass_s, slope) = self._get_lines()
+        shared_s = (1 - self._full_share) * pass_s
+        if not (num_running_blocks > 0 and shared_s > 0):
             return math.inf
-        gain = self.get_gain(view.num_running)
-        if not gain > 0:
-            return math.inf
-        compute_s = self.get_token_s() * view.block_size
-        restore_s = min([compute_s, *(tier.s_per_block for tier in view.tiers)])
+        gain = shared_s / (pass_s + slope * view.num_running)
+        restore_s = min([token_s * view.block_size, *(tier.s_per_block for tier in view.tiers)])
         return restore_s * num_running_blocks / gain
 
     def get_added(self) -> tuple[float, float]:

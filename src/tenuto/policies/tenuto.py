@@ -2,7 +2,7 @@
 
 1. The job with the least work left goes first, and jobs move up as they age.
 2. A job keeps its KV on the GPU during its tool call, until a turn before it in the order needs the memory.
-3. While turns wait for memory, any turn may reclaim KV that will stay idle for longer than it is worth.
+3. Any turn that needs memory may reclaim KV that will stay idle for longer than it is worth.
 4. A job whose kind rarely comes back keeps no KV; while few new jobs come back, jobs that did come back go
    first.
 5. Plain requests that fit into one step go before all jobs, while they take less than half of the engine.
