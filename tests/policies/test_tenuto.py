@@ -118,7 +118,7 @@ def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:
         policy.on_tool_returned(make_turn(), ToolCall("ls"), tool_s)
     # 9 turns decode in 20 ms steps, half of which is the pass over the weights that one more would share:
     # memory earns 0.53 / 900 blocks a second, and a block is worth 16 * 0.1 ms: 2.7 s.
-    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9, num_waiting=3)
+    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9)
     assert policy._steps.get_worth_s(busy) == pytest.approx(1.6e-3 / (0.01 / 0.019 / 900), rel=0.05)
     # Expected at first: 25.75 s.
     assert policy.retain(make_turn(), busy).value == -AHEAD_S
@@ -137,7 +137,7 @@ def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:
 def test_a_host_tier_makes_memory_dearer() -> None:
     policy = Tenuto()
     teach_steps(policy)
-    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9, num_waiting=3)
+    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9)
     tiered = dataclasses.replace(busy, tiers=(TierView("host", 5000, 0, 1.6e-4, 0.0),))
     assert policy._steps.get_worth_s(tiered) == pytest.approx(policy._steps.get_worth_s(busy) / 10)
 
@@ -147,7 +147,7 @@ def test_steps_full_of_prefill_have_no_use_for_more_turns() -> None:
     teach_steps(policy)
     for _ in range(1000):
         policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
-    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9, num_waiting=3)
+    busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9)
     assert policy._steps.get_worth_s(busy) >= policy.max_idle_s
 
 

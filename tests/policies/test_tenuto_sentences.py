@@ -109,6 +109,7 @@ def make_busy() -> Server:
 
 def test_2_kv_stays_until_a_turn_that_goes_before_the_job_needs_the_memory() -> None:
     server = make_busy()
+    # KV is worth its memory for 20 ms here, and the tool takes 10 ms.
     for _ in range(20):
         server.policy.on_tool_returned(TOOL_TURN, TOOL, 0.01)
     server.serve("job", 500.0, 60)
@@ -130,7 +131,7 @@ def test_3_kv_that_lies_idle_for_longer_than_it_is_worth_goes_first_to_any_turn(
         server.policy.on_tool_returned(TOOL_TURN, TOOL, 300.0)
     server.serve("job", 2.0, 60)
     leased = server.engine.driver.get_num_leased_blocks()
-    # While turns decode, a block is worth some seconds.
+    # KV is worth its memory for 20 ms here, also if nobody waited when it was judged.
     server.arrive("later", 20.0, 100)
     assert server.engine.start_first(20.0) is not None
     assert server.engine.driver.get_num_leased_blocks() < leased
