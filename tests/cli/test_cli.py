@@ -198,6 +198,23 @@ def test_ranks_are_known() -> None:
     assert get_environment(["--data-parallel-size", "1"]) == {}
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--data-parallel-rank", "1"], None),
+        (["-dpn=0"], None),
+        (["--data_parallel_external_lb", "--data-parallel-size-local", "1"], None),
+        (["--data-parallel-hybrid-lb", "--data-parallel-size-local=2"], "2"),
+        (["-dpr", "2", "-dpl", "2"], "2"),
+        # One server for all nodes.
+        (["--data-parallel-size-local", "2"], "4"),
+    ],
+)
+def test_behind_a_balancer_a_server_has_only_its_own_ranks(options: list[str], expected: str | None) -> None:
+    """vLLM refuses requests for others."""
+    assert get_environment(["-dp", "4", *options]).get("TENUTO_DP_SIZE") == expected
+
+
 def test_a_list_of_plug_ins_has_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, expected in (("", "tenuto"), ("other", "other,tenuto"), ("tenuto,other", None)):
         monkeypatch.setenv("VLLM_PLUGINS", given)

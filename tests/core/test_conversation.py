@@ -96,6 +96,14 @@ def test_a_name_is_used_once_and_content_comes_first() -> None:
     assert JobTable(10, 4, infers=False).find("1", Arrival(hints, 8), 0.0).job_id == "\tturn:1"
 
 
+def test_a_turn_s_own_name_is_short_however_long_an_id_its_client_chose() -> None:
+    """It is remembered long after the turn."""
+    table = JobTable(10, 4, infers=False)
+    names = [table.find(n + "x" * 1_000_000, Arrival(parse_hints({}), 8), 0.0).job_id for n in "ab"]
+    assert names[0] != names[1]
+    assert max(map(len, names)) < 100
+
+
 def test_of_jobs_with_the_same_text_the_one_with_the_prompt_s_name_goes_on() -> None:
     """Two attempts at one task, each with a key of its own, whose answers fill no block."""
     table = JobTable(10, 4, infers=True)

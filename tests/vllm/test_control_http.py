@@ -361,6 +361,22 @@ def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:
     assert len(engine.scheduler.driver.leases) == 0
 
 
+@pytest.mark.parametrize(
+    ("url", "headers"),
+    [("/tenuto/jobs/j", {"Authorization": "Bearer EMPTY"}), ("/tenuto/jobs/j?tenant=ann", ADMIN)],
+)
+def test_no_key_makes_a_server_without_keys_one_with_tenants(url: str, headers: dict[str, str]) -> None:
+    """Its other clients send none, and would keep nothing from then on."""
+    engine = start({"policy": KEEP_ALL})
+    hold(engine, "j", None)
+    client = make_client(engine)
+    (rank,) = client.get(url, headers=headers).json()["ranks"]
+    assert rank["leased_blocks"] > 0
+    hold(engine, "k", None)
+    assert len(engine.scheduler.driver.leases) == 2
+    assert client.post("/tenuto/jobs/k/release", headers=headers).json()["released"] is True
+
+
 # The command.
 
 

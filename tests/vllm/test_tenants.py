@@ -108,6 +108,21 @@ def test_a_key_that_was_checked_names_the_tenant_without_telling_the_key(monkeyp
 
 def test_where_no_key_is_checked_a_key_says_nothing():
     assert FIELD not in (Server().post(bearer("made-up")) or {})
+    assert tenants.TenantReader(None).get(bearer("made-up")) is None
+
+
+def test_a_server_whose_check_of_keys_is_hidden_does_not_start(monkeypatch):
+    """Tenuto would take any key for valid. Its own middleware may be there twice."""
+
+    class Hiding:
+        def __init__(self, app):
+            self.inner = app
+
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "m", "--api-key", "k1"])
+    checked = make_key_check(None, KEYS)
+    assert Middleware(Middleware(checked))._tenants.has_tenants
+    with pytest.raises(ConfigError, match="behind Hiding"):
+        Middleware(Hiding(checked))
 
 
 @pytest.mark.parametrize(

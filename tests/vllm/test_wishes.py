@@ -107,7 +107,7 @@ def test_the_answer_follows_an_operators_changes() -> None:
     def keep(app: Any) -> Middleware:
         if not made:
             made.append(Middleware(app))
-        made[0]._app = app
+        made[0].app = app
         return made[0]
 
     client = make_client()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
-from tenuto.core.requests import Hints
+from tenuto.core.requests import Hints, get_bounded_id
 from tenuto.core.reuse import PrefixMarks
 from tenuto.core.turn_work import KindCounts
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn, quick
@@ -229,8 +229,9 @@ class JobTable:
         if job_id is None and self._infers and name not in self.jobs:
             # Another job may have the same conversation name. Then this job needs a name of its own.
             job_id = name
-        # Client ids are printable, so an id with a tab never equals a client's id.
-        job_id = job_id if job_id is not None else f"\tturn:{turn_id}"
+        # Client ids are printable, so an id with a tab never equals a client's id. vLLM lets clients choose
+        # how a turn's id begins, at any length.
+        job_id = job_id if job_id is not None else f"\tturn:{get_bounded_id(turn_id)}"
         job = self.jobs.get(job_id)
         if job is None:
             tenant = arrival.hints.tenant

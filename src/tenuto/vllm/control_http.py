@@ -145,7 +145,7 @@ class ControlAddresses:
         query = dict(part.partition("=")[::2] for part in parts)
         named = get_bounded_id(unquote(query.get("tenant", "")))
         if check_operator(headers.get("authorization", "")) is None:
-            tenant = named
+            tenant = named if self._tenants.has_tenants else None
             if tenant is None and self._tenants.has_tenants:
                 return 400, {"error": "name the job's tenant: ?tenant=NAME"}
         elif not self._tenants.has_valid_key(headers):

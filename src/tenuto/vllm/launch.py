@@ -107,13 +107,22 @@ def find_vllm() -> str:
     return str(beside) if beside.exists() else "vllm"
 
 
+_OWN_RANKS = {
+    *("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"),
+    *("--data-parallel-start-rank", "-dpr", "--data-parallel-hybrid-lb", "-dph"),
+}
+"""With these, a balancer chooses among servers, and vLLM refuses ranks that a server does not have."""
+
+
 def get_environment(passed: Sequence[str]) -> dict[str, str]:
     """Environment variables for the server: Tenuto's plug-in, and the number of data-parallel ranks."""
     environment = {}
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "tenuto" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
-    for name in ("--data-parallel-size", "-dp"):
+    given = {argument.partition("=")[0].replace("_", "-") for argument in passed}
+    names = ("--data-parallel-size-local", "-dpl") if given & _OWN_RANKS else ("--data-parallel-size", "-dp")
+    for name in names:
         size = _find_option(passed, name)
         if size is not None and size.isdecimal() and int(size) > 1:
             environment[DP_SIZE_VARIABLE] = size

@@ -88,7 +88,7 @@ class Middleware:
     """ASGI middleware that copies the name of a request's job to where the scheduler gets it."""
 
     def __init__(self, app: App, dp_size: int | None = None) -> None:
-        self._app = app
+        self.app = app
         self._dp_size = _get_dp_size() if dp_size is None else dp_size
         chooses_by_load = self._dp_size > 1 and os.environ.get(DP_CHOICE_VARIABLE) == "load"
         self._ranks = Ranks(self._dp_size) if chooses_by_load else None
@@ -146,13 +146,13 @@ class Middleware:
         if address is not None:
             await self._control(address, scope, receive, send)
         elif not _is_generation(scope):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         else:
             scope = {**scope, "headers": list(scope["headers"])}
             found = _Found()
             receive = self._read_when_asked(scope, receive, found)
             try:
-                await self._app(scope, receive, found.wrap(send))
+                await self.app(scope, receive, found.wrap(send))
             finally:
                 if found.turn is not None:
                     found.turn.close()

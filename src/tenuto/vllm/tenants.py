@@ -62,13 +62,25 @@ class TenantReader:
     """Reads the tenant from a request's headers: from the proxy's header if configured, else the API key."""
 
     def __init__(self, app: Any) -> None:
-        """`app` is the application behind the middleware."""
+        """`app` is the application behind the middleware. Raises ConfigError if it hides vLLM's key check."""
         self._header = _get_header_name()
         self._check_key = find_key_check(app)
+        if self._check_key is None and _has_keys():
+            raise ConfigError(
+                "this server has API keys, but Tenuto does not find vLLM's check of them, and would take any "
+                f"key for valid. It looked behind {type(app).__name__}: name tenuto.vllm.Middleware before "
+                "other --middleware, or let these keep what they wrap in an attribute `app`"
+            )
         self.has_tenants = bool(self._header) or self._check_key is not None
 
     def get(self, headers: Mapping[str, str]) -> str | None:
-        """The tenant, or None. Header names must be in lower case. A key is replaced by its name."""
+        """The tenant, or None. Header names must be in lower case. A key is replaced by its name.
+
+        None on a server without tenants, whatever a client sends: an engine takes the first tenant that is
+        signed as a sign that all requests have one.
+        """
+        if not self.has_tenants:
+            return None
         if self._header and self._header != "authorization":
             name = get_bounded_id(headers.get(self._header))
             # A header cannot name unverified tenants.
@@ -257,8 +269,11 @@ def _is_started_with_tenants() -> bool:
     Child processes have the first one's command line. Otherwise the API server tells the engine when it
     introduces itself, but only if it runs our middleware.
     """
-    if _get_header_name():
-        return True
+    return bool(_get_header_name()) or _has_keys()
+
+
+def _has_keys() -> bool:
+    """Whether this process was started as a server with API keys."""
     program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
     is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
     return is_server and (bool(os.environ.get("VLLM_API_KEY")) or _names_keys(arguments))
