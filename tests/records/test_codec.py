@@ -33,7 +33,7 @@ from tenuto.workload.formats.rows import read_hash_ids
 from tenuto.workload.load import LoadOptions
 from tests.support.records import get_full_value, objects_of
 
-LEFT_OUT = {"engine", "fleet"}
+LEFT_OUT = {"engine", "fleet", "root"}
 """Written only if they are known."""
 
 

@@ -128,19 +128,20 @@ MEASURES = (
 def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
     """By arm, the values of one repeat. None if no job finished on all arms.
 
-    A job that failed on one arm is left out on all arms. Its time on that arm is unknown, and leaving it out
-    on one arm only would bias the result, because long jobs fail more often. Throughput counts all answered
-    turns. Raises DataError if a file cannot be read.
+    A job that failed on one arm is left out on all arms, with the jobs that it started. Its time on that arm
+    is unknown, and leaving it out on one arm only would bias the result, because long jobs fail more often.
+    Throughput counts all answered turns. Raises DataError if a file cannot be read.
     """
     runs = {arm: _read_run(folder) for arm, folder in folders.items()}
     times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
     common = frozenset.intersection(*map(frozenset, times_s.values()))
     if not common:
         return None
-    return {
-        arm: _measure(record, [turn for turn in get_ok(turns) if turn.job in common], common, folders[arm])
-        for arm, (record, turns) in runs.items()
+    counted = {
+        arm: [turn for turn in get_ok(turns) if (turn.root or turn.job) in common]
+        for arm, (_, turns) in runs.items()
     }
+    return {arm: _measure(record, counted[arm], common, folders[arm]) for arm, (record, _) in runs.items()}
 
 
 def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:

@@ -178,7 +178,9 @@ class Load:
 
     def _record(self, flight: Flight, status: Status) -> None:
         self.num_in_flight -= 1
-        self.on_record(make_turn_record(flight, status, self.sending))
+        job = flight.due.job
+        root = None if job.parent is None else self.turns.get_root(job.job_id)
+        self.on_record(make_turn_record(flight, status, self.sending, root))
 
 
 def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:

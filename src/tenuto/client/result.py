@@ -60,8 +60,8 @@ class Flight:
     answer: Answer | None = None
 
 
-def make_turn_record(flight: Flight, status: Status, sending: Sending) -> TurnRecord:
-    """Make the record of a turn that ended."""
+def make_turn_record(flight: Flight, status: Status, sending: Sending, root: str | None = None) -> TurnRecord:
+    """Make the record of a turn that ended. `root`: as in `TurnRecord`."""
     job, index, at_s = flight.due
     turn, answer = job.turns[index], flight.answer
     num_sent = turn.num_prompt_tokens if sending.is_exact else None
@@ -85,6 +85,7 @@ def make_turn_record(flight: Flight, status: Status, sending: Sending) -> TurnRe
         recomputed_tokens=None if hit is None or reusable is None else count_missed_tokens(reusable, hit),
         tool=turn.tool,
         tool_s=turn.tool_s,
+        root=root,
         failures=tuple(flight.failures),
         complaints=tuple(complaints),
     )

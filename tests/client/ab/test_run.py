@@ -28,6 +28,7 @@ from tenuto.report.html.sources import read_sources
 from tenuto.wire.response import Usage
 from tenuto.workload import Workload
 from tenuto.workload.turn_driver import Due
+from tests.client.ab.conftest import parse
 from tests.client.conftest import read_lines
 from tests.client.fake_server import FakeServer, Reply, Request, serving
 
@@ -166,6 +167,32 @@ def test_jobs_that_fail_on_one_arm_are_left_out_on_all(
     assert value == pytest.approx((durations_s["job0"] + durations_s["job2"]) / 2)
     text = capsys.readouterr().out
     assert "Errors: b lost 3 of 9 turns (first: http 500: made-up 500)" in text
+
+
+def test_turns_of_sub_agents_count(tmp_path: Path) -> None:
+    """Also those of a sub-agent's own sub-agent."""
+    end = {"session": "sub", "turn": 0, "event": "finished", "delay": 0}
+    rows: list[dict[str, Any]] = [
+        {"session": "main", "timestamp": 0, "tool": "task"},
+        {"session": "sub", "timestamp": 10, "parent": "main"},
+        {"session": "subsub", "timestamp": 20, "parent": "sub"},
+        {"session": "main", "delay": 10, "after": [end]},
+    ]
+    trace = tmp_path / "family.jsonl"
+    lengths = {"input_length": 64, "output_length": 2}
+    trace.write_text("".join(json.dumps(row | lengths) + "\n" for row in rows))
+
+    def delay(request: Request) -> Reply:
+        return Reply(ttft_s=1.0 if "sub" in request.session else 0.0)
+
+    with serving(FakeServer(delay)) as a, serving(FakeServer(delay)) as b:
+        out = ("--workload", str(trace), "--out", str(tmp_path / "ab"))
+        assert run_ab(parse(*out, *name_arms(a, b), *QUICK)) == 0
+    turns = read_lines(tmp_path / "ab" / "runs" / "001-a" / "turns.jsonl")
+    roots = {turn["job"]: turn.get("root") for turn in turns}
+    assert roots == {"main": None, "sub": "main", "subsub": "main"}
+    (mean_s,) = get_comparison(tmp_path, "mean_ttft_s")["values"]
+    assert mean_s >= 0.5, "two of four turns took a second"
 
 
 def test_nothing_in_common(
