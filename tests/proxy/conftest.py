@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from aiohttp import web
 
 from tenuto.proxy import RecordOptions
-from tenuto.proxy import recorder as recorder_module
 from tenuto.proxy.proxy import Proxy
 from tenuto.proxy.recorder import Recorder, RecordingFile
 
@@ -87,7 +85,6 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         checked = RecordOptions(**{"url": upstream, "out": path, "port": 0, **options})
         said: list[str] = []
         file = RecordingFile(checked.out)
-        monkeypatch.setattr(recorder_module.httpx, "Client", partial(httpx.Client, verify=False))
         recorder = Recorder(checked, file, said.append)
         try:
             async with (

@@ -597,8 +597,8 @@ def _wait_until_up(server: LocalServer, say: Callable[[str], None], limit_s: flo
             raise ServerError(
                 f"the server ended with status {server.process.returncode}:\n{_get_tail(server.log)}"
             )
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+        with suppress(httpx.HTTPError), connect(server.url, None, 2.0) as client:
+            if client.get("/health").status_code == 200:
                 say(f"up after {waited_s:.0f} s")
                 return
         if waited_s >= next_report_s:

@@ -67,9 +67,11 @@ class _ServerOptions(Options):
         """The answer to a POST; to a GET if there is no body. Raises TenutoError if there is none."""
         import httpx
 
+        from tenuto.client.metrics import connect
+
         url = f"{self.base_url}/tenuto/{path}"
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
-        with client or httpx.Client(timeout=self.timeout_s, trust_env=False) as http:
+        with client or connect(self.url, None, self.timeout_s) as http:
             try:
                 return http.request("GET" if body is None else "POST", url, headers=headers, json=body)
             except httpx.HTTPError as error:

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from tenuto.client.metrics import connect
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError
 from tenuto.core.jobs import Lineage
@@ -470,7 +471,7 @@ class Tokenizer:
         self.is_there = True
         self._url = f"{url}/tokenize"
         self._say = say
-        self._client = httpx.Client(timeout=TOKENIZE_LIMIT_S, trust_env=False)
+        self._client = connect(url, None, TOKENIZE_LIMIT_S)
         self._has_complained = False
 
     def close(self) -> None:

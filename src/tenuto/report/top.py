@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tenuto.client.address import get_base_url
-from tenuto.client.metrics import Buckets, Page, find_engines, join_pages, parse_page
+from tenuto.client.metrics import Buckets, Page, connect, find_engines, join_pages, parse_page
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
@@ -334,9 +334,8 @@ def watch(
     api_key: str | None = None,
 ) -> int:
     """Watch until Ctrl-C, or once; returns the exit status. Raises TenutoError if `once` sees no server."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with ExitStack() as stack:
-        clients = [stack.enter_context(_connect(get_base_url(url), headers)) for url in urls]
+        clients = [stack.enter_context(connect(url, api_key, TIMEOUT_S)) for url in urls]
         watched = Watch(clients, ", ".join(urls), window_s)
         if once:
             _show_once(watched, interval_s, as_json)
@@ -487,11 +486,10 @@ class Watch:
 
 def _find_servers(client: httpx.Client) -> list[httpx.Client]:
     """The client itself; or, if it leads to a router, a client for each of the router's engines."""
-    return [_connect(url, client.headers) for url in find_engines(client)] or [client]
-
-
-def _connect(url: str, headers: Mapping[str, str]) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=False)
+    engines = [connect(url, None, TIMEOUT_S) for url in find_engines(client)]
+    for each in engines:
+        each.headers = client.headers
+    return engines or [client]
 
 
 def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:

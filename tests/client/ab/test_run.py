@@ -314,6 +314,20 @@ def test_servers_are_started_and_stopped(
     assert all(server.process.poll() is not None for server in started)
 
 
+def test_no_proxy_of_the_environment_stands_between(
+    options: Callable[..., AbOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    replace_servers(monkeypatch, *FAKE)
+    server = FakeServer()
+    with serving(server) as url:
+        arms = name_arms("vllm", url)
+        start = ("--port", str(get_free_port()), "--start-limit", "20")
+        assert run_ab(options(*arms, *QUICK, *start, "--model", "fake")) == 0
+    assert server.num_resets == 1
+
+
 def test_a_server_that_does_not_start(
     options: Callable[..., AbOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
