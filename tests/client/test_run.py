@@ -184,6 +184,20 @@ def test_control_c_keeps_what_there_is(
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
+def test_under_nohup_a_lost_terminal_does_not_matter(trace: Path) -> None:
+    def hang_up(request: Request) -> Reply:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return Reply()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with serving(FakeServer(hang_up)) as url:
+            assert run_bench(parse("--url", url, "--workload", str(trace), "--json")) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_control_c_after_the_load_loses_nothing(
     trace: Path,

@@ -44,7 +44,7 @@ from tenuto.client.ab_verdict import (
     read_pair,
 )
 from tenuto.client.address import ServerError
-from tenuto.client.bench import measure
+from tenuto.client.bench import get_end_signals, measure
 from tenuto.client.metrics import connect, empty_cache
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core import console
@@ -83,7 +83,7 @@ def run_ab(options: AbOptions) -> int:
     with AbFolder(options.out, describe(options)) as folder:
         failure: TenutoError | None = None
         try:
-            with sigterm_as_sigint():
+            with ending_as_interrupt():
                 run_slots(options, folder, slots)
         except KeyboardInterrupt:
             is_interrupted = True
@@ -164,11 +164,7 @@ def _warm_up(options: BenchOptions, num_jobs: int) -> None:
 
 def measure_run(options: BenchOptions, files: RunFiles) -> dict[str, Any]:
     """The record of one run. Raises KeyboardInterrupt if it was interrupted."""
-    try:
-        result = asyncio.run(measure(options, make_workload(options.load), files))
-    finally:
-        # The event loop resets the signal handlers to their defaults.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    result = asyncio.run(measure(options, make_workload(options.load), files))
     if result["client"]["interrupted"]:
         raise KeyboardInterrupt
     return result
@@ -255,13 +251,15 @@ def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dic
 
 
 @contextmanager
-def sigterm_as_sigint() -> Iterator[None]:
-    """Make SIGTERM end the comparison like Ctrl-C does, so that the servers are stopped."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def ending_as_interrupt() -> Iterator[None]:
+    """Make other signals end the comparison like Ctrl-C does, so that the servers are stopped."""
+    numbers = get_end_signals()
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Slot(NamedTuple):

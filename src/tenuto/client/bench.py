@@ -50,7 +50,6 @@ INVALID = 3
 SETTLE_S = 1.0
 """Seconds to wait after the load, because servers update their metrics some time after the last token."""
 SAMPLE_S = 0.01
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MAX_SIGNALS = 2
 """Number of signals handled here. The next one has its default effect: it ends the process without a
 result."""
@@ -87,7 +86,7 @@ def get_status(result: Mapping[str, Any], *, is_written: bool) -> int:
 
 
 async def measure(options: BenchOptions, workload: Workload, files: RunFiles) -> Result:
-    """Run a workload against a server and return the record. SIGINT and SIGTERM end the run early."""
+    """Run a workload against a server and return the record. `Interruption` says what ends it early."""
     started_s = time.monotonic()
     if options.run_commands:
         say(
@@ -306,8 +305,14 @@ async def sample_lag(lags_s: array[float]) -> None:
             due_s += SAMPLE_S
 
 
+def get_end_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a run as SIGINT does: SIGTERM, and SIGHUP unless it is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
 class Interruption:
-    """Handles SIGINT and SIGTERM while its block runs. The block must run in an event loop.
+    """Handles SIGINT and what `get_end_signals` names while its block runs, which must be in an event loop.
 
     The first signal stops the load. The second signal stops the queries to the server after the load. So a
     user who presses Ctrl-C twice does not lose the result.
@@ -318,9 +323,10 @@ class Interruption:
         self.on_signal: Callable[[], Any] = lambda: None
         self._num_left = _MAX_SIGNALS
         self._loop = asyncio.get_running_loop()
+        self._before = {number: signal.getsignal(number) for number in get_end_signals()}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, *self._before):
             self._loop.add_signal_handler(number, self._interrupt)
         return self
 
@@ -335,8 +341,10 @@ class Interruption:
         self.on_signal()
 
     def _release(self) -> None:
-        for number in _SIGNALS:
+        for number in (signal.SIGINT, *self._before):
             self._loop.remove_signal_handler(number)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # the event loop has set it to its default
 
 
 class Engines:

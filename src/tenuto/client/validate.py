@@ -48,10 +48,10 @@ from tenuto.client.ab import (
     check_port,
     conclude,
     describe,
+    ending_as_interrupt,
     make_order,
     measure_run,
     run_slots,
-    sigterm_as_sigint,
 )
 from tenuto.client.ab_verdict import MEASURES as AB_MEASURES
 from tenuto.client.ab_verdict import (
@@ -397,7 +397,7 @@ def run_validate(options: ValidateOptions) -> tuple[ValidationRecord, bool]:
     late = threading.Timer(OVERTIME * options.limit_s, run.end_late)
     late.daemon = True
     try:
-        with sigterm_as_sigint():
+        with ending_as_interrupt():
             late.start()
             try:
                 run.prepare()

@@ -209,17 +209,30 @@ def test_nothing_in_common(
     assert "no job finished on all arms" in printed.err
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """That a lost terminal ends this process, even if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_control_c_gives_the_verdict_so_far_and_the_rest_can_follow(
-    options: Callable[..., AbOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: Callable[..., AbOptions],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     has_struck = False
 
     def interrupt(request: Request) -> Reply:
         nonlocal has_struck
         if "002-b" in request.session and "job1" in request.session and not has_struck:
             has_struck = True
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             return Reply(fault="hang")
         return Reply()
 
@@ -228,7 +241,8 @@ def test_control_c_gives_the_verdict_so_far_and_the_rest_can_follow(
         assert run_ab(chosen) == 130
         assert read_verdict(tmp_path)["pairs"] == 1
         assert "1 of 3 pairs of runs" in capsys.readouterr().out
-        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+        ours = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        assert ours == handlers
         assert run_ab(chosen) == 0
     assert "2 of 6 runs are there already" in capsys.readouterr().err
     assert read_verdict(tmp_path)["pairs"] == 3
@@ -371,15 +385,17 @@ def test_a_server_that_dies_in_a_run(
     assert not (tmp_path / "ab" / "runs" / "001-a" / "result.json").exists()
 
 
-def test_a_service_managers_farewell_stops_the_server_too(
-    options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_service_managers_farewell_and_a_lost_terminal_stop_the_server_too(
+    options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     pid = tmp_path / "pid"
     replace_servers(
         monkeypatch,
         *(sys.executable, "-c"),
         f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid()));"
-        "time.sleep(0.5); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)",
+        f"time.sleep(0.5); os.kill(os.getppid(), {number.value}); time.sleep(60)",
     )
     assert run_ab(options(*LOCAL, *QUICK, "--port", str(get_free_port()))) == 130
     with pytest.raises(ProcessLookupError):
