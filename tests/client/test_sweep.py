@@ -23,8 +23,14 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         text = capsys.readouterr().out
         assert main([*where, "--jps", "40,80,160", "--json"]) == 0  # goes on
         printed = capsys.readouterr()
-        assert main([*where, "--jps", "40,80", "--seed", "7"]) == 2
-    assert "holds a run of another load" in capsys.readouterr().err
+        assert main([*where, "--jps", "40,80", "--model", "fake", "--json"]) == 0
+        capsys.readouterr()
+        for other in (
+            *(("--seed", "7"), ("--prompts", "words"), ("--answers", "workload"), ("--model", "other")),
+            *(("--retries", "1"), ("--force-format", "json")),
+        ):
+            assert main([*where, "--jps", "40,80,320", *other]) == 2
+            assert "holds a run of another load or server, or with other settings" in capsys.readouterr().err
     header, first, second, *_ = text.splitlines()
     assert header.split()[:3] == ["jobs/s", "done/s", "jobs"]
     assert (first.split()[0], first.split()[2], second.split()[0]) == ("40", "3/3", "80")

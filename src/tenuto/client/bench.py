@@ -279,12 +279,19 @@ async def _get_growth(engines: Engines, server: Server, interruption: Interrupti
 def _get_settings(setup: _Setup) -> dict[str, object]:
     options = setup.options
     return {
-        "url": ",".join(options.urls),
-        "router": options.router if len(options.urls) > 1 else None,
+        **_get_common_settings(options),
         "engine_urls": setup.engines.urls if setup.engines.urls != [get_base_url(options.urls[0])] else [],
         "run_id": setup.writer.run_id,
-        "prompts": options.prompts,
         "answers": "server" if setup.writer.quotes_answers else "workload",
+    }
+
+
+def _get_common_settings(options: BenchOptions) -> dict[str, object]:
+    """The settings that all runs of a sweep have in common."""
+    return {
+        "url": ",".join(options.urls),
+        "router": options.router if len(options.urls) > 1 else None,
+        "prompts": options.prompts,
         "run_commands": options.run_commands,
         "force_format": options.force_format,
         "metrics_interval_s": options.metrics_interval_s,
@@ -487,7 +494,7 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
 
 
 def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
-    """The record of an earlier complete run, or None. Raises ConfigError if it has another load."""
+    """The record of an earlier complete run, or None. Raises ConfigError if it was made in another way."""
     if folder is None or not (folder / RESULT).exists():
         return None
     values = read_first(folder / RESULT).values
@@ -495,10 +502,17 @@ def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:
     if not isinstance(client, dict) or client.get("interrupted"):
         return None
     now: Result = json.loads(json.dumps(get_config(options.load)))
-    if values.get("config") != now or client.get("url") != ",".join(options.urls):
+    is_same = (
+        values.get("config") == now
+        and all(client.get(name) == value for name, value in _get_common_settings(options).items())
+        and options.model in (None, values.get("model"))
+        # A server that sends no token ids gets the workload's text anyway.
+        and client.get("answers") in (options.answers, "workload")
+    )
+    if not is_same:
         raise ConfigError(
-            f"--out: {folder} holds a run of another load or server; name another folder, or repeat the same "
-            "command"
+            f"--out: {folder} holds a run of another load or server, or with other settings; name another "
+            "folder, or repeat the same command"
         )
     return values
 

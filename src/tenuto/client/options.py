@@ -333,7 +333,7 @@ class AbOptions(ArmOptions):
             engine_urls=self.engine_urls.get(arm.name, ()),
             load=replace(self.bench.load, seed=self.bench.load.seed + repeat),
             # A server started here serves one model. --serve-args may give it any name.
-            model=None if any(each.is_local for each in self.arms) else self.model,
+            model=None if arm.is_local else self.model,
             run_id=run_id,
             policy=arm.name,
         )

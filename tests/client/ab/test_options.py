@@ -57,6 +57,8 @@ def test_the_first_arm_may_be_several_engines() -> None:
 def test_the_model_of_urls() -> None:
     options = parse(*TWO, "--model", "m", "--out", "d")
     assert options.get_run_options(options.arms[0], "http://h:1", 0, "r").model == "m"
+    mixed = parse(*TWO[:2], "--arm", "b=vllm", "--model", "m", "--out", "d")
+    assert [mixed.get_run_options(arm, "http://h:1", 0, "r").model for arm in mixed.arms] == ["m", None]
 
 
 @pytest.mark.parametrize(
