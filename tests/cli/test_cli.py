@@ -416,7 +416,8 @@ def liar() -> Iterator[str]:
         ("nest", "/v1/models does not name a model"),
         ("five", "/v1/models does not name a model"),
         ("page", "/metrics shows neither vllm: nor tenuto: metrics"),
-        ("a\nb", "the API key (--api-key or $OPENAI_API_KEY) holds a line break"),
+        ("a\nb", "the API key (--api-key or $OPENAI_API_KEY) has characters not allowed in a header"),
+        ("clé", "the API key (--api-key or $OPENAI_API_KEY) has characters not allowed in a header"),
     ],
 )
 def test_verify_says_what_it_cannot_check(

@@ -19,6 +19,8 @@ def check_url(url: str, option: str = "--url") -> None:
     with suppress(ValueError):  # the port is not a number, or not a valid port number
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            if "@" in parts.netloc:
+                raise ConfigError(f"{option} must not hold a user or password, which results would show")
             return
     raise ConfigError(f"{option} must be an address like http://localhost:8000, got {url!r}")
 
@@ -28,12 +30,10 @@ def get_base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
 
 
-def check_api_key(key: str | None) -> None:
+def check_api_key(key: str | None, name: str = "the API key (--api-key or $OPENAI_API_KEY)") -> None:
     """Raise ConfigError for a key that an HTTP header cannot contain. The message does not show the key."""
-    if key is not None and not key.isprintable():
-        raise ConfigError(
-            "the API key (--api-key or $OPENAI_API_KEY) holds a line break or control character"
-        )
+    if key is not None and not (key.isprintable() and key.isascii()):
+        raise ConfigError(f"{name} has characters not allowed in a header")
 
 
 def api_key_option() -> Any:

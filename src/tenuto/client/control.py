@@ -50,10 +50,7 @@ class _ServerOptions(Options):
         super().__post_init__()
         check_url(self.url)
         check_api_key(self.api_key)
-        if self.admin_key is not None and not (self.admin_key.isprintable() and self.admin_key.isascii()):
-            raise ConfigError(
-                "the operator's key (--admin-key or $TENUTO_ADMIN_KEY) has characters not allowed in a header"
-            )
+        check_api_key(self.admin_key, "the operator's key (--admin-key or $TENUTO_ADMIN_KEY)")
 
     def require_admin_key(self) -> str:
         """The operator's key. Raises ConfigError if there is none."""

@@ -38,6 +38,7 @@ def test_arms_as_written(text: str, arm: Arm) -> None:
         ("a=h:8000", "'h:8000' is none of"),
         ("a=http://", "--arm a must be an address"),
         ("a=http://h:80a", "--arm a must be an address"),
+        ("a=http://h,http://user:secret@h", "--arm a must not hold a user or password"),
         ("a=policy:", "'policy:' is none of"),
         ("a=vllm:stock", "is none of"),
         ("a=policy:stock,ttl_s", "key=value pairs, got 'ttl_s'"),
