@@ -55,6 +55,14 @@ def test_times_are_those_of_the_pieces_with_the_first_and_the_last_token() -> No
     assert answer.since(1.5) == Answer(0.5, 2.5, (1, 2, 3), "abc", Usage(92, 3, 80))
 
 
+def test_a_last_line_without_its_end_came_with_the_last_bytes() -> None:
+    stream = AnswerStream(openai_completions)
+    event = make_token("a", 1, reason="length").rstrip(b"\n")
+    stream.feed(event[:9], 2.0)
+    stream.feed(event[9:], 3.0)
+    assert stream.finish() == Answer(3.0, 3.0, (1,), "a", Usage())
+
+
 @given(st.sets(st.integers(1, len(STREAM) - 1)), st.booleans())
 def test_any_pieces_make_the_same_answer(cuts: set[int], has_returns: bool) -> None:
     stream = AnswerStream(openai_completions)

@@ -215,12 +215,15 @@ class AnswerStream:
         self.is_done = False
         self._format = form
         self._num_bytes = 0
+        self._last_s = 0.0
+        """When the last bytes arrived."""
         self._lines = LineReader()
         self._response = Response()
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Process the next bytes, which arrived at `now_s`."""
         self._num_bytes += len(data)
+        self._last_s = now_s
         if self._num_bytes > MAX_ANSWER_BYTES:
             raise RequestFailed("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
         for line in self._lines.feed(data):
@@ -229,7 +232,7 @@ class AnswerStream:
     def finish(self) -> Answer:
         """Return the answer after all bytes have arrived."""
         response = self._response
-        self._read_line(self._lines.finish(), response.last_token_s)
+        self._read_line(self._lines.finish(), self._last_s)
         if not (self.is_done or response.is_finished):
             raise RequestFailed(
                 "cut off", f"the stream ended after {response.num_pieces} pieces of the answer"
