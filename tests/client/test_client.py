@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from tenuto.client import http as client_module
 from tenuto.client.http import Answer, Client, RequestFailed
 from tests.client.fake_server import FakeServer, Reply
 
@@ -167,3 +169,25 @@ def test_pages() -> None:
                 await client.get_json("/metrics")
 
     asyncio.run(run())
+
+
+def test_a_page_without_end_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_ANSWER_BYTES", 2**20)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"vllm:x 1\n" * 1000)
+                await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Client(url, api_key=None, timeout_s=10.0) as client:
+                await client.get_text("/metrics")
+
+    with pytest.raises(RequestFailed, match="/metrics has more than 1 MiB"):
+        asyncio.run(run())

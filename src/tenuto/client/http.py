@@ -55,7 +55,7 @@ AFTER_DONE_S = 1.0
 SHORT_REQUEST_S = 10.0
 """Time limit for questions about the server itself, in seconds."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Largest size of one answer's stream. A server that never stops would fill the client's memory."""
+"""Largest size of an answer's stream or a page. A server that never stops would fill the client's memory."""
 _MAX_ERROR_BYTES = 2000
 _SHOWN_CHARS = 200
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})
@@ -164,7 +164,11 @@ class Client:
             async with asyncio.timeout(SHORT_REQUEST_S), self._session.get(self.url + path) as response:
                 if response.status != 200:
                     raise await _read_refusal(response)
-                return await response.text(errors="replace")
+                page = bytearray()
+                async for piece in response.content.iter_any():
+                    page += piece
+                    _check_size(len(page), path)
+                return page.decode(errors="replace")
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise _explain(error, SHORT_REQUEST_S) from error
 
@@ -175,6 +179,11 @@ class Client:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise RequestFailed("malformed", f"{path} is not JSON: {text[:200]!r}", can_retry=False) from None
+
+
+def _check_size(num_bytes: int, what: str) -> None:
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise RequestFailed("malformed", f"{what} has more than {MAX_ANSWER_BYTES // 2**20} MiB")
 
 
 async def _read_refusal(response: aiohttp.ClientResponse) -> RequestFailed:
@@ -224,8 +233,7 @@ class AnswerStream:
         """Process the next bytes, which arrived at `now_s`."""
         self._num_bytes += len(data)
         self._last_s = now_s
-        if self._num_bytes > MAX_ANSWER_BYTES:
-            raise RequestFailed("malformed", f"the answer has more than {MAX_ANSWER_BYTES // 2**20} MiB")
+        _check_size(self._num_bytes, "the answer")
         for line in self._lines.feed(data):
             self._read_line(line, now_s)
 
