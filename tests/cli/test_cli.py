@@ -427,6 +427,14 @@ def test_verify_says_what_it_cannot_check(
     assert said in capsys.readouterr().err
 
 
+def test_output_on_a_full_disk() -> None:
+    command = [sys.executable, "-m", "tenuto.cli", "policies"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "tenuto: not all was written: No space left on device\n"
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_output_that_nobody_reads_or_can_show(encoding: str) -> None:
     script = "import sys\nfrom tenuto.cli import main\nsys.exit(main(['policies']))"

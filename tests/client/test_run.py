@@ -352,3 +352,12 @@ def test_a_full_disk_does_not_end_the_run(
     assert json.loads(printed.out)["jobs"] == 3
     assert "turns.jsonl: [Errno 28] No space left on device" in printed.err
     assert opened
+
+
+def test_the_result_is_shown_before_a_table_that_cannot_be_written(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = ("--csv", "/dev/full", "--json")
+    with serving(FakeServer()) as url, pytest.raises(ConfigError, match="--csv: cannot write /dev/full"):
+        run_bench(parse("--url", url, "--workload", str(trace), *full))
+    assert json.loads(capsys.readouterr().out)["jobs"] == 3

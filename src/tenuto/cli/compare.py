@@ -74,9 +74,9 @@ def run(given: Given) -> int:
         runs.say_kept(options.out)
         raise
     rows = make_rows(records, beside)
+    print(json.dumps(rows) if options.as_json else format_rows(rows))
     if options.csv:
         write_csv(options.csv, rows)
-    print(json.dumps(rows) if options.as_json else format_rows(rows))
     return 0
 
 

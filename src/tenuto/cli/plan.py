@@ -140,6 +140,8 @@ def run(given: Given) -> int:
                 effects.append(effect)
                 measure.expect(_CHANGES, num_changes - len(effects))
     _print(options, plans, effects, target)
+    if options.csv:
+        write_csv(options.csv, [plan.to_json() for plan in plans])
     return 0 if best else 1
 
 
@@ -155,8 +157,6 @@ def _check_prices(prices: Mapping[str, float], setups: Iterable[Setup]) -> None:
 
 
 def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], target: Target) -> None:
-    if options.csv:
-        write_csv(options.csv, [plan.to_json() for plan in plans])
     best = get_best(plans)
     if options.as_json:
         whole = {

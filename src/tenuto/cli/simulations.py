@@ -160,14 +160,14 @@ def _run_simulate(given: Given) -> int:
         record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
         if not options.as_json:
             print(format_beside(record, stock))
+    if options.as_json:
+        print(json.dumps(record))
     if options.ledger:
         from tenuto.client.control import join_ranks, write_rows
 
         write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
     if options.csv:
         write_csv(options.csv, [record])
-    if options.as_json:
-        print(json.dumps(record))
     return 0
 
 

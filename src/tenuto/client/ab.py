@@ -216,13 +216,13 @@ def _describe_verdict(options: AbOptions, found: Conclusion) -> dict[str, Any]:
 def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> None:
     if not any(found.done.values()):
         return
-    if options.csv:
-        write_csv(options.csv, [each.to_json() for each in found.comparisons])
     if options.as_json:
         print(json.dumps(_describe_verdict(options, found)))
     else:
         print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
     say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
+    if options.csv:
+        write_csv(options.csv, [each.to_json() for each in found.comparisons])
 
 
 def _describe_terms(options: AbOptions) -> dict[str, Any]:

@@ -67,11 +67,11 @@ def run_bench(options: BenchOptions) -> int:
     with RunFiles(options.out) as files:
         result = asyncio.run(measure(options, workload, files))
         files.write_result(result)
-    if options.csv:
-        write_csv(options.csv, [result])
     print(json.dumps(result) if options.as_json else format_result(result))
     if files.problem:
         say(f"not all was written: {files.problem}")
+    if options.csv:
+        write_csv(options.csv, [result])
     if result["client"]["interrupted"]:
         return 130
     return get_status(result, is_written=not files.problem)
@@ -482,11 +482,11 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
                 write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
         if result["client"]["interrupted"]:
             break
-    if options.csv:
-        write_csv(options.csv, results)
     print(json.dumps(results) if options.as_json else format_sweep(results))
     if options.out and not options.as_json:
         say(f"all results: {options.out}; charts: tenuto report {options.out}")
+    if options.csv:
+        write_csv(options.csv, results)
     if results[-1]["client"]["interrupted"]:
         return 130
     statuses = [get_status(result, is_written=is_written) for result in results]
