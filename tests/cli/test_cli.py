@@ -387,7 +387,8 @@ class Liar(http.server.BaseHTTPRequestHandler):
         elif self.headers.get("Authorization") == "Bearer html":
             self._answer(200, b"<html>")
         else:
-            usage = {"prompt_tokens": 60, "completion_tokens": 7}
+            counts = {"Bearer uncounted": {"prompt_tokens": 60}, "Bearer zero": {"prompt_tokens": 0}}
+            usage = counts.get(self.headers["Authorization"], {"prompt_tokens": 60, "completion_tokens": 7})
             message = {"choices": [{"message": {"content": "x"}}], "usage": usage}
             self._answer(200, json.dumps(message).encode())
 
@@ -413,6 +414,8 @@ def liar() -> Iterator[str]:
         ("full", "429: too many"),
         ("odd", "not what an OpenAI server answers"),
         ("html", "not what an OpenAI server answers: '<html>'"),
+        ("uncounted", "not what an OpenAI server answers"),
+        ("zero", "not what an OpenAI server answers"),
         ("nest", "/v1/models does not name a model"),
         ("five", "/v1/models does not name a model"),
         ("page", "/metrics shows neither vllm: nor tenuto: metrics"),

@@ -409,6 +409,8 @@ def test_the_command_shows_and_changes() -> None:
     hold(engine, "j", None)
     assert run_command(make_client(engine), "release", job="j") == (0, "job j: released")
     assert run_command(make_client(engine), "release", job="j") == (0, "job j: nothing was kept for it")
+    status, text = run_command(make_client(engine, "silent"), "release", job="j")
+    assert (status, text) == (1, "rank 1: no answer within 30 s")
 
 
 def test_the_command_says_what_is_wrong() -> None:
@@ -425,3 +427,26 @@ def test_the_command_says_what_is_wrong() -> None:
     other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(404, text="no")))
     with pytest.raises(TenutoError, match="is it vLLM with"):
         run_command(other, "status")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"error": "overloaded"}', "overloaded"),
+        ('{"ranks": null}', "this is not Tenuto's answer"),
+        ('{"ranks": ["x"]}', "this is not Tenuto's answer"),
+        ('{"ranks": [{"rank": 0, "ok": true, "mode": "on"}]}', "this is not Tenuto's answer"),
+        ("[" * 100_000, "is it vLLM with"),
+    ],
+)
+def test_what_is_no_status_is_one_line(answer: str, words: str) -> None:
+    other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=answer)))
+    with pytest.raises(TenutoError, match=words):
+        run_command(other, "status")
+
+
+@pytest.mark.parametrize("answer", ['{"error": "gone"}', '{"released": true}', '{"ranks": []}'])
+def test_what_is_no_release_is_one_line(answer: str) -> None:
+    other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=answer)))
+    with pytest.raises(TenutoError, match=r"gone|this is not Tenuto's answer"):
+        run_command(other, "release", job="j")

@@ -184,15 +184,20 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
         response = options.ask(client, "control", key, options.get_change() or None, **operator)
     url = options.base_url
     answer = _read(response, url)
-    if response.status_code not in (200, 504):
+    if response.status_code not in (200, 504) or not answer.keys() & {"ranks", "released"}:
         raise TenutoError(f"{url}: {answer.get('error') or f'status {response.status_code}'}")
     status = 0 if response.status_code == 200 else 1
     if options.as_json:
         return status, json.dumps(answer)
-    if options.action == "release":
-        what = "released" if answer["released"] else "nothing was kept for it"
-        return status, f"job {answer['job']}: {what}"
-    return status, format_status(answer)
+    try:
+        if options.action == "release":
+            if status:
+                return status, str(answer["error"])
+            what = "released" if answer["released"] else "nothing was kept for it"
+            return status, f"job {answer['job']}: {what}"
+        return status, format_status(answer)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        raise TenutoError(f"{url}: this is not Tenuto's answer: {response.text[:200]!r}") from None
 
 
 def format_status(answer: Mapping[str, Any]) -> str:
@@ -225,7 +230,7 @@ def format_status(answer: Mapping[str, Any]) -> str:
 
 
 def _read(response: httpx.Response, url: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         answer = response.json()
         if isinstance(answer, dict) and ("ranks" in answer or "error" in answer or "released" in answer):
             return answer

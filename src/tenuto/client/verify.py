@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -38,6 +38,7 @@ from tenuto.client.metrics import (
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.types import WORDS, EngineView, Job, Keep, ToolCall, Turn
+from tenuto.wire.response import Usage, as_text, read_usage
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """Blocks of the turns' prompts: 66, 131, 279, 397 and 503 tokens, in blocks of 16."""
@@ -180,6 +181,14 @@ def verify(
         )
 
 
+class _Answer(NamedTuple):
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    """None if the server does not say it."""
+    text: str
+
+
 @dataclass
 class _Check:
     client: httpx.Client
@@ -245,20 +254,18 @@ class _Check:
         started_s = time.monotonic()
         answer = self._send(number)
         latency_s = time.monotonic() - started_s
-        usage = answer["usage"]
-        prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        prompt_tokens, output_tokens = answer.prompt_tokens, answer.output_tokens
         expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // block_size
         least = 0 if is_last else self._watch_gap()
         job = self._read_job()
         short = self._read_short(job)
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        cached = answer.cached_tokens
         if cached is None:
             cached = job.num_cached_tokens - job_before.num_cached_tokens
         min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
         held = self._release() if is_last else least
         gap: Gap = "end" if is_last else judge_gap(job, held, expected)
-        content = answer["choices"][0]["message"].get("content") or ""
-        self._messages.append({"role": "assistant", "content": content})
+        self._messages.append({"role": "assistant", "content": answer.text})
         is_fine = held <= 0 if is_last else gap in ("held", "expired")
         return TurnCheck(
             turn=number + 1,
@@ -299,14 +306,14 @@ class _Check:
         self._extend(PROBE_WORDS)
         answer = self._send(len(TOOLS) - 1, is_last=True)
         self._messages.clear()
-        return float(answer["usage"]["prompt_tokens"]) / PROBE_WORDS
+        return answer.prompt_tokens / PROBE_WORDS
 
     def _extend(self, num_words: int) -> None:
         # Use words that no other check has sent, so that nothing is cached by chance.
         words = [f"{uuid.uuid4().int % 900 + 100}" for _ in range(num_words)]
         self._messages.append({"role": "user", "content": " ".join(words)})
 
-    def _send(self, number: int, *, is_last: bool = False) -> dict[str, Any]:
+    def _send(self, number: int, *, is_last: bool = False) -> _Answer:
         body = {
             "model": self._model,
             "messages": self._messages,
@@ -323,11 +330,14 @@ class _Check:
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
         try:
-            answer: dict[str, Any] = response.json()
-            _ = answer["usage"]["prompt_tokens"], answer["choices"][0]["message"]
-        except (ValueError, LookupError, TypeError, RecursionError):
+            answer = response.json()
+            usage = read_usage(answer["usage"], "prompt_tokens", "completion_tokens") or Usage()
+            if not usage.prompt_tokens or usage.output_tokens is None:
+                raise ValueError("no usable counts")
+            text = as_text(answer["choices"][0]["message"].get("content")) or ""
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise DataError(f"not what an OpenAI server answers: {response.text[:500]!r}") from None
-        return answer
+        return _Answer(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, text)
 
     def _watch_gap(self) -> int:
         end_s = time.monotonic() + self.gap_s
