@@ -124,9 +124,9 @@ FAULTS = (
     ),
     Fault(
         "tenants: /metrics names them",
-        "vllm/metrics.py",
-        "named = blocks if shows_names else",
-        "named = blocks if True else",
+        "core/exported_metrics.py",
+        "return tenant in OWN_NAMES or (shows_names and",
+        "return tenant in OWN_NAMES or (True and",
         ("vllm/test_server_tenants.py::test_no_page_names_a_tenant_unless_it_is_set",),
     ),
     Fault(

@@ -175,6 +175,19 @@ def test_the_number_of_series_is_bounded_and_tenants_that_leave_vanish(server: S
     assert shown == {"tenuto:tenant_leased_blocks{tenant=(none)}": 5}
 
 
+def test_a_tenant_named_like_a_label_of_tenuto_s_counts_among_the_others(server: Server) -> None:
+    for tenant in (None, "(none)", "(others)", *(f"tenant{number}" for number in range(NUM_TENANTS))):
+        server.serve(tenant)
+        samples = server.read()
+    for metric in ("tenant_leased_blocks", "tenant_tokens_total"):
+        shown = {name: value for name, value in samples.items() if f"tenuto:{metric}" in name}
+        assert {name.partition("tenant=")[2].split(",")[0].rstrip("}") for name in shown} == {
+            "(none)", "(others)", *(f"tenant{number}" for number in range(NUM_TENANTS - 1)),
+        }  # fmt: skip
+    assert samples["tenuto:tenant_leased_blocks{tenant=(none)}"] == 5
+    assert samples["tenuto:tenant_leased_blocks{tenant=(others)}"] == 15
+
+
 def test_without_the_setting_no_tenant_is_named() -> None:
     server = Server(tenant_labels=False)
     for tenant in ("ann", "bob", UNVERIFIED, None):

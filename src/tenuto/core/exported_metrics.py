@@ -194,9 +194,14 @@ HISTOGRAMS = (
 )  # fmt: skip
 
 
+def has_label(tenant: str, *, shows_names: bool) -> bool:
+    """Whether a tenant may have series of its own. A client's name may equal a label that has a meaning."""
+    return tenant in OWN_NAMES or (shows_names and tenant not in (NO_TENANT, OTHER_TENANTS))
+
+
 def get_shown_accounts(ledger: Ledger, now_s: float, *, shows_names: bool) -> dict[str, dict[str, float]]:
     """The figures of the tenants that arrived first, and of all others together; none ever decreases."""
-    named = [name for name in ledger.tenants if shows_names or name in OWN_NAMES][:NUM_TENANTS]
+    named = [name for name in ledger.tenants if has_label(name, shows_names=shows_names)][:NUM_TENANTS]
     shown = {name or NO_TENANT: ledger.tenants[name].get_figures(now_s) for name in named}
     others = [each for name, each in ledger.tenants.items() if name not in named]
     if others:

@@ -36,11 +36,11 @@ from tenuto.core.exported_metrics import (
     LEASES,
     NO_TENANT,
     NUM_TENANTS,
-    OWN_NAMES,
     Facts,
     Leases,
     Metric,
     Value,
+    has_label,
 )
 from tenuto.core.ledger import OTHER_TENANTS
 from tenuto.core.stats import QUEUE_BUCKETS_S, DriverStats, GroupStats, ShadowStats
@@ -353,7 +353,7 @@ class _Forward(Collector):
 
 def _choose_tenants(blocks: Mapping[str, int], *, shows_names: bool) -> dict[str, int]:
     """The blocks of the largest tenants, and of all others together. `shows_names`: names may be shown."""
-    named = blocks if shows_names else {name: blocks[name] for name in OWN_NAMES & blocks.keys()}
+    named = {name: blocks[name] for name in blocks if has_label(name, shows_names=shows_names)}
     most = heapq.nlargest(NUM_TENANTS, named, named.__getitem__)
     shown = {name or NO_TENANT: named[name] for name in most}
     if len(blocks) > len(shown):
