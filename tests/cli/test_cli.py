@@ -55,6 +55,59 @@ def test_settings_join_an_additional_config_that_was_passed() -> None:
         assert command[len(START) + 2 :] == ["--port", "1"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "additional-config:\n  tenuto: {mode: shadow, limits: {max_leased_share: 0.3}}\n",
+        'additional_config: \'{"tenuto": {"mode": "shadow", "limits": {"max_leased_share": 0.3}}}\'\n',
+    ],
+)
+def test_settings_join_those_of_a_config_file(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"port: 1\n{text}")
+    command = build_command("M", {"policy": "stock"}, ["--config", str(file)])
+    assert command[len(START)] == "--additional-config"
+    assert json.loads(command[len(START) + 1]) == {
+        "tenuto": {"mode": "shadow", "limits": {"max_leased_share": 0.3}, "policy": "stock"}
+    }
+    assert command[len(START) + 2 :] == ["--config", str(file)]
+    # As in vLLM, the line goes before the file.
+    command = build_command("M", {}, ["--config", str(file), "--additional-config", '{"other": 1}'])
+    assert json.loads(command[len(START) + 1]) == {"other": 1}
+
+
+def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    passed = ["--config", str(file)]
+    file.write_text("watermark: 0.1\ndata-parallel-size: 4\n")
+    assert "--watermark" not in build_command("M", {"policy": "stock-tuned"}, passed)
+    assert get_environment(passed) == {"TENUTO_DP_SIZE": "4"}
+    file.write_text("scheduler-cls: x.Y\n")
+    with pytest.raises(ConfigError, match="--scheduler-cls"):
+        build_command("M", {}, passed)
+    for broken in ("- a\n", "a: [\n", "2: 3\n"):
+        file.write_text(broken)
+        with pytest.raises(ConfigError, match="--config: cannot read"):
+            build_command("M", {}, passed)
+    with pytest.raises(ConfigError, match="--config: cannot read"):
+        build_command("M", {}, ["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--additional-config", "{}"],
+        ["--additional_config={}"],
+        ["--additional-config.tenuto.mode", "off"],
+        ["--additional_config.tenuto.mode=off"],
+        ["--additional-conf", "{}"],
+    ],
+)
+def test_a_second_additional_config_that_would_replace_the_first_is_refused(other: list[str]) -> None:
+    with pytest.raises(ConfigError, match="pass one --additional-config"):
+        build_command("M", {"policy": "stock"}, ["--additional-config", "{}", *other])
+
+
 def test_cached_tokens_are_shown_only_where_it_is_asked() -> None:
     assert not any("details" in each for each in build_command("M", {}, []))
     assert build_command("M", {}, ["--enable-prompt-tokens-details"])[-1] == "--enable-prompt-tokens-details"

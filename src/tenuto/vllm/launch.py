@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ WANTED_FLAGS = {
 }
 """vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.loader.EngineSettings`)."""
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
+CONFIG_FLAG = "--additional-config"
 INTERVAL_FLAG = "--prefix-cache-retention-interval"
 STATES = ("linear_attention", "mamba", "mamba2", "recurrent")
 GIB = 2**30
@@ -38,10 +40,15 @@ def build_command(
     """The command: Tenuto's scheduler and middleware, the tiers below the GPU, then the passed arguments.
 
     It includes the engine settings of the policy or the preset, unless the passed arguments set them.
-    `settings` goes under `tenuto` in the additional config. It overrides a passed `--additional-config`.
+    `settings` goes under `tenuto` in the additional config. It overrides what was passed there.
     Raises ConfigError or PolicyError before anything starts.
     """
-    given, rest = _take_option(list(passed), "--additional-config")
+    given, rest = _find_option(passed, CONFIG_FLAG), _take_option(list(passed), CONFIG_FLAG)[1]
+    for argument in rest:
+        flag = argument.partition("=")[0]
+        name = flag.partition(".")[0].replace("_", "-")  # it may be abbreviated
+        if CONFIG_FLAG.startswith(name) and len(name) > len("--a"):
+            raise ConfigError(f"vLLM would replace Tenuto's settings by {flag}: pass one {CONFIG_FLAG} JSON")
     if _find_option(rest, "--scheduler-cls") is not None:
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
     config = _parse_config(given)
@@ -61,13 +68,13 @@ def build_command(
                 raise ConfigError(f"--host-gb sets up vLLM's connector itself; leave out {flag}")
         command += ["--kv-transfer-config", json.dumps(tiers.get_transfer_config())]
     if config:
-        command += ["--additional-config", json.dumps(config)]
+        command += [CONFIG_FLAG, json.dumps(config)]
     return command + rest
 
 
 def get_hints(command: Sequence[str]) -> list[str]:
     """Hints, one per line: options that only the operator can choose, and the retention interval."""
-    settings = read_settings(_parse_config(_find_option(command, "--additional-config")))
+    settings = read_settings(_parse_config(_find_option(command, CONFIG_FLAG)))
     policy = load_policy(settings.policy, settings.options)
     retains = settings.mode == "on" and policy.overrides("retain")
     model, given = command[command.index("serve") + 1], _find_option(command, INTERVAL_FLAG)
@@ -84,7 +91,7 @@ def check_files(command: Sequence[str]) -> None:
 
     Raises ConfigError naming the setting and the file.
     """
-    settings = read_settings(_parse_config(_find_option(command, "--additional-config")))
+    settings = read_settings(_parse_config(_find_option(command, CONFIG_FLAG)))
     for name, path in (("trace", settings.trace), ("state", settings.state)):
         if path is None:
             continue
@@ -149,7 +156,26 @@ def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]
 
 
 def _find_option(arguments: Sequence[str], name: str) -> str | None:
-    return _take_option(list(arguments), name)[0]
+    """An option's value: from the line, or else from vLLM's `--config` file."""
+    given = _take_option(list(arguments), name)[0]
+    return _read_config_file(arguments).get(name) if given is None else given
+
+
+def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
+    """The options in vLLM's `--config` file, by flag. Raises ConfigError if it cannot be read."""
+    file = next((file for name, file in pairwise(arguments) if name == "--config"), None)
+    if file is None:
+        return {}
+    import yaml  # vLLM needs it too
+
+    try:
+        options = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        return {
+            "--" + name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
+            for name, value in options.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read options from {file!r}: {error}") from error
 
 
 def _parse_config(text: str | None) -> dict[str, Any]:
