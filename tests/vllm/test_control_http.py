@@ -424,6 +424,8 @@ def test_the_command_says_what_is_wrong() -> None:
     for bad in ({"action": "set"}, {"action": "off", "policy": "x"}, {"action": "release"}):
         with pytest.raises(ConfigError):
             ControlOptions(url="http://server", **bad)
+    with pytest.raises(ConfigError, match=r"^'max_lease_s' must be KEY=VALUE$"):
+        run_command(make_client(engine), "set", limits=("max_lease_s",))
     other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(404, text="no")))
     with pytest.raises(TenutoError, match="is it vLLM with"):
         run_command(other, "status")

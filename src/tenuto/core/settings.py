@@ -155,7 +155,7 @@ def parse_option(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--option wants KEY=VALUE or POLICY:KEY=VALUE, got {text!r}")
+        raise ConfigError(f"{text!r} must be KEY=VALUE")
     try:
         return key, json.loads(value)
     except (ValueError, RecursionError):  # not JSON; or a number too long, or nested too deep
