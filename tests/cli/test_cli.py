@@ -208,6 +208,8 @@ def test_tiers_that_contradict_are_refused(
         ({"policy": "nope"}, [], PolicyError, "nope"),
         ({"policy": "stock", "options": {"x": 1}}, [], ConfigError, "'x'"),
         ({"options": {"ttl": 1}}, [], ConfigError, "'ttl'"),
+        ({"own_policies": [5, None]}, [], ConfigError, "'own_policies'"),
+        ({"own_policies": ["stock", "no.such:Thing"]}, [], PolicyError, "no.such:Thing"),
         ({}, ["--additional-config", '{"tenuto": {"polcy": "stock"}}'], ConfigError, "'polcy'"),
     ],
 )

@@ -53,6 +53,7 @@ def start(tenuto_config: dict[str, Any], *, num_blocks: int = 100, **config: Any
         ({"limits": {"max_tenant_share": 2}}, ConfigError, "'max_tenant_share'"),
         ({"limits": {"max_lease": 1}}, ConfigError, "'max_lease'"),
         ({"limits": 5}, ConfigError, "limits"),
+        ({"own_policies": [5, None]}, ConfigError, "'own_policies'"),
         ({"trace": "/proc/none/trace.jsonl"}, ConfigError, "trace"),
         ({"on_mismatch": "ignore"}, ConfigError, "'on_mismatch'"),
         ([], ConfigError, "tenuto"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +82,9 @@ class Limits:
         """Check the weights. Raises ConfigError naming the tenant."""
         for tenant, weight in (self.tenant_weights or {}).items():
             is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not (is_number and 0 < weight < math.inf):
-                raise ConfigError(f"tenant_weights: the weight of {tenant!r} must be above 0, got {weight!r}")
+            # With these bounds, sums of weights and shares stay exact enough.
+            if not (is_number and 1e-6 <= weight <= 1e6):
+                raise ConfigError(f"tenant_weights: {tenant!r} must have from 1e-6 to 1e6, got {weight!r}")
 
 
 MAX_NAMES = 1000

@@ -55,6 +55,8 @@ def build_command(
     tenuto = {**config.get("tenuto", {}), **settings}
     checked = read_settings({"tenuto": tenuto})
     wanted = get_engine_settings(checked.policy, load_policy(checked.policy, checked.options))
+    for name in checked.own_policies or ():
+        load_policy(name)
     if tenuto:
         config["tenuto"] = tenuto
     command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]

@@ -74,6 +74,11 @@ class Settings:
     )
     allow_untested: bool = setting(False, "run on a vLLM release Tenuto was not checked on")
 
+    def __post_init__(self) -> None:
+        """Check the names of `own_policies`. Raises ConfigError."""
+        if not all(isinstance(each, str) for each in self.own_policies or ()):
+            raise ConfigError(f"tenuto: key 'own_policies' must be a list of names, got {self.own_policies}")
+
     @property
     def trace_options(self) -> TraceOptions:
         """The trace's settings, in the form that its writer takes."""
