@@ -335,6 +335,16 @@ def test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is() -> None
     assert (rank["leased_blocks"], rank["lease_news"], rank["reason"]) == (0, "ended", "reset")
 
 
+def test_a_job_whose_id_ends_like_an_address_is_seen_and_released() -> None:
+    engine = start({"policy": KEEP_ALL})
+    hold(engine, "org/release", None)
+    client = make_client(engine)
+    url = "/tenuto/jobs/org%2Frelease"
+    assert client.get(url).json()["ranks"][0]["turns"] == 1
+    assert client.post(url).status_code == 405
+    assert client.post(f"{url}/release").json() == {"job": "org/release", "released": True}
+
+
 def test_the_operator_alone_sees_what_all_used() -> None:
     engines = start_ranks(2)
     names = {each: tenants.get_key_name(each) for each in ("ann", "bob")}

@@ -77,15 +77,16 @@ class ControlAddresses:
 
     async def _answer(self, address: str, scope: Scope, headers: dict[str, str], receive: Receive) -> Answer:
         method = scope["method"]
-        # The path is already decoded, and a job id may contain slashes.
-        is_job, is_release = address.startswith("jobs/"), address.endswith("/release")
+        is_job = address.startswith("jobs/")
+        # A job's id may contain slashes. Only the raw path shows which ones were quoted.
+        is_release = (scope.get("raw_path") or address.encode()).endswith(b"/release")
         if not is_job and address not in ("control", "ledger"):
             return 404, {"error": "not found; try /tenuto/control, …/ledger, …/jobs/ID or …/jobs/ID/release"}
         can_get, can_post = not is_release, is_release or address == "control"
         if not ((method == "GET" and can_get) or (method == "POST" and can_post)):
             return 405, {"error": f"{method} is not allowed here"}
         if is_job:
-            job_id = address.removeprefix("jobs/").removesuffix("/release")
+            job_id = address.removeprefix("jobs/").removesuffix("/release" if is_release else "")
             return await self._ask_job(scope, headers, job_id, "release" if is_release else "job")
         refusal = check_operator(headers.get("authorization", ""))
         if refusal is not None:
