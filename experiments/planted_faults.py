@@ -849,6 +849,16 @@ FAULTS = (
         ("vllm/test_ranks.py::test_a_turn_that_ends_without_an_answer_leaves_the_books",),
     ),
     Fault(
+        "routers: a job without an answer counts for ever",
+        "routers/tenuto.py",
+        "        self._placed.remove(turn.job_id)\n",
+        "",
+        (
+            "routers/test_routers.py::"
+            "test_ours_counts_a_job_whose_turn_got_no_answer_no_more_until_it_comes_back",
+        ),
+    ),
+    Fault(
         "routers: a prompt may have no tokens",
         "core/dispatcher.py",
         "num_prompt_tokens=max(1, _count_tokens(request, parts)),",

@@ -236,6 +236,21 @@ def test_ours_counts_the_jobs_of_an_engine_that_died_no_more_when_it_comes_back(
     assert sum(router._placed.count_jobs(name) for name in "ab") == 3
 
 
+def test_ours_counts_a_job_whose_turn_got_no_answer_no_more_until_it_comes_back() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
+    for number in range(6):
+        send(dispatcher, f"{number}", f"job{number}", 1000)
+    assert dispatcher.arrive(Arrival("6", "job6", 1000), 1.0) == []
+    [sending] = dispatcher.abort("0", 2.0)
+    assert (sending.turn_id, sending.engine) == ("6", "a")
+    router = dispatcher.router
+    assert isinstance(router, Tenuto)
+    assert router._placed.get("job0") is None
+    dispatcher.fail("1", 2.0)
+    dispatcher.arrive(Arrival("0/1", "job0", 1000), 3.0)
+    assert sum(router._placed.count_jobs(name) for name in "ab") == 7, "one was sent again, one came back"
+
+
 def test_ours_counts_silent_jobs_no_more_where_clients_do_not_say_that_a_job_ends() -> None:
     dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
     for number in range(6):

@@ -330,8 +330,9 @@ class Tenuto(Router):
             self._token_s += weight * (token_s - self._token_s)
 
     def on_turn_failed(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """It is no longer computed there."""
+        """It is no longer computed there. The job counts again from its next turn on, if one comes."""
         self._start(turn, engine)
+        self._placed.remove(turn.job_id)
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
         """Learn the work of a turn. From now on the job is away."""
