@@ -32,6 +32,26 @@ def test_a_job_that_moves_or_ends_leaves_nothing_behind() -> None:
     assert placements.count_jobs("b") == 0
 
 
+def test_many_jobs_that_go_at_once_cost_one_look_at_the_others() -> None:
+    num_reads = 0
+
+    class Read(Placed):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__getattribute__(name)
+
+    placements = Placements()
+    for number in range(300):
+        placements.put(f"{number}", Read("a", 1.0, 1000, 3000))
+    assert placements.get_work("a") == 300
+    for number in range(200):
+        placements.remove(f"{number}")
+    assert placements.get_work("a") == 100
+    assert placements.get_most_tokens("a", 1000) == 100 * 3000 + 3000
+    assert num_reads < 10 * 300, "300,000 if each change looked at all jobs"
+
+
 @pytest.mark.parametrize("will_return", [True, False])
 def test_a_job_is_silent_once(will_return: bool) -> None:
     away = AwayJobs()

@@ -44,13 +44,18 @@ class _Engine:
     work: float = 0.0
     most: float = 0.0
     jobs: dict[str, Placed] = field(default_factory=dict)
+    has_changed: bool = False
+    """Whether its jobs have changed since `work` and `most` were computed."""
 
 
 _NOTHING = _Engine()
 
 
 class Placements:
-    """The jobs of each engine. A change takes O(n log n) in the jobs of that engine alone."""
+    """The jobs of each engine. A look takes O(n log n) if the jobs of that engine have changed, else O(1).
+
+    Changes take O(1), because many jobs may fall silent at once.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[str, Placed] = {}
@@ -66,7 +71,7 @@ class Placements:
 
     def get_work(self, engine: str) -> float:
         """The work that all jobs there still need."""
-        return self._engines.get(engine, _NOTHING).work
+        return self._look(engine).work
 
     def get_most_tokens(self, engine: str, num_prompt_tokens: int) -> float:
         """The most KV that the jobs there will hold at one time, if a job with such a prompt joins them now.
@@ -74,7 +79,7 @@ class Placements:
         All jobs are assumed to grow at the same pace, and each to leave at its peak. When one leaves, the
         others are still below their peaks. So less is needed than the sum of all peaks.
         """
-        return self._engines.get(engine, _NOTHING).most + num_prompt_tokens
+        return self._look(engine).most + num_prompt_tokens
 
     def put(self, job_id: str, placed: Placed) -> None:
         """Put a job on an engine, or update it."""
@@ -84,7 +89,7 @@ class Placements:
         self._jobs[job_id] = placed
         engine = self._engines.setdefault(placed.engine, _Engine())
         engine.jobs[job_id] = placed
-        _renew(engine)
+        engine.has_changed = True
 
     def remove(self, job_id: str) -> Placed | None:
         """Remove a job. Returns what was known about it; None if it was on no engine."""
@@ -92,7 +97,7 @@ class Placements:
         if placed is not None:
             engine = self._engines[placed.engine]
             del engine.jobs[job_id]
-            _renew(engine)
+            engine.has_changed = True
             if not engine.jobs:
                 del self._engines[placed.engine]
         return placed
@@ -101,6 +106,12 @@ class Placements:
         """Remove an engine and its jobs."""
         for job_id in self._engines.pop(engine, _NOTHING).jobs:
             del self._jobs[job_id]
+
+    def _look(self, name: str) -> _Engine:
+        engine = self._engines.get(name, _NOTHING)
+        if engine.has_changed:
+            _renew(engine)
+        return engine
 
     def __repr__(self) -> str:
         return f"Placements({self._jobs!r})"
@@ -115,6 +126,7 @@ def _renew(engine: _Engine) -> None:
         held -= own
     engine.most = most
     engine.work = sum(job.work for job in engine.jobs.values())
+    engine.has_changed = False
 
 
 # Jobs whose client is away, in a tool call or for good: those that are not expected back soon.
