@@ -859,6 +859,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "routers: every message is read, however many they are",
+        "core/dispatcher.py",
+        "yield from map(_make_part, prompt[:MAX_PARTS])",
+        "yield from map(_make_part, prompt)",
+        ("core/test_routing_requests.py::test_messages_that_are_not_compared_are_not_read_one_by_one",),
+    ),
+    Fault(
         "routers: a prompt may have no tokens",
         "core/dispatcher.py",
         "num_prompt_tokens=max(1, _count_tokens(request, parts)),",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.dispatcher import Dispatcher, read_arrival
+from tenuto.core.dispatcher import MAX_PARTS, Dispatcher, read_arrival
 from tenuto.core.router import Arrival, EngineInfo, Router
 
 CHAT = [{"role": "system", "content": "s" * 400}, {"role": "user", "content": "u" * 4000}]
@@ -58,6 +58,26 @@ def test_ids_and_parents_are_those_of_the_hints() -> None:
     arrival = read({"agentic_context": {"program_id": "p", "parent_program_id": "q"}, "messages": CHAT})
     assert (arrival.job_id, arrival.parent) == ("p", "q")
     assert read({"messages": CHAT}, {"x-session-id": "s"}).job_id == "s"
+
+
+def test_a_prompt_of_too_many_messages_is_compared_in_part_and_counts_in_full() -> None:
+    messages = [{"role": "user", "content": "word " * 100}] * (2 * MAX_PARTS)
+    few, many = read({"messages": messages[:MAX_PARTS]}), read({"messages": messages})
+    assert many.parts == few.parts
+    assert many.num_prompt_tokens == pytest.approx(2 * few.num_prompt_tokens, rel=0.01)
+
+
+def test_messages_that_are_not_compared_are_not_read_one_by_one() -> None:
+    num_read = 0
+
+    class Text(str):
+        def encode(self, *args: Any, **kwargs: Any) -> bytes:
+            nonlocal num_read
+            num_read += 1
+            return super().encode(*args, **kwargs)
+
+    assert read({"messages": [Text()] * 10 * MAX_PARTS}).num_prompt_tokens == 10 * MAX_PARTS
+    assert num_read == MAX_PARTS
 
 
 @pytest.mark.parametrize(

@@ -665,7 +665,9 @@ def _get_parts(request: Mapping[str, Any]) -> Iterator[Part]:
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         yield from _cut(prompt, _PIECE_TOKENS)
     elif isinstance(prompt, list):
-        yield from map(_make_part, prompt)
+        yield from map(_make_part, prompt[:MAX_PARTS])
+        if len(prompt) > MAX_PARTS:  # one by one, millions of empty messages would take seconds
+            yield _make_part(prompt[MAX_PARTS:])
 
 
 def _cut(prompt: Sequence[Any], size: int) -> Iterator[Part]:
