@@ -866,6 +866,13 @@ FAULTS = (
         ("core/test_routing_requests.py::test_messages_that_are_not_compared_are_not_read_one_by_one",),
     ),
     Fault(
+        "routers: only tokens are bounded, not messages",
+        "routers/_prefixes.py",
+        " or len(own) > self._max_parts:",
+        ":",
+        ("routers/test_routers.py::test_prompts_of_tiny_messages_are_forgotten_before_they_fill_the_memory",),
+    ),
+    Fault(
         "routers: a prompt may have no tokens",
         "core/dispatcher.py",
         "num_prompt_tokens=max(1, _count_tokens(request, parts)),",

@@ -24,6 +24,7 @@ from tenuto.core.router import (
     Router,
     Send,
 )
+from tenuto.routers._prefixes import MEAN_PART_TOKENS, Prefixes
 from tenuto.routers.tenuto import Tenuto
 
 SYSTEM = Part("system", 400)
@@ -124,6 +125,14 @@ def test_cache_aware_forgets_what_was_sent_longest_ago_and_engines_that_left() -
     router.on_engine_left("b", 0.0)
     assert tree.find(second) == {}
     assert tree._root.children == {}
+
+
+def test_prompts_of_tiny_messages_are_forgotten_before_they_fill_the_memory() -> None:
+    tree = Prefixes(10 * MEAN_PART_TOKENS)
+    prompts = [[Part(f"{prompt}/{message}", 1) for message in range(4)] for prompt in range(5)]
+    for parts in prompts:
+        tree.add("a", parts)
+    assert [tree.find(parts).get("a", 0) for parts in prompts] == [0, 0, 2, 4, 4]
 
 
 def test_kv_aware_weighs_caches_against_what_the_engines_have_to_do() -> None:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from tenuto.core.router import Part
 
+MEAN_PART_TOKENS = 64
+"""For each engine, as many parts are remembered as if they had this size on average: each takes 0.7 KB."""
+
 
 class _Node:
     __slots__ = ("children", "engines", "parent", "part")
@@ -28,6 +31,7 @@ class Prefixes:
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens`: the limit for each engine."""
         self._max_tokens = max_tokens
+        self._max_parts = max_tokens // MEAN_PART_TOKENS
         self._root = _Node(None, None)
         self._nodes: dict[str, OrderedDict[_Node, None]] = {}
         """Each engine's nodes; the one that was sent longest ago is first. A node is sent after its parent
@@ -54,7 +58,7 @@ class Prefixes:
             node.engines[engine] = self._clock
             own[node] = None
             own.move_to_end(node)
-        while self._num_tokens.get(engine, 0) > self._max_tokens:
+        while self._num_tokens.get(engine, 0) > self._max_tokens or len(own) > self._max_parts:
             self._drop(next(iter(own)), engine)
 
     def find(self, parts: Sequence[Part]) -> dict[str, int]:
