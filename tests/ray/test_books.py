@@ -50,6 +50,17 @@ def test_a_replica_that_goes_leaves_its_requests_to_the_others() -> None:
     assert {each.num_open for each in books.dispatcher.engines.ready.values()} == {0}
 
 
+def test_requests_of_the_last_replica_that_goes_end_as_well() -> None:
+    books = make("a")
+    for n in range(3):
+        books.propose(str(n), ask(n))
+    books.set_replicas([])
+    for n in range(3):
+        books.finish(str(n))
+    books.set_replicas(["b"])
+    assert [each.num_open for each in books.dispatcher.engines.ready.values()] == [0]
+
+
 def test_no_replica_at_first() -> None:
     books = make()
     assert books.propose("1", ask(1)) is None

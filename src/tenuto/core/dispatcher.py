@@ -468,8 +468,8 @@ class Dispatcher:
     ) -> list[Sending]:
         """A turn's answer is complete. Returns the held turns to send now. Ignores turns not open."""
         one = self._turns.get(turn_id)
-        if one is None or one.engine is None:
-            return []
+        if one is None or one.engine is None:  # held again: its engine was said to be gone
+            return self.abort(turn_id, now_s)
         del self._turns[turn_id]
         turn, engine = one.turn, one.engine
         self._leave_engine(one)
