@@ -39,6 +39,15 @@ def test_the_next_prompt_is_the_same_job(first: dict[str, Any], second: dict[str
     assert read(first).num_prompt_tokens == pytest.approx(1000, rel=0.2)
 
 
+@pytest.mark.parametrize("short", [{"prompt": "short"}, {"prompt": [1, 2, 3]}, {}])
+def test_a_prompt_of_less_than_a_piece_is_continued_by_none(short: dict[str, Any]) -> None:
+    dispatcher = Dispatcher(Router(), strict=True)
+    dispatcher.join(EngineInfo("a"), 0.0)
+    for number, request in enumerate((short, {"prompt": "word " * 900}, {"messages": CHAT})):
+        dispatcher.arrive(read_arrival(str(number), request, {}, "/"), float(number))
+    assert len({one.turn.job_id for one in dispatcher._turns.values()}) == 3
+
+
 def test_agents_that_share_a_routing_key_and_a_system_prompt_are_jobs_of_their_own() -> None:
     dispatcher = Dispatcher(Router(), strict=True)
     dispatcher.join(EngineInfo("a"), 0.0)

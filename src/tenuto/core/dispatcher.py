@@ -200,8 +200,10 @@ class Contents:
         return None if found is None else next(reversed(self._jobs[found]))
 
     def remember(self, job_id: str, job: JobBook, parts: Sequence[Part]) -> None:
-        """Remember a job's latest prompt."""
+        """Remember a job's latest prompt, unless it has no parts: all prompts would continue it."""
         self.forget(job_id, job)
+        if not parts:
+            return
         mark = hash(job.tenant)
         for part in parts:
             mark = hash((mark, part))
