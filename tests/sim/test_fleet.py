@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -159,10 +160,40 @@ def test_turns_wait_for_an_engine_and_a_fleet_without_one_says_so() -> None:
     outcome = simulate("tenuto", servers=("",), faults=("die:0@2", "join@5"))
     check_served_once(outcome)
     assert {turn.engine for turn in outcome.turns} == {"0", "1"}
-    with pytest.raises(ConfigError, match="no engine is left"):
+    with pytest.raises(ConfigError, match="no engine takes turns"):
         simulate(servers=("",), faults=("die:0@2",))
+    for router in ("tenuto", "least-loaded"):  # the second reads metrics as long as that can help
+        with pytest.raises(ConfigError, match="no engine takes turns"):
+            simulate(router, servers=("", ""), faults=("drain:0@1", "drain:1@1"))
     with pytest.raises(ConfigError, match="no engine '7'"):
         simulate(faults=("die:7@1",))
+
+
+def write_router(folder: Path, *lines: str) -> str:
+    """A router with these lines in its `route`. Returns its name."""
+    head = ["from tenuto.core.router import *", "@dataclass", "class Own(Router):"]
+    body = ["    def route(self, turn, fleet):", *(f"        {line}" for line in lines)]
+    (folder / "own.py").write_text("\n".join([*head, *body, ""]))
+    return f"{folder / 'own.py'}:Own"
+
+
+def test_faults_of_a_router_before_its_restart_are_counted(tmp_path: Path) -> None:
+    fleet = Fleet(servers=("", ""), router=write_router(tmp_path, "raise ValueError"), faults=("restart@60",))
+    outcome = run(dataclasses.replace(SMALL, policy="stock", fleet=fleet), LOAD)
+    record = outcome.record["fleet"]
+    assert record["router_faults"] >= record["sent"] == len(outcome.turns) > 0
+
+
+def test_a_turn_whose_engine_dies_while_its_kv_is_copied_there_waits_for_another(tmp_path: Path) -> None:
+    router = write_router(
+        tmp_path,
+        "others = [name for name in fleet.engines if name != turn.engine]",
+        "return Send(others[0], turn.engine) if others else Send(turn.engine)",
+    )
+    faults = ("die:0@6", "die:1@6.01", "rejoin:0@20")
+    outcome = simulate(router, servers=("", ""), copy_gb_s=0.05, faults=faults)
+    check_served_once(outcome)
+    assert outcome.record["fleet"]["copied_tokens"] > 0
 
 
 def test_a_hot_tenant_does_not_starve_others() -> None:

@@ -150,7 +150,8 @@ class FleetFront(Front):
         self._needs = self.dispatcher.router.needs
         self._outbox: list[Sending] = []
         self._next_tick_s: float | None = None
-        self._stats_before: list[DispatchStats] = []
+        self._dispatchers_before: list[Dispatcher] = []
+        """Those before each restart of the router."""
         for gpu in fleet.servers:
             self._welcome(self.members.add(gpu))
 
@@ -162,12 +163,11 @@ class FleetFront(Front):
             self._loop.add(0.0, self._read_metrics)
 
     def end(self) -> None:
-        """No more events will come. Raises ConfigError if turns are open because all engines died."""
+        """No more events will come. Raises ConfigError if turns are open because all engines left."""
         simulation = self._simulation
-        if simulation.open and not self.members.there:
-            raise ConfigError(
-                f"no engine is left at {simulation.loop.now_s:g} s for {len(simulation.open)} turns"
-            )
+        if simulation.open and not self.members.ready:
+            num_open = len(simulation.open)
+            raise ConfigError(f"no engine takes turns at {simulation.loop.now_s:g} s, and {num_open} wait")
 
     # Turns.
 
@@ -222,8 +222,8 @@ class FleetFront(Front):
         source = self.members.there.get(copy_from)
 
         def deliver() -> None:
-            if turn.attempt == attempt:
-                engine = self.members.there[sending.engine]
+            engine = self.members.there.get(sending.engine)
+            if turn.attempt == attempt and engine is not None:  # else it died, and the turn is held
                 if source is not None and self.members.there.get(copy_from) is source:
                     request = turn.make_request(self._simulation.say_hints, self._loop.now_s)
                     num_tokens = min(sending.num_copied_tokens, request.num_prompt_tokens - 1)
@@ -256,7 +256,7 @@ class FleetFront(Front):
             engine.catch_up(now_s)
             self._loop.plan(engine)
             self.dispatcher.report(name, _read_metrics(engine.scheduler, now_s))
-        is_deserted = not self.members.there and all(fault.at_s <= now_s for fault in self._faults)
+        is_deserted = not self.members.ready and all(fault.at_s <= now_s for fault in self._faults)
         if self._simulation.has_turns and not is_deserted:
             self._loop.add(now_s + self._metrics_s, self._read_metrics)
 
@@ -294,7 +294,7 @@ class FleetFront(Front):
 
     def _restart_router(self) -> None:
         """All connections through the router break: engines abort turns, and clients send them again."""
-        self._stats_before.append(self.dispatcher.stats)
+        self._dispatchers_before.append(self.dispatcher)
         self.dispatcher = self._make_dispatcher()
         self._next_tick_s = None
         for name in self.members.ready:
@@ -312,8 +312,8 @@ class FleetFront(Front):
     def summarise(self) -> dict[str, Any]:
         """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
         members = self.members
-        # Including those before a restart of the router.
-        counts_of_each = map(dataclasses.astuple, (*self._stats_before, self.dispatcher.stats))
+        dispatchers = (*self._dispatchers_before, self.dispatcher)
+        counts_of_each = (dataclasses.astuple(each.stats) for each in dispatchers)
         stats = DispatchStats(*map(sum, zip(*counts_of_each, strict=True)))
         busy_s = {
             name: sum(engine.busy_s for engine in self._simulation.engines if engine.name == name)
@@ -344,7 +344,7 @@ class FleetFront(Front):
             "copied_tokens": stats.num_copied_tokens,
             "copies_refused": self.num_copies_refused,
             "resent": stats.num_resent,
-            "router_faults": sum(self.dispatcher.faults.values()),
+            "router_faults": sum(sum(each.faults.values()) for each in dispatchers),
         }
 
 
