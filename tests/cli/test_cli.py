@@ -82,6 +82,8 @@ def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
     file.write_text("watermark: 0.1\ndata-parallel-size: 4\n")
     assert "--watermark" not in build_command("M", {"policy": "stock-tuned"}, passed)
     assert get_environment(passed) == {"TENUTO_DP_SIZE": "4"}
+    file.write_text("data-parallel-size: 4\ndata-parallel-size-local: 2\ndata_parallel_hybrid_lb: true\n")
+    assert get_environment(passed) == {"TENUTO_DP_SIZE": "2"}
     file.write_text("scheduler-cls: x.Y\n")
     with pytest.raises(ConfigError, match="--scheduler-cls"):
         build_command("M", {}, passed)

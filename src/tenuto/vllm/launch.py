@@ -130,6 +130,7 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
     if plugins is not None and "tenuto" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
     given = {argument.partition("=")[0].replace("_", "-") for argument in passed}
+    given |= _read_config_file(passed).keys()
     names = ("--data-parallel-size-local", "-dpl") if given & _OWN_RANKS else ("--data-parallel-size", "-dp")
     for name in names:
         size = _find_option(passed, name)
