@@ -79,7 +79,7 @@ class ControlAddresses:
         method = scope["method"]
         is_job = address.startswith("jobs/")
         # A job's id may contain slashes. Only the raw path shows which ones were quoted.
-        is_release = (scope.get("raw_path") or address.encode()).endswith(b"/release")
+        is_release = (scope.get("raw_path") or address.encode(errors="replace")).endswith(b"/release")
         if not is_job and address not in ("control", "ledger"):
             return 404, {"error": "not found; try /tenuto/control, …/ledger, …/jobs/ID or …/jobs/ID/release"}
         can_get, can_post = not is_release, is_release or address == "control"
