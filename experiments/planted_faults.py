@@ -123,6 +123,30 @@ FAULTS = (
         ("vllm/test_tenants.py::test_a_key_that_was_checked_names_the_tenant_without_telling_the_key",),
     ),
     Fault(
+        "tenants: any key makes some where there are none",
+        "vllm/tenants.py",
+        "if not self.has_tenants:\n            return None",
+        "if not self.has_tenants and False:\n            return None",
+        (
+            "vllm/test_tenants.py::test_where_no_key_is_checked_a_key_says_nothing",
+            "vllm/test_control_http.py::test_no_key_makes_a_server_without_keys_one_with_tenants",
+        ),
+    ),
+    Fault(
+        "tenants: a hidden check of keys is none",
+        "vllm/tenants.py",
+        "if self._check_key is None and _has_keys():",
+        "if False:",
+        ("vllm/test_tenants.py::test_a_server_whose_check_of_keys_is_hidden_does_not_start",),
+    ),
+    Fault(
+        "jobs: a request id of any length is remembered",
+        "core/jobs.py",
+        "{get_bounded_id(turn_id)}",
+        "{turn_id}",
+        ("core/test_conversation.py::test_a_turn_s_own_name_is_short_however_long_an_id_its_client_chose",),
+    ),
+    Fault(
         "tenants: /metrics names them",
         "core/exported_metrics.py",
         "return tenant in OWN_NAMES or (shows_names and",
