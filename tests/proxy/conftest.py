@@ -75,7 +75,7 @@ async def serving_with(handler: Handler) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def recording(tmp_path: Path) -> Callable[..., Any]:
     """Record a server while a block runs."""
     numbers = iter(range(100))
 
