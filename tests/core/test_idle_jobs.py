@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -32,6 +33,20 @@ def test_the_first_to_forget_is_the_oldest_of_the_tenant_with_most(changes: list
         assert idle.get_first_to_forget() == oldest
         assert set(idle) == set(model)
         assert len(idle) == len(model)
+
+
+def test_tenants_without_idle_jobs_take_no_memory() -> None:
+    idle = IdleJobs()
+    tracemalloc.start()
+    for number in range(20_000):
+        idle.add(f"j{number}", f"tenant {number}")
+        if number < 10_000:
+            idle.get_first_to_forget()
+        idle.discard(f"j{number}")
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(idle) == 0
+    assert num_bytes < 100_000
 
 
 def test_a_thousand_ids_of_one_tenant_do_not_end_the_leases_of_another() -> None:

@@ -367,17 +367,18 @@ class IdleJobs:
             return
         own = self._jobs[name]
         del own[job_id]
-        if not own:
-            del self._jobs[name]
-        self._changed.add(name)
+        if own:
+            self._changed.add(name)
+            return
+        # Not only at the next look: there may be none, and clients may invent any number of tenants.
+        del self._jobs[name]
+        self._changed.discard(name)
+        self._by_number.discard(name)
 
     def get_first_to_forget(self) -> str | None:
         """The job to forget first; None if no job is idle."""
         for name in self._changed:
-            if name in self._jobs:
-                self._by_number.push(name, (-len(self._jobs[name]),))
-            else:
-                self._by_number.discard(name)
+            self._by_number.push(name, (-len(self._jobs[name]),))
         self._changed.clear()
         first = self._by_number.get_first()
         return None if first is None else next(iter(self._jobs[first]))
