@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.limits import Limits
+from tenuto.core.driver import Driver
+from tenuto.core.limits import Canary, Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LeaseEnd, LeaseRefusal, Release, Turn, Yields
@@ -160,6 +161,20 @@ def test_the_jobs_next_turn_takes_over_what_a_wish_kept() -> None:
     assert engine.start_first(50.0) == "u"
     assert engine.driver.stats.num_leases_ended[LeaseEnd.HIT] == 1
     assert engine.driver.stats.num_hit_tokens >= 16
+
+
+@pytest.mark.parametrize(("chosen", "held"), [("acme", ["j", "k"]), ("others", [])])
+def test_what_a_wish_kept_of_an_ended_job_stays_when_a_limit_changes(chosen: str, held: list[str]) -> None:
+    engine = make(Giving())
+    for name, is_last in (("j", True), ("k", None)):
+        hints = Hints(job_id=name, tenant="acme", wish=HOUR)
+        engine.arrive(name, NOW_S, make_tokens(100 * ord(name), 18), [99], hints)
+        engine.start_first(NOW_S)
+        engine.finish(name, NOW_S, is_last=is_last)
+    new = Driver(Giving(), engine, Limits(max_lease_s=500.0), canary=Canary(tenants=[chosen]))
+    new.take_over(engine.driver, NOW_S, keeps_leases=True)
+    assert [lease.job_id for lease in new.leases] == held
+    assert new.get_next_deadline_s() == (NOW_S + 500.0 if held else None)
 
 
 def test_a_wish_never_takes_what_the_policy_holds() -> None:

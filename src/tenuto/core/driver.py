@@ -32,6 +32,7 @@ from tenuto.core.leases import (
     LeaseEvent,
     LeaseGranted,
     LeaseRefused,
+    LeaseState,
     LeaseTruncated,
     Retention,
 )
@@ -53,6 +54,7 @@ from tenuto.core.types import (
     StepView,
     TakenBy,
     Turn,
+    Yields,
     name_reason,
 )
 from tenuto.core.wishes import Verdict, Wish, judge
@@ -835,10 +837,15 @@ class Driver:
             self._order.start(turn)
             self._tell("on_turn_started", turn, now_s)
 
-    def _is_retained(self, job_id: str) -> bool:
-        """Whether a lease that the other driver granted to this job stays."""
-        job = self._jobs.get(job_id)
-        return job is not None and self._canary.selects(job_id, job.tenant, job.group)
+    def _is_retained(self, lease: LeaseState) -> bool:
+        """Whether a lease that the other driver granted stays.
+
+        A lease that only a wish keeps may outlast its job, whose group is then unknown.
+        """
+        job = self._jobs.get(lease.job_id)
+        if job is None and lease.terms.yields is not Yields.FIRST:
+            return False
+        return self._canary.selects(lease.job_id, lease.turn.job.tenant, None if job is None else job.group)
 
     def _place(self, job: JobState, arrival: Arrival) -> None:
         """Decide, once for each job, whether it runs as in stock."""

@@ -654,11 +654,11 @@ class Retention:
             yield self.leases.end(lease, reason, now_s)
 
     def take_over(
-        self, other: Retention, is_retained: Callable[[str], bool], now_s: float
+        self, other: Retention, is_retained: Callable[[LeaseState], bool], now_s: float
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
         """Take over another driver's leases, the oldest first; the other driver has none afterwards.
 
-        `is_retained`: whether the lease of a job stays. The limits apply to it as to a new lease, but it
+        `is_retained`: whether a lease stays. The limits apply to it as to a new lease, but it
         keeps its age.
         """
         other.pins.drop_all()
@@ -668,7 +668,7 @@ class Retention:
             self.leases.grant(lease, self._get_evict_key(lease.get_view(), self.get_view(now_s)))
             other.leases.end(old, LeaseEnd.SWITCHED, now_s)
         for lease in self.leases:
-            if not is_retained(lease.job_id):
+            if not is_retained(lease):
                 yield self.leases.end(lease, LeaseEnd.SWITCHED, now_s)
         for lease in self.leases:
             while lease.job_id in self.leases and (excess := self._get_excess(lease.tenant)) is not None:
