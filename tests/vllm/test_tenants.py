@@ -142,6 +142,13 @@ def test_a_trusted_proxy_s_header_names_the_tenant_and_wins_over_the_key(monkeyp
     assert read_tenant(Server().post(bearer("k1"))) == tenants.get_key_name("k1")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_proxy_names_a_tenant_with_any_letters(encoding, monkeypatch):
+    monkeypatch.setenv(HEADER_VARIABLE, "X-Tenant")
+    sent = "Zürich".encode(encoding).decode("latin-1")
+    assert read_tenant(Server().post({"x-tenant": sent})) == "Zürich"
+
+
 BODIES = {
     "plain": json.dumps(REQUEST).encode(),
     "no JSON": b"{",

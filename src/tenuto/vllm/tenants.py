@@ -82,7 +82,7 @@ class TenantReader:
         if not self.has_tenants:
             return None
         if self._header and self._header != "authorization":
-            name = get_bounded_id(headers.get(self._header))
+            name = get_bounded_id(_read_header(headers.get(self._header)))
             # A header cannot name unverified tenants.
             return None if name == UNVERIFIED else name
         given = headers.get("authorization", "")
@@ -95,6 +95,14 @@ class TenantReader:
     def has_valid_key(self, headers: Mapping[str, str]) -> bool:
         """Whether vLLM would serve this client. A server without keys serves everybody."""
         return self._check_key is None or self._check_key(headers.get("authorization", ""))
+
+
+def _read_header(value: str | None) -> str | None:
+    """A header's text. ASGI headers are bytes, read as Latin-1; proxies write names in UTF-8."""
+    try:
+        return None if value is None else value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def get_key_name(key: str) -> str:
