@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import httpx
 
-from tenuto.client.control import ControlOptions, control
+from tenuto.client.control import ControlOptions, LedgerOptions, control, read_ledger
 from tenuto.core.control import ADMIN_VARIABLE, UNKNOWN_JOB
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.vllm import Middleware, control_http, tenants
@@ -421,6 +421,23 @@ def test_the_command_shows_and_changes() -> None:
     assert run_command(make_client(engine), "release", job="j") == (0, "job j: nothing was kept for it")
     status, text = run_command(make_client(engine, "silent"), "release", job="j")
     assert (status, text) == (1, "rank 1: no answer within 30 s")
+
+
+def test_the_operator_reads_a_job_s_ledger_also_where_a_client_s_key_is_at_hand() -> None:
+    engine = start({"policy": KEEP_ALL})
+    hold(engine, "j", ann := tenants.get_key_name("ann"))
+
+    def read(**options: Any) -> Any:
+        options = {"url": "http://server", "job": "j", "admin_key": "operator-secret", **options}
+        return read_ledger(LedgerOptions(**options), make_client(engine, keys=["ann"]))[0]
+
+    (row,) = read(tenant=ann, api_key="of-another-server")
+    assert (row["tenant"], row["job"], row["prompt_tokens"]) == (ann, "j", 60)
+    assert read(tenant="bob ?&", api_key="ann") == []
+    with pytest.raises(TenutoError, match="--tenant"):
+        read()
+    with pytest.raises(ConfigError, match="--tenant says whose --job"):
+        read(tenant=ann, job=None)
 
 
 def test_the_command_says_what_is_wrong() -> None:

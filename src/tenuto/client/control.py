@@ -250,12 +250,15 @@ class LedgerOptions(_ServerOptions):
 
     GROUP = "the accounts"
 
+    tenant: str | None = option(None, "the tenant of --job, for an operator", metavar="NAME")
     csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.job is None:
             self.require_admin_key()
+            if self.tenant is not None:
+                raise ConfigError("--tenant says whose --job it is; without --job, all tenants are shown")
 
 
 def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> tuple[list[Row], str | None]:
@@ -264,7 +267,8 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
     if options.job is None:
         response = options.ask(client, "ledger", options.admin_key)
     else:
-        response = options.ask(client, options.job_path, options.api_key or options.admin_key)
+        query = "" if options.tenant is None else f"?tenant={quote(options.tenant, safe='')}"
+        response = options.ask(client, options.job_path + query, options.admin_key or options.api_key)
     try:
         answer = response.json()
         if response.status_code != 200:
@@ -273,7 +277,7 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
         if options.job is None:
             return join_ranks(ranks)
         told = [rank["ledger"] for rank in ranks]
-        return ([_make_row("job", None, options.job, told)] if told else []), answer.get("note")
+        return ([_make_row("job", options.tenant, options.job, told)] if told else []), answer.get("note")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise TenutoError(
             f"{url} does not say what jobs used (status {response.status_code}); is it Tenuto's?"
