@@ -40,6 +40,8 @@ class Server:
     mode: str = "on"
     longest: int | None = None
     short: bool = False
+    has_tenants: bool = False
+    """Whether a client's ledger lacks all hits."""
     has_ledger: bool = False
     """Whether a window ends the hits of a hybrid model."""
     group: str | None = None
@@ -89,6 +91,8 @@ class Server:
                 "short_tokens": {self.group: self.num_short} if self.group else {},
                 "ledger": {"cached_tokens": cached - cached // 3, "loaded_tokens": cached // 3},
             }
+        if self.has_tenants:
+            rank["ledger"] = {"turns": 1, "prompt_tokens": 10**6}
         return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
     def show(self, rank: str) -> str:
@@ -179,6 +183,14 @@ def test_a_server_that_does_not_count_cached_tokens_is_asked_for_the_job_s(
     assert is_ok, said
     is_ok, said = check(Server("tenuto", says_cached=False, short=True), monkeypatch)
     assert not is_ok and "NOT held" in said
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_server_with_tenants_is_asked_for_hits_on_what_the_job_computed(
+    short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ok, said = check(Server("tenuto", says_cached=False, has_tenants=True, short=short), monkeypatch)
+    assert is_ok is not short, said
 
 
 @pytest.mark.parametrize("short", [False, True])

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 import httpx
 
-from tenuto.client.control import ControlOptions, LedgerOptions, control, read_ledger
+from tenuto.client.control import ControlOptions, LedgerOptions, control, format_rows, read_ledger
 from tenuto.core.control import ADMIN_VARIABLE, UNKNOWN_JOB
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.vllm import Middleware, control_http, tenants
@@ -360,8 +360,42 @@ def test_the_operator_alone_sees_what_all_used() -> None:
         assert rank["total"]["turns"] == 1
         assert rank["total"]["prompt_tokens"] == 60
         assert rank["total"]["gpu_block_seconds"] > 0
-    (own,) = client.get("/tenuto/jobs/j", headers={"Authorization": "Bearer bob"}).json()["ranks"]
+    (own,) = client.get(f"/tenuto/jobs/j?tenant={names['bob']}", headers=ADMIN).json()["ranks"]
     assert own["ledger"]["computed_tokens"] == ranks[1]["total"]["computed_tokens"] > 60
+
+
+def test_a_client_cannot_tell_what_other_tenants_have_in_the_cache() -> None:
+    engine = start({"policy": KEEP_ALL})
+    ann, eve = map(tenants.get_key_name, ("ann", "eve"))
+    secret = [7, 3, 9, 4] * 20
+
+    def send(name: str, prompt: list[int], tenant: str) -> None:
+        xargs = {"job_id": name, "tool": "x", **tenants.sign(tenant)}
+        engine.scheduler.add_request(make_request(f"{name} {tenant}", prompt, xargs=xargs))
+        engine.run()
+
+    def ask(name: str, key: str, query: str = "") -> Any:
+        client = make_client(engine, keys=["ann", "eve"])
+        answer = client.get(f"/tenuto/jobs/{name}{query}", headers={"Authorization": f"Bearer {key}"})
+        (rank,) = answer.json()["ranks"]
+        rank["ledger"].pop("gpu_block_seconds")
+        return rank
+
+    send("j", [*secret, 1], ann)
+    guesses = {"right": secret, "half": secret[:40] + [8] * 40, "wrong": [6] * 80}
+    for name, guess in guesses.items():
+        send(name, [*guess, 2], eve)
+    told = [ask(name, "eve") for name in guesses]
+    assert told[0] == told[1] == told[2]
+    assert (told[0]["ledger"]["prompt_tokens"], "computed_tokens" in told[0]["ledger"]) == (81, False)
+    whole = [ask(name, "operator-secret", f"?tenant={eve}")["ledger"] for name in guesses]
+    assert [each["cached_tokens"] for each in whole] == [80, 32, 0]
+    # A job's hits on what it computed itself are its own business.
+    send("right", [*secret, 2, *[5] * 40], eve)
+    assert ask("right", "eve")["reused_tokens"] == 80
+    options = LedgerOptions(url="http://server", job="right", api_key="eve")
+    rows, _ = read_ledger(options, make_client(engine, keys=["ann", "eve"]))
+    assert "–" in format_rows(rows)
 
 
 def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:

@@ -21,7 +21,7 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
 from tenuto.records.files import writing
-from tenuto.records.text import format_table
+from tenuto.records.text import format_count, format_table
 
 if TYPE_CHECKING:
     import httpx  # it takes longer to import than all else, and `--help` needs only the options
@@ -310,7 +310,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _bound(row[name]) for name in COLUMNS} for row in rows)
+    writer.writerows({name: _bound(row[name]) for name in COLUMNS if name in row} for row in rows)
     if str(path) == "-":
         sys.stdout.write(text.getvalue())
         return
@@ -329,11 +329,13 @@ def _bound(value: Any) -> Any:
 def format_rows(rows: Sequence[Row], most: int = 20) -> str:
     """The accounts as a table: the total, the tenants, and the jobs that computed most."""
     jobs = sorted(
-        (row for row in rows if row["kind"] == "job"), key=lambda row: row["computed_tokens"], reverse=True
+        (row for row in rows if row["kind"] == "job"),
+        key=lambda row: row.get("computed_tokens", 0),
+        reverse=True,
     )
     shown = [row for row in rows if row["kind"] != "job"] + jobs[:most]
     heads = ["", *(name.replace("_block_seconds", " block-s").replace("_tokens", "") for name in FIGURES)]
-    cells = ([_name(row), *(f"{row[name]:,.0f}" for name in FIGURES)] for row in shown)
+    cells = ([_name(row), *(format_count(row.get(name)) for name in FIGURES)] for row in shown)
     lines = format_table(heads, cells, left=(0,))
     if len(jobs) > most:
         lines.append(f"… and {len(jobs) - most} more jobs; --csv has all")

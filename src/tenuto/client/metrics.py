@@ -268,8 +268,8 @@ class OwnJob:
     """What happened to its lease (`tenuto.core.types.WORDS`); None if it is complete or there was none."""
     reason: str | None = None
     num_cached_tokens: int = 0
-    """Tokens that its turns found in the cache or loaded. Without a ledger, only those that the job had
-    computed."""
+    """Tokens that its turns found in the cache or loaded; only those that the job had computed, if the server
+    tells its clients no others."""
     num_short_tokens: Mapping[str, float] | None = None
     """As `CacheState.num_short_tokens`, for its turns only; None if the server does not report it."""
 
@@ -293,8 +293,8 @@ def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
 
 
 def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
-    ledger, cached, short = rank.get("ledger"), rank["reused_tokens"], rank.get("short_tokens")
-    if ledger is not None:
+    ledger, cached, short = rank.get("ledger") or {}, rank["reused_tokens"], rank.get("short_tokens")
+    if "cached_tokens" in ledger:
         cached = ledger["cached_tokens"] + ledger["loaded_tokens"]
     own = None if short is None else {str(group): float(number) for group, number in short.items()}
     return OwnJob(int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), own)

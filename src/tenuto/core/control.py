@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.ledger import OWN_FIGURES
 from tenuto.core.limits import Canary, Limits, read_canary
 from tenuto.core.loader import PRESETS, get_engine_settings, get_policy_names, load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
@@ -268,6 +269,15 @@ class Control:
         if job_id is None:
             raise ConfigError("the job's id is unusable")
         return job_id
+
+
+def leave_out_hits(job: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tenant may know of its job. Of hits, only those on what the job itself computed.
+
+    `job`: as `Driver.describe_job` describes it. The rest would show what other tenants have in the cache.
+    """
+    own = {name: value for name, value in job.items() if name not in ("short_tokens", "ledger")}
+    return {**own, "ledger": {name: job["ledger"][name] for name in OWN_FIGURES}}
 
 
 def _describe_change(name: str, before: Any, after: Any) -> str:

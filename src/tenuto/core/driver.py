@@ -511,7 +511,7 @@ class Driver:
     def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
         """What the driver knows of a job, in JSON types; None if the job is not known.
 
-        The answer reveals nothing of other jobs: it counts only hits on what the job itself computed.
+        It says what was found in the cache, also of what other jobs computed.
         """
         job, lease = self._jobs.get(job_id), self.leases.get(job_id)
         if job is None:

@@ -22,6 +22,9 @@ from host memory or disk. computed: run through the model, counted when a turn e
 recomputed: computed before (`tenuto.core.reuse`). output: of ended turns. stored: copied to the tiers."""
 FIGURES = ("turns", *(f"{kind}_tokens" for kind in TOKENS), *(f"{place}_block_seconds" for place in PLACES))
 """The figures of an account."""
+OWN_FIGURES = ("turns", "prompt_tokens", "recomputed_tokens", "output_tokens", "gpu_block_seconds")
+"""Those that depend only on what the job itself sent and computed. From the others, a client could tell what
+else is in the cache and in the tiers: hits on it are not computed, and what is stored is not stored again."""
 MAX_TENANTS = 1000
 """Most tenants with an account of their own, because clients may invent tenants. Others share one account."""
 OTHER_TENANTS = "(others)"
@@ -177,9 +180,7 @@ class Ledger:
 
 
 def add_figures(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of several accounts."""
-    total: dict[str, float] = dict.fromkeys(FIGURES, 0)
-    for each in figures:
-        for name in FIGURES:
-            total[name] += each[name]
-    return total
+    """The sum of several accounts. It lacks figures that an account does not tell (see `OWN_FIGURES`)."""
+    accounts = list(figures)
+    told = [name for name in FIGURES if name in OWN_FIGURES or all(name in account for account in accounts)]
+    return {name: sum(account[name] for account in accounts) for name in told}

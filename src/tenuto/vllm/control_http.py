@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMap
 from typing import Any
 from urllib.parse import unquote
 
-from tenuto.core.control import OPERATOR_HEADER, UNKNOWN_JOB, check_operator
+from tenuto.core.control import OPERATOR_HEADER, UNKNOWN_JOB, check_operator, leave_out_hits
 from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import (
     call_engines,
@@ -145,7 +145,8 @@ class ControlAddresses:
         parts = scope.get("query_string", b"").decode("latin-1").split("&")
         query = dict(part.partition("=")[::2] for part in parts)
         named = get_bounded_id(unquote(query.get("tenant", "")))
-        if check_operator(headers.get("authorization", "")) is None:
+        is_operator = check_operator(headers.get("authorization", "")) is None
+        if is_operator:
             tenant = named if self._tenants.has_tenants else None
             if tenant is None and self._tenants.has_tenants:
                 return 400, {"error": "name the job's tenant: ?tenant=NAME (`tenuto ledger`: --tenant NAME)"}
@@ -163,7 +164,11 @@ class ControlAddresses:
             return status, answer
         if do == "job":
             ranks = [rank for rank in answer["ranks"] if rank["job"] is not None]
-            told = [{"rank": rank["rank"], **rank["job"]} for rank in ranks]
+            sees_all = is_operator or not self._tenants.has_tenants
+            told = [
+                {"rank": rank["rank"], **(rank["job"] if sees_all else leave_out_hits(rank["job"]))}
+                for rank in ranks
+            ]
             return 200, {"job": job_id, "ranks": told} | ({} if told else {"note": UNKNOWN_JOB})
         return 200, {"job": job_id, "released": any(rank["known"] for rank in answer["ranks"])}
 
