@@ -255,7 +255,9 @@ def pass_middleware(data: bytes) -> None:
         if isinstance(after.get("vllm_xargs"), dict) and name not in ("tenuto_tenant", "agentic_context")
     ):
         raise Wrong("what was in vllm_xargs is not there any more")
-    _check_passed_wish(before, after, said)
+    sent = {name.decode(): value.decode("latin-1") for name, value in headers}
+    given = {**before, "vllm_xargs": write_context_as_text(xargs)}
+    _check_passed_wish(read_hints(given, sent, path, time.time()).wish, after, said)
 
 
 def _without_halves(value: Any) -> Any:
@@ -263,8 +265,8 @@ def _without_halves(value: Any) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
-def _check_passed_wish(before: dict[str, Any], after: dict[str, Any], said: str | None) -> None:
-    """A wish that the engine gets is bounded, and the answer promises no more than is allowed."""
+def _check_passed_wish(own: Wish | None, after: dict[str, Any], said: str | None) -> None:
+    """The wish that the engine gets is the client's own and bounded; the answer promises what is allowed."""
     xargs = after.get("vllm_xargs")
     text = xargs.get(WISH_FIELD) if isinstance(xargs, dict) and are_xargs(xargs) else None
     wish = read_wish_text(text)
@@ -274,11 +276,8 @@ def _check_passed_wish(before: dict[str, Any], after: dict[str, Any], said: str 
         return
     check_wish(wish)
     check_answer(said, asked_s=wish.keep_s, most_s=MAX_LEASE_S)
-    given = before.get("vllm_xargs") or {}
-    if WISH_FIELD not in {**before, **given}:
-        own = read_wish(before, write_context_as_text(given), time.time())
-        if own is None or (own.dialect, own.malformed) != (wish.dialect, wish.malformed):
-            raise Wrong(f"{own} became {wish}")
+    if own is None or (own.dialect, own.malformed) != (wish.dialect, wish.malformed):
+        raise Wrong(f"{own} became {wish}")
 
 
 def check_answer(said: str, *, asked_s: float, most_s: float) -> None:

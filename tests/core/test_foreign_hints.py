@@ -91,6 +91,31 @@ def test_each_action(
     assert (hints.job_id, hints.is_last, hints.retain_s) == ("own", is_last, retain_s)
 
 
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"session_id": "own"}, {}),
+        ({}, {"x-session-id": "own"}),
+        ({"vllm_xargs": {"session_id": "own"}}, {}),
+        ({"job_id": "own"}, {}),
+        ({"vllm_xargs": {"job_id": "own"}, "session_id": "other"}, {}),
+        ({"job_id": "other", "session_id": "own"}, {}),
+        ({"metadata": {"session_id": "own"}}, {}),
+        ({}, {"thread-id": "own"}),
+        ({"agentic_context": {"task_id": "own"}}, {}),
+        ({"agentic_context": {"program_id": "own"}, "job_id": "other"}, {}),
+    ],
+)
+def test_an_action_may_name_its_own_session_by_each_of_its_names(
+    body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    for name, is_last, is_wish in (("own", False, True), ("anothers", None, False), (["own"], None, False)):
+        payload = {"session_id": name, "ttl_seconds": 300}
+        actions = [{"action_type": "retain", "payload": payload}]
+        hints = read({**body, "kv_hints": {"actions": actions}}, headers)
+        assert (hints.is_last, hints.wish is not None) == (is_last, is_wish)
+
+
 def test_the_last_of_several_actions_holds_and_their_number_is_bounded() -> None:
     assert act(("pin", {"ttl_s": 9}), ("demote", {})).retain_s == 0.0
     assert act(*[("pin", {})] * MAX_ACTIONS, ("release", {})).is_last is False

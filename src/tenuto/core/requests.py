@@ -25,14 +25,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.types import quick
 from tenuto.core.wish_dialects import (
     CONTEXT_FIELD,
+    MAX_ACTIONS,
     get_context,
+    get_targets,
     list_actions,
     normalize_wish,
     read_wish,
@@ -306,15 +308,21 @@ def get_new_fields(
     unix_s: float | None = None,
 ) -> dict[str, Any]:
     """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
-    given = {**get_usable_fields(read_foreign_fields(request, xargs)), **get_usable_fields(request)}
+    context = get_usable_fields(_read_context(get_context(request, xargs)))
+    given = {**context, **get_usable_fields(request)}
     fields = {**get_header_fields(headers), **given}
     if get_bounded_id(own_session_id) is not None and "job_id" not in given:
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
-    names = (fields.get("job_id"), get_bounded_id(own_session_id), get_bounded_id(xargs.get("job_id")))
-    if not any(names):
+    ids = (xargs.get("job_id"), fields.get("job_id"), context.get("job_id"), own_session_id)
+    names = set(filter(None, map(get_bounded_id, ids)))
+    if not names:
         fields.setdefault(CONVERSATION_FIELD, get_conversation_id(request))
+    if "kv_hints" in request:
+        request = {**request, "kv_hints": _drop_others_actions(request["kv_hints"], names)}
+        # The context has precedence, because it describes the whole program.
+        fields |= {**get_usable_fields(_read_actions(request["kv_hints"])), **given}
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
         fields[WISH_FIELD] = write_wish(wish)
     return _make_xargs({name: value for name, value in fields.items() if name not in xargs})
@@ -439,16 +447,6 @@ def _get_parts(content: Any) -> Iterator[bytes]:
 # `kv_hints` itself. Here each action becomes a hint about the request's own job.
 
 
-def read_foreign_fields(request: Mapping[str, Any], xargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The hint fields that correspond to a request's `agentic_context` and `kv_hints`, not bounded yet.
-
-    The context has precedence, because it describes the whole program.
-    """
-    context = _read_context(get_context(request, xargs))
-    given = {name: value for name, value in context.items() if value is not None}
-    return {**_read_actions(request.get("kv_hints"), given.get("job_id")), **given}
-
-
 def write_context_as_text(xargs: Any) -> Any:
     """`vllm_xargs` with its context as text. Routers send an object, which vLLM 0.33 and older refuse."""
     name = CONTEXT_FIELD
@@ -461,6 +459,7 @@ def write_context_as_text(xargs: Any) -> Any:
 
 
 def _read_context(context: Mapping[str, Any]) -> dict[str, Any]:
+    """The hint fields that correspond to an `agentic_context`, not bounded yet."""
     resumes = context.get("expected_resume")
     return {
         "job_id": context.get("program_id") or _join_program(context),
@@ -477,10 +476,23 @@ def _join_program(context: Mapping[str, Any]) -> Any:
     return f"{whole}:{agent}" if isinstance(whole, str) and isinstance(agent, str) and agent else whole
 
 
-def _read_actions(envelope: Any, own_id: Any) -> dict[str, Any]:
+def _drop_others_actions(envelope: Any, names: Collection[str]) -> Any:
+    """An envelope without actions on other sessions than these, because no client decides about others."""
+    actions = envelope.get("actions") if isinstance(envelope, dict) else None
+    if not isinstance(actions, list):
+        return envelope
+    own = [
+        action
+        for action in actions[:MAX_ACTIONS]
+        if all(name is None or get_bounded_id(name) in names for name in get_targets(action))
+    ]
+    return {**envelope, "actions": own}
+
+
+def _read_actions(envelope: Any) -> dict[str, Any]:
     """The combined meaning of an envelope's actions. If two contradict each other, the later one counts."""
     fields: dict[str, Any] = {}
-    for kind, ttl in list_actions(envelope, own_id):
+    for kind, ttl in list_actions(envelope):
         match kind:
             case "retain" | "pin":
                 fields |= {"is_last_step": False, **_keep_for(ttl)}

@@ -149,8 +149,8 @@ def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | 
         "kv_hints": {"actions": [{"action_type": "retain", "payload": {"ttl_seconds": 300}}]}
         "kv_hints": {"retain_full_prompt": {"ttl_seconds": 300}}
 
-    Actions about another session are ignored, because no client decides about others. An action without a
-    time is not a wish. What actions say about the job itself counts as hints (`tenuto.core.requests`).
+    An action without a time is not a wish. What actions say about the job itself counts as hints
+    (`tenuto.core.requests`, which also drops actions about other sessions).
     Source: https://github.com/vllm-project/vllm/issues/53421, https://github.com/ai-dynamo/dynamo/pull/11534
     """
     envelope = body.get("kv_hints")
@@ -159,7 +159,7 @@ def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | 
             found.refuse()
         return
     last: Any = None
-    for kind, ttl in list_actions(envelope, get_context(body, xargs).get("program_id")):
+    for kind, ttl in list_actions(envelope):
         last = ttl if kind in ("retain", "pin") else None if kind in ("demote", "evict", "release") else last
     whole = envelope.get("retain_full_prompt")
     for ttl in (last, whole.get("ttl_seconds") if isinstance(whole, dict) else whole):
@@ -167,17 +167,22 @@ def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | 
             found.ask(keep_s)
 
 
-def list_actions(envelope: Any, own_id: Any) -> Iterator[tuple[str, Any]]:
-    """Each action on the request's own session: its type in lower case, and its time as it was sent."""
+def get_targets(action: Any) -> tuple[Any, ...]:
+    """The sessions that an action names, as they were sent; None where it names none."""
+    payload = action.get("payload") if isinstance(action, dict) else None
+    return tuple(map(payload.get, _TARGET_NAMES)) if isinstance(payload, dict) else ()
+
+
+def list_actions(envelope: Any) -> Iterator[tuple[str, Any]]:
+    """Each action: its type in lower case, and its time as it was sent."""
     actions = envelope.get("actions") if isinstance(envelope, dict) else None
     for action in actions[:MAX_ACTIONS] if isinstance(actions, list) else ():
         if not isinstance(action, dict) or not isinstance(action.get("action_type"), str):
             continue
         payload = action.get("payload")
         payload = payload if isinstance(payload, dict) else {}
-        if all(payload.get(name) in (None, own_id) for name in _TARGET_NAMES):
-            ttl = next((payload[name] for name in _TTL_NAMES if name in payload), None)
-            yield action["action_type"].strip().lower(), ttl
+        ttl = next((payload[name] for name in _TTL_NAMES if name in payload), None)
+        yield action["action_type"].strip().lower(), ttl
 
 
 CONTEXT_FIELD = "agentic_context"
