@@ -10,9 +10,9 @@ import pytest
 from tenuto.core.driver import Driver
 from tenuto.core.limits import Canary, Limits
 from tenuto.core.loader import get_policy_names, load_policy
-from tenuto.core.policy import Policy
+from tenuto.core.policy import Needs, Policy
 from tenuto.core.requests import Hints
-from tenuto.core.types import LeaseEnd, LeaseRefusal, ToolCall
+from tenuto.core.types import EngineView, LeaseEnd, LeaseRefusal, ToolCall, Turn
 from tests.support.checks import check_integrity
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
@@ -120,6 +120,49 @@ def test_leases_go_on_where_only_the_limits_change() -> None:
     assert engine.driver.expire(7.0) == 1
     engine.finish("more", 7.0, is_last=True)
     assert engine.pool.num_free_blocks == 30
+
+
+class OneAtATime(KeepFor):
+    """Admits a turn while no other runs; notes what it is told."""
+
+    needs = Needs(admit="turns")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+        self.asked: list[str] = []
+
+    def admit(self, turn: Turn, view: EngineView) -> bool:
+        self.asked.append(turn.turn_id)
+        return not any("admitted" in each for each in self.told)
+
+    def on_turn_arrived(self, turn: Turn, now_s: float) -> None:
+        self.told.append(f"{turn.turn_id} arrived")
+
+    def on_turn_admitted(self, turn: Turn, now_s: float) -> None:
+        self.told.append(f"{turn.turn_id} admitted")
+
+    def on_turn_started(self, turn: Turn, now_s: float) -> None:
+        self.told.append(f"{turn.turn_id} started")
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_policy_that_goes_on_is_told_nothing_twice_and_another_is_told_all(goes_on: bool) -> None:
+    policy = OneAtATime()
+    engine = ToyEngine(policy, 30)
+    for number in range(3):
+        engine.arrive(f"t{number}", 0.0, prompt_of(number), [1], Hints(job_id=f"j{number}"))
+    assert engine.driver.may_start("t0", 0.0, idle=False)
+    told = ["t0 arrived", "t1 arrived", "t2 arrived", "t0 admitted"]
+    assert policy.told == told
+    new = policy if goes_on else OneAtATime()
+    switch(engine, new, 1.0, limits=Limits(max_lease_s=5.0), strict=True)
+    assert new.told == (told if goes_on else told[:3])
+    assert engine.driver.needs_admission("t0") is not goes_on
+    assert engine.driver.needs_admission("t1")
+    assert engine.driver.may_start("t0", 1.0, idle=False)
+    assert not engine.driver.may_start("t1", 1.0, idle=False)
+    assert policy.asked.count("t0") == 1
 
 
 def test_leases_that_new_limits_forbid_yield_the_oldest_first() -> None:

@@ -361,6 +361,20 @@ def test_a_policy_keeps_what_it_learned(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text())["policy"] == "tenuto"
 
 
+def test_a_change_of_limits_keeps_all_that_a_policy_knows() -> None:
+    engine = start({"policy": "tenuto"}, num_blocks=200)
+    for n in range(60):
+        xargs = {"job_id": f"j{n}", "tool": "ls"}
+        prompt = [3] * 16 + [n + 3] * 1000
+        engine.scheduler.add_request(make_request(f"r{n}", prompt, xargs=xargs, max_tokens=2))
+        engine.run()
+    before = engine.scheduler.driver.get_policy_figures()
+    assert before["share_back_tool"] < 0.9, "none of the jobs came back"
+    assert change(engine, limits={"max_tenant_leases": 999})["limits"]["max_tenant_leases"] == 999
+    assert engine.scheduler.driver.get_policy_figures() == before
+    assert engine.scheduler.driver.limits.max_tenant_leases == 999
+
+
 def load_fresh_state() -> Any:
     from tenuto.core.loader import load_policy
 
@@ -375,6 +389,7 @@ def test_a_trace_of_changes_can_be_read_and_replayed(tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {"mode": "off"},
         {"mode": "on"},
+        {"limits": {"max_lease_s": 300}},
         {"policy": "continuum"},
         {"mode": "shadow", "policy": "tenuto"},
         {"mode": "on", "canary": {"share": 0.5}},

@@ -227,7 +227,13 @@ class Control:
         )
 
     def _make_policy(self, settings: Any) -> Policy:
-        """A new policy object, with what the policy of that name learned on this engine before."""
+        """A new policy object, with what the policy of that name learned on this engine before.
+
+        If only limits change, it is the present policy: no state has all that a policy knows.
+        """
+        now = self._scheduler.settings
+        if dataclasses.replace(settings, limits=now.limits) == now:
+            return self._scheduler.configured_policy
         name = settings.policy
         self._check_name(name)
         policy = load_policy(name, settings.options)

@@ -356,7 +356,8 @@ class Driver:
 
         Jobs and turns stay. Leases end, unless `keeps_leases` is true: then they stay if the limits and the
         canary allow it. The policy is told of each waiting and running turn as if it arrived now. It is asked
-        again whether the waiting turns may start. The engine must then ask for the keys of all waiting turns.
+        again whether the waiting turns may start. A policy object that goes on knows all that already; its
+        canary must be the same. The engine must then ask for the keys of all waiting turns.
         """
         if not keeps_leases:
             other.drop_all(now_s, LeaseEnd.SWITCHED)
@@ -369,11 +370,15 @@ class Driver:
             self._apply(event)
         # The engine asks for the keys of all waiting turns anyway.
         self._to_reorder.clear()
-        for job in self._jobs.jobs.values():
-            job.runs_as_stock = None
-        self._order.forget_admissions(self._jobs.jobs.values())
+        is_new = self.policy is not other.policy
+        if is_new:
+            for job in self._jobs.jobs.values():
+                job.runs_as_stock = None
+            self._order.forget_admissions(self._jobs.jobs.values(), self._turns.values())
         for turn in self._turns.values():
             self._adopt(turn, now_s)
+            if is_new:
+                self._introduce(turn, now_s)
 
     # Leases.
 
@@ -822,9 +827,13 @@ class Driver:
         if self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s):
             self.leases.begin_counting()
         self._order.enter(turn)
-        self._tell("on_turn_arrived", turn, now_s)
         if not turn.started:
             self._update_chooser(turn)
+
+    def _introduce(self, turn: TurnState, now_s: float) -> None:
+        """Tell a new policy of a turn that arrived earlier."""
+        self._tell("on_turn_arrived", turn, now_s)
+        if not turn.started:
             # The log begins anew with this driver. It has the turns that will still start, and no others.
             num_prompt_tokens = turn.arrival.num_prompt_tokens
             if self._history is not None:
@@ -832,7 +841,7 @@ class Driver:
                     "arrived", turn, turn.arrival_s, num_prompt_tokens=num_prompt_tokens, tool_s=None
                 )
         else:
-            if not job.is_admitted or self.policy.needs.admit == "turns":
+            if not turn.job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
             self._order.start(turn)
             self._tell("on_turn_started", turn, now_s)

@@ -57,14 +57,15 @@ class Order:
 
     def enter(self, turn: TurnState) -> None:
         """A turn arrived, or was taken over from another driver."""
-        turn.is_admitted = False
         if self._asks and self.needs_admission(turn):
             self._held[turn.turn_id] = turn
 
-    def forget_admissions(self, jobs: Iterable[JobState]) -> None:
-        """Forget that another driver admitted these jobs, so that the policy is asked again."""
+    def forget_admissions(self, jobs: Iterable[JobState], turns: Iterable[TurnState]) -> None:
+        """Forget that another policy admitted these, so that this one is asked."""
         for job in jobs:
             job.is_admitted = False
+        for turn in turns:
+            turn.is_admitted = False
 
     def start(self, turn: TurnState) -> None:
         """A turn got its first step."""

@@ -404,7 +404,7 @@ class _DrivenScheduler(PrivateHooks):
             self.driver.drop_all(now_s, LeaseEnd.SWITCHED)
         if self._state is not None:
             self._state.follow(hooks.policy, hooks.settings.policy)
-        if self._trace is not None:
+        if self._trace is not None and hooks.driver.policy is not before.driver.policy:
             self._trace.begin_run(hooks.driver.policy, *_get_header(hooks.settings))
         hooks.driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
         self._hooks = hooks

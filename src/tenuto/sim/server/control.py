@@ -76,7 +76,7 @@ class LiveEngine:
         keeps_leases = before.mode == settings.mode == "on" and before.policy == settings.policy
         if not keeps_leases:
             self.driver.drop_all(engine.now_s, LeaseEnd.SWITCHED)
-        if self._trace is not None:
+        if self._trace is not None and asked is not self.driver.policy:
             self._trace.begin_run(asked, settings.policy, {"mode": settings.mode})
         engine.scheduler.switch(asked, settings.limits, engine.now_s, keeps_leases=keeps_leases)
         self.settings, self.configured_policy = settings, policy
