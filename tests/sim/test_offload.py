@@ -431,6 +431,20 @@ def test_a_job_behind_does_not_displace_one_before_it() -> None:
     assert (get_offered(scheduler, "a"), get_offered(scheduler, "b")) == (16, 16)
 
 
+def test_keys_of_numbers_go_before_keys_of_strings() -> None:
+    """Room for one job of 4 chunks."""
+
+    @dataclass
+    class ByLetterOrNumber(Policy):
+        def tier_key(self, turn: Turn, view: EngineView) -> Key:
+            return ("a",) if turn.job.job_id == "a" else (ord(turn.job.job_id),)
+
+    scheduler = make_engine(tiers=make_tiers(4, 1000.0), policy=ByLetterOrNumber())
+    for now_s, job in enumerate("cab"):
+        run_turn(scheduler, make_turn(f"{job}1", [(job, 32)]), float(now_s))
+    assert [get_offered(scheduler, job) for job in "abc"] == [32, 0, 0]
+
+
 def test_a_job_that_ends_leaves_nothing_if_the_policy_orders_the_tier() -> None:
     for policy, left in ((InOrder(), 0), (load_policy("stock"), 32)):
         scheduler = make_engine(policy=policy, tiers=make_tiers(100, 1000.0))

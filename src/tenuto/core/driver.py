@@ -25,7 +25,7 @@ from typing import Any
 
 from tenuto.core.engine import Blocks, Engine, StepChooser, StepSize
 from tenuto.core.fairness import Fairness, FairOrder, Quota, Shares
-from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.indexed_heap import IndexedHeap, SortKey, get_sort_key
 from tenuto.core.jobs import NOBODY, Arrival, Finish, JobState, JobTable, TurnState
 from tenuto.core.leases import (
     LeaseEnded,
@@ -624,12 +624,11 @@ class Driver:
             return offer.num_tokens if answer else 0
         return min(max(0, answer), offer.num_tokens)
 
-    def get_tier_key(self, turn: Turn, now_s: float) -> Key:
+    def get_tier_key(self, turn: Turn, now_s: float) -> SortKey:
         """The key of this turn's KV in the tiers below the GPU; the smallest key is evicted first."""
         if not self.policy.overrides("tier_key"):
             return ()
-        key: Key = self._caller.ask("tier_key", turn, self.get_view(now_s))
-        return key
+        return get_sort_key(self._caller.ask("tier_key", turn, self.get_view(now_s)))
 
     def get_turn(self, turn_id: str) -> Turn | None:
         """The policy's view of a waiting or running turn; None if it is unknown or runs as in stock."""
