@@ -174,6 +174,8 @@ TRIALS = {
     ),
 }
 """What each trial is about, its machine and its load; a trial takes less than a second."""
+MAX_TRIAL_S = 1000.0
+"""Longest trial, in simulated seconds. Stock needs two minutes for the longest."""
 
 
 def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None) -> None:
@@ -183,7 +185,7 @@ def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None)
     """
     made = policy if isinstance(policy, Policy) else load_policy(policy, options)
     check_contract(copy.deepcopy(made))
-    extras = Extras(policy=made, strict=True)
+    extras = Extras(policy=made, strict=True, tell=_stop_if_endless)
     for about, (setup, load) in TRIALS.items():
         try:
             first, second = (
@@ -198,6 +200,14 @@ def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None)
                 "the second time; a policy may use no clock and no random numbers but those that it seeds "
                 "itself"
             )
+
+
+def _stop_if_endless(now_s: float, num_done: int, num_turns: int) -> None:
+    if now_s > MAX_TRIAL_S:
+        raise PolicyError(
+            f"only {num_done} of {num_turns} turns finished in {now_s:.0f} s, many times what stock needs "
+            "for all; perhaps turns preempt each other (preempt_key, may_preempt), or steps are too small"
+        )
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:

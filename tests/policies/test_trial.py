@@ -102,6 +102,17 @@ class Dicing(Policy):
         return (self._dice,)
 
 
+@dataclass
+class Thrashing(Policy):
+    """Whoever waits takes the memory of the oldest turn that runs, so turns restart without end."""
+
+    def may_preempt(self, turn, running, view):
+        return True
+
+    def preempt_key(self, turn, view):
+        return (turn.arrival_s,)
+
+
 @pytest.mark.parametrize("name", ["tenuto", "clairvoyant"])
 def test_policies_that_ship_pass(name: str) -> None:
     check_policy(name)
@@ -112,6 +123,7 @@ def test_policies_that_ship_pass(name: str) -> None:
     [
         (FailsAfterThirtyTurns(), r"in a simulation \(little memory.*on_turn_finished raised RuntimeError"),
         (Dicing(), "came out differently the second time"),
+        (Thrashing(), r"in a simulation \(so little memory.*turns finished in 100\d s"),
     ],
 )
 def test_what_only_a_simulation_shows(policy: Policy, words: str) -> None:

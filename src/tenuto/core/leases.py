@@ -497,6 +497,8 @@ def describe_room(
 
 # Called by the driver.
 
+MIN_RENEWAL_S = 0.001
+"""Shortest renewal, in seconds. For less, a policy would be asked again and again at almost one time."""
 MAX_YIELDING = 8
 """Most leases that are revoked or shortened for one new lease. It bounds the cost of a grant."""
 
@@ -689,6 +691,8 @@ class Retention:
             answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
             terms = None
             if isinstance(answer, Keep):
+                if now_s < answer.until_s < now_s + MIN_RENEWAL_S:
+                    answer = dataclasses.replace(answer, until_s=now_s + MIN_RENEWAL_S)
                 terms = self._bound(answer, lease.granted_s, lease.most_s)
             if (terms is None or terms.until_s <= now_s) and lease.wish is not None:
                 if isinstance(answer, Offload):

@@ -123,7 +123,7 @@ class Policy:
         return Release()
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """What to do with a lease after its deadline; `Keep` must set a later deadline."""
+        """What to do with a lease after its deadline; `Keep` must set a later one, by 1 ms at least."""
         return Release()
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
