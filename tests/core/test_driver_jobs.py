@@ -337,15 +337,27 @@ def test_a_preempted_turn_needs_no_second_admission() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"), [(None, 2048), (100, 100), (5000, 2048), (0, 1), (-3, 1), ("x", 2048)]
+    ("answer", "expected", "num_faults"),
+    [
+        (None, 2048, 0),
+        (100, 100, 0),
+        (5000, 2048, 0),
+        # Wrong answers: stock's is used.
+        (0, 2048, 1),
+        (-3, 2048, 1),
+        (True, 2048, 1),
+        ("x", 2048, 1),
+    ],
 )
-def test_the_step_budget_is_bounded(answer, expected) -> None:
+def test_the_step_budget_is_bounded(answer, expected, num_faults) -> None:
     @dataclass
     class Budget(Policy):
         def step_budget(self, view):
             return answer
 
-    assert ToyEngine(Budget(), 20).driver.get_step_size(0, 2048) == (expected, 0)
+    driver = ToyEngine(Budget(), 20).driver
+    assert driver.get_step_size(0, 2048) == (expected, 0)
+    assert driver.num_policy_faults == num_faults
 
 
 class Chooser:

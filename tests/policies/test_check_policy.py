@@ -63,6 +63,7 @@ counter = itertools.count()
         ("evict_key", lambda policy, lease, view: lease.value, "evict_key answered"),
         ("preempt_key", lambda policy, turn, view: turn.turn_id, "preempt_key answered"),
         ("step_budget", lambda policy, view: 0.5, "step_budget answered 0.5"),
+        ("step_budget", lambda policy, view: 0, "step_budget answered 0, which is not a number of tokens"),
         ("queue_key", lambda policy, turn, now_s: (turn.is_last,), "queue_key answered .*not a"),
         ("queue_key", lambda policy, turn, now_s: (turn.job.tenant or 0,), "queue_key: .*cannot be ordered"),
         (

@@ -158,7 +158,7 @@ class Policy:
         return False
 
     def step_budget(self, view: EngineView) -> int | None:
-        """The maximum number of tokens in the next step; None keeps the engine's own budget.
+        """The maximum number of tokens in the next step, at least 1; None keeps the engine's own budget.
 
         A policy that always wants the same size sets `needs.engine.step_tokens` instead.
         """

@@ -132,6 +132,8 @@ def check_answer(hook: str, answer: Any) -> None:
         wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         wanted = "tuple of numbers and strings" if tuple in kinds else wanted
         raise TypeError(f"answered {answer!r}, which is not a {wanted}")
+    if hook == "step_budget" and isinstance(answer, int) and (answer is True or answer < 1):
+        raise TypeError(f"answered {answer!r}, which is not a number of tokens from 1 up")
 
 
 def is_key(answer: Any) -> bool:
