@@ -85,6 +85,7 @@ def test_each_fault_is_counted_and_each_hook_reported_once(caplog) -> None:
         ("Answering", "queue_key"),
         ("Answering", "on_turn_finished"),
     ]
+    assert "raise self.answer\nValueError: no" in caplog.text  # where it was raised
 
 
 def test_an_interrupt_is_no_fault() -> None:

@@ -122,6 +122,7 @@ class PolicyCaller:
                 type(self.policy).__name__,
                 hook,
                 error,
+                exc_info=error,
             )
 
 
