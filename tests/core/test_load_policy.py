@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tenuto.core.errors import ConfigError, PolicyError, TenutoError
-from tenuto.core.loader import get_policy_names, load_policy
+from tenuto.core.loader import get_policy_names, load_policy, load_router
 from tenuto.core.policy import Policy, setting
 
 
@@ -83,6 +84,28 @@ def test_a_module_that_cannot_be_run(tmp_path: Path, monkeypatch, code: str) -> 
     (tmp_path / f"{module}.py").write_text(code)
     with pytest.raises(PolicyError, match="cannot be imported"):
         load_policy(f"{module}:Broken")
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("x: int", "cannot be made: TypeError.*'x'"),
+        ("def __post_init__(self): raise ValueError('planted')", r"cannot be made: ValueError\('planted'\)"),
+        ("needs = {'reorder_s': 1}", "needs must be a Needs, got {'reorder_s': 1}"),
+    ],
+)
+@pytest.mark.parametrize(("base", "load"), [("Policy", load_policy), ("Router", load_router)])
+def test_a_class_of_which_no_object_can_be_made(
+    tmp_path: Path, base: str, load: Callable[[str], object], body: str, problem: str
+) -> None:
+    path = tmp_path / "mine.py"
+    head = (
+        "from dataclasses import dataclass\nfrom tenuto import Policy\nfrom tenuto.core.router import Router"
+    )
+    path.write_text(f"{head}\n@dataclass\nclass Mine({base}):\n    {body}\n")
+    wanted = problem.replace("a Needs", "a RouterNeeds") if base == "Router" else problem
+    with pytest.raises(PolicyError, match=f"mine.py:Mine'.*{wanted}"):
+        load(f"{path}:Mine")
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from tenuto.core.errors import PolicyError, suggest
+from tenuto.core.errors import PolicyError, TenutoError, suggest
 from tenuto.core.policy import EngineSettings, Learns, Policy
 from tenuto.core.router import Router
 from tenuto.core.settings import check_settings
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Policy | Router)
 
 FILE_MODULE = "tenuto_policy_file_"
 """Prefix of the names of modules that are made from files. A hash of the path and its time follows."""
@@ -54,6 +54,20 @@ class ClassLoader(Generic[T]):
         `further_names`: other names to list in the message if there is no such class.
         """
         return self._import_class(name) if ":" in name else self._find_class(name, further_names)
+
+    def make(self, cls: type[T], options: Mapping[str, Any], name: str) -> T:
+        """An object of a class that `find` found by this name. Raises ConfigError for a bad option too."""
+        where = f"{self.noun} {name!r}"
+        try:
+            made = cls(**check_settings(cls, options, where))
+        except TenutoError:
+            raise
+        except Exception as error:  # it may be user code
+            raise PolicyError(f"{where} cannot be made: {error!r}") from error
+        wanted = type(self.base.needs)
+        if not isinstance(made.needs, wanted):
+            raise PolicyError(f"{where}: needs must be a {wanted.__name__}, got {made.needs!r}")
+        return made
 
     def get_name(self, cls: type[T]) -> str:
         """The name by which `find` finds this class."""
@@ -281,7 +295,7 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     preset = PRESETS.get(name)
     cls = _POLICIES.find(preset.policy if preset is not None else name, PRESETS)
     own = {} if preset is None else dict(preset.options)
-    return cls(**check_settings(cls, {**own, **(options or {})}, f"policy {name!r}"))
+    return _POLICIES.make(cls, {**own, **(options or {})}, name)
 
 
 def get_engine_settings(name: str, policy: Policy) -> EngineSettings:
@@ -361,5 +375,4 @@ def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:
 
     Raises PolicyError if the router cannot be loaded, ConfigError for an unknown option or a bad value.
     """
-    cls = ROUTERS.find(name)
-    return cls(**check_settings(cls, options or {}, f"router {name!r}"))
+    return ROUTERS.make(ROUTERS.find(name), options or {}, name)
