@@ -14,6 +14,7 @@ from tenuto.cli import main
 from tenuto.core.errors import DataError
 from tenuto.records.files import RESULTS
 from tenuto.sim.compare import COLUMNS, Column, format_rows, make_rows, read_results
+from tests.support.processes import run_on_a_full_disk
 
 COMPARE = [
     *("compare", "--gpu", "L40S", "--policies", "stock,continuum-fixed", "--jps", "0.5,1", "--window", "6"),
@@ -62,6 +63,13 @@ def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
     main([*COMPARE[:-1], "2", "--out", str(tmp_path / "two")])
     one, two = (strip(read_results(tmp_path / name)) for name in ("one", "two"))
     assert one == two
+
+
+def test_results_that_cannot_be_written_are_an_error_in_one_line(tmp_path: Path) -> None:
+    ended = run_on_a_full_disk(*COMPARE, "--out", tmp_path)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert f"tenuto: --out: cannot write {tmp_path / RESULTS}: File too large" in ended.stderr
 
 
 def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:

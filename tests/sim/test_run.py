@@ -19,7 +19,7 @@ from tenuto.sim.setup import Setup
 from tenuto.workload import Job, Workload
 from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import After, Span, TurnSpec
-from tests.support.processes import run_under_hash_seeds
+from tests.support.processes import run_on_a_full_disk, run_under_hash_seeds
 
 SMALL = Setup(gpu="L40S", policy="stock", step_cost="roofline", kv_tokens=60_000)
 LOAD = LoadOptions(jps=2, window_s=8)
@@ -124,6 +124,16 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         assert parts == sample["num_blocks"]
         assert min(sample[f"{name}_blocks"] for name in ("running", "leased", "cached", "free")) >= 0
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == outcome.record
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_run_that_cannot_be_written_is_printed(form: list[str], tmp_path: Path) -> None:
+    load = ("--jps", "1", "--window", "4", "--no-beside-stock")
+    ended = run_on_a_full_disk("simulate", "--gpu", "L40S", *load, "--out", tmp_path, *form)
+    assert ended.returncode == 2
+    assert json.loads(ended.stdout)["turns"] if form else "job time" in ended.stdout
+    assert "Traceback" not in ended.stderr
+    assert f"--out: cannot write {tmp_path / 'result.json'}: [Errno 27] File too large" in ended.stderr
 
 
 def test_watching_changes_nothing() -> None:

@@ -10,6 +10,13 @@ from pathlib import Path
 SEEDS = ("0", "1", "4242")
 
 
+def run_on_a_full_disk(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `tenuto` that can write one KiB to each file."""
+    command = [sys.executable, "-m", "tenuto.cli", *map(str, arguments)]
+    limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command]
+    return subprocess.run(limited, capture_output=True, text=True, check=False)
+
+
 def run_under_hash_seeds(code: str) -> str:
     """What the code prints, which must be the same whatever order sets of strings have."""
     outputs = [

@@ -146,8 +146,6 @@ def _run_simulate(given: Given) -> int:
     record = outcome.record
     say_notes(record["notes"])
     error = get_error(record["gpu"], record["policy"], record["step_cost"])
-    if options.out and occupancy:
-        write_run(options.out, outcome, occupancy)
     if not options.as_json:
         print(format_run(record), flush=True)
         print(f"such means   were off by {error}", flush=True)
@@ -162,6 +160,8 @@ def _run_simulate(given: Given) -> int:
             print(format_beside(record, stock))
     if options.as_json:
         print(json.dumps(record))
+    if options.out and occupancy:
+        write_run(options.out, outcome, occupancy)
     if options.ledger:
         from tenuto.client.control import join_ranks, write_rows
 

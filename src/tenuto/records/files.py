@@ -270,8 +270,11 @@ class RunFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+        for name, file in self._files.items():
+            try:
+                file.close()
+            except OSError as error:  # it has a line that could not be written
+                self.problem = self.problem or f"{name}: {error}"
 
     def add_turn(self, record: TurnRecord) -> None:
         """Write one line of turns.jsonl."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.codec import Fields
-from tenuto.records.files import RESULTS, read_objects
+from tenuto.records.files import RESULTS, read_objects, writing
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
@@ -123,7 +123,10 @@ def run_grid(
 def run_cells(
     cells: Iterable[Cell], folder: Path, workers: int | None = None, ray: str | None = None
 ) -> Iterator[tuple[Cell, Record]]:
-    """Run the cells that are not done yet. Yields each record as it comes and appends it to the results."""
+    """Run the cells that are not done yet. Yields each record as it comes and appends it to the results.
+
+    Raises ConfigError if it cannot be written.
+    """
     done = read_results(folder)
     missing = []
     for cell in cells:
@@ -131,13 +134,11 @@ def run_cells(
             yield cell, done[cell.key]
         else:
             missing.append(cell)
-    if not missing:
-        return
-    with open(folder / RESULTS, "a", encoding="utf-8") as file:
-        for cell, record in _run(missing, workers, ray):
+    path = folder / RESULTS
+    for cell, record in _run(missing, workers, ray):
+        with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-            file.flush()
-            yield cell, record
+        yield cell, record
 
 
 def _run(cells: Sequence[Cell], workers: int | None, ray: str | None = None) -> Iterator[tuple[Cell, Record]]:
