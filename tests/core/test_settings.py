@@ -133,7 +133,9 @@ def test_an_option_that_json_cannot_hold_is_text(value: str) -> None:
 
 def test_policy_options_may_be_for_one_policy() -> None:
     given = ["ttl_s=3", "a:name=x", "b:name=y"]
-    assert parse_policy_options(given, "a") == {"ttl_s": 3, "name": "x"}
+    assert parse_policy_options(given, "a", ["b"]) == {"ttl_s": 3, "name": "x"}
+    with pytest.raises(ConfigError, match="'tenoto:name': this command has no 'tenoto'; did you mean tenuto"):
+        parse_policy_options(["tenoto:name=x"], "stock", ["stock", "tenuto"])
     with pytest.raises(ConfigError, match=r"^'x' must be KEY=VALUE$"):
         parse_policy_options(["x"], "a")
 

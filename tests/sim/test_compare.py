@@ -177,6 +177,7 @@ def test_without_ray_the_message_says_so(
         (["--policies", "stock,best"], "no policy 'best'"),
         (["--workload", "nowhere.jsonl"], "no such file"),
         (["--option", "ttl_s=-1"], "ttl_s"),
+        (["--option", "continuum:ttl_s=1"], "no 'continuum'; did you mean continuum-fixed?"),
         (["--workers", "0"], "--workers must be at least 1"),
     ],
 )

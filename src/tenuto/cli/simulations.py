@@ -64,7 +64,9 @@ class GridOptions(Options):
         """
         fleets = given.read(FleetOptions, **known).make_fleets()
         gpus = [get_gpu(name) for name in self.gpus]
-        options = {policy: parse_policy_options(self.options, policy) for policy in self.policies}
+        options = {
+            policy: parse_policy_options(self.options, policy, self.policies) for policy in self.policies
+        }
         return [
             given.read(Setup, gpu=gpu.name, policy=policy, options=options[policy], fleet=fleet)
             for gpu in gpus

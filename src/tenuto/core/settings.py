@@ -137,12 +137,18 @@ def find_problem(value: Any, metadata: Mapping[str, Any]) -> str | None:
     return None
 
 
-def parse_policy_options(given: Iterable[str], policy: str) -> dict[str, Any]:
-    """One policy's options, from a command line's `KEY=VALUE` and `POLICY:KEY=VALUE`. Raises ConfigError."""
+def parse_policy_options(given: Iterable[str], policy: str, others: Iterable[str] = ()) -> dict[str, Any]:
+    """One policy's options, from a command line's `KEY=VALUE` and `POLICY:KEY=VALUE`.
+
+    `others`: the command's other policies. Raises ConfigError.
+    """
+    known = {policy, *others}
     options = {}
     for text in given:
         key, value = parse_option(text)
         whose, colon, name = key.rpartition(":")
+        if colon and whose not in known:
+            raise ConfigError(f"option {key!r}: this command has no {whose!r}{suggest(whose, known)}")
         if not colon or whose == policy:
             options[name] = value
     return options

@@ -321,7 +321,7 @@ class FleetOptions(Options):
             Fleet(
                 servers=self.servers,
                 router=name,
-                router_options=parse_policy_options(self.router_options, name),
+                router_options=parse_policy_options(self.router_options, name, names),
                 metrics_s=self.metrics_s,
                 copy_gb_s=self.copy_gb_s,
                 faults=faults,
