@@ -208,7 +208,7 @@ def check_step_tokens(given: StepTokens | None, where: str) -> None:
     except ValueError:
         pass
     raise ConfigError(
-        f"{where} must be {ADAPTIVE}, {ADAPTIVE}:N with N from 1 up, or a number of tokens from 1 up; "
+        f"{where} must be {ADAPTIVE}, {ADAPTIVE}:X with X from 0 up, or a number of tokens from 1 up; "
         f"got {given!r}"
     )
 
