@@ -18,6 +18,7 @@ from tenuto.core.errors import ConfigError, PolicyError, suggest
 from tenuto.core.loader import get_policy_name, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.settings import find_problem
 from tenuto.records.metrics import group_by
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.compare import check_cells, format_rows, make_arms, make_grid, make_rows, run_grid
@@ -183,7 +184,7 @@ def check_policy(policy: str | Policy, options: Mapping[str, Any] | None = None)
 
     Takes a few seconds and needs no vLLM. Raises PolicyError naming the hook, what is wrong and the inputs.
     """
-    made = policy if isinstance(policy, Policy) else load_policy(policy, options)
+    made = load_policy(policy, options) if isinstance(policy, str) else _check_given(policy)
     check_contract(copy.deepcopy(made))
     extras = Extras(policy=made, strict=True, tell=_stop_if_endless)
     for about, (setup, load) in TRIALS.items():
@@ -230,6 +231,7 @@ def _place(
         return dataclasses.replace(setup, policy=policy, options=options or {}), given
     if options:
         raise ConfigError("options are for a policy that is named; this one has its own")
+    policy = _check_given(policy)
     changed = {
         field.name: value
         for field in dataclasses.fields(policy)
@@ -243,6 +245,17 @@ def _place(
         dataclasses.replace(setup, policy=name, options=changed),
         dataclasses.replace(given, policy=policy, label=label),
     )
+
+
+def _check_given(policy: object) -> Policy:
+    """The policy, if it is an object within its bounds. Raises PolicyError or ConfigError."""
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"give a policy by its name or as an object, such as MyPolicy(); got {policy!r}")
+    for field in dataclasses.fields(policy):
+        if field.init and (problem := find_problem(getattr(policy, field.name), field.metadata)):
+            name = get_policy_name(type(policy))
+            raise ConfigError(f"policy {name!r}: key {field.name!r} {problem}")
+    return policy
 
 
 def _choose_workload(

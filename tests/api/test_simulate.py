@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def test_settings_are_those_of_the_command() -> None:
         tenuto.simulate("stock", jps=1.0, widow_s=3)
     with pytest.raises(ConfigError, match="this one has its own"):
         tenuto.simulate(Holding(), options={"keep_s": 3.0}, jps=1.0, **SMALL)
+
+
+def test_a_policy_given_is_an_object_within_its_bounds() -> None:
+    calls: list[Callable[[Any], object]] = [
+        lambda policy: tenuto.simulate(policy, jps=1.0, **SMALL),
+        lambda policy: tenuto.compare([policy], jps=1.0, window_s=8.0),
+        tenuto.check_policy,
+    ]
+    for call in calls:
+        with pytest.raises(PolicyError, match=r"or as an object, such as MyPolicy.*Holding'>"):
+            call(Holding)
+        with pytest.raises(ConfigError, match="Holding': key 'keep_s' must be at least 0, got -5"):
+            call(Holding(keep_s=-5))
 
 
 def test_faults_are_counted_or_stop_the_run() -> None:
