@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def simulate(  # noqa: PLR0913 - what a user chooses, all by keyword
     load, jobs = _choose_workload(load, workload, [jps])
     given = Extras(strict=strict, workload=jobs)
     setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, given)
-    load = dataclasses.replace(load, jps=jps, seed=seed)
+    load = dataclasses.replace(load, jps=jps, seed=operator.index(seed))
     outcome = run(setup, load, extras=extras, watch=watch, log=log)
     return SimulationResult(outcome.record, outcome.turns, outcome)
 
@@ -142,7 +143,8 @@ def compare(  # noqa: PLR0913 - as above
     """
     setup, load = _split(settings)
     gpus = [gpu] if isinstance(gpu, str) else list(gpu)
-    rates = list(jps) if isinstance(jps, Sequence) else [jps]
+    rates = list(jps) if isinstance(jps, Iterable) else [jps]
+    seeds = list(map(operator.index, seeds))
     if not (policies and gpus and rates and seeds):
         raise ConfigError("compare needs a policy, a GPU, a load and a seed at least")
     load, jobs = _choose_workload(load, workload, rates)

@@ -120,6 +120,16 @@ def test_a_comparison(tmp_path: Path) -> None:
     ]
 
 
+def test_rates_and_seeds_may_come_from_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    settings: dict[str, Any] = {"step_cost": "roofline", "window_s": 4.0, "split": False}
+    rates, seeds = numpy.array([0.5, 1.0]), numpy.arange(2)
+    records = tenuto.compare(["stock"], gpu="A100-40", jps=rates, seeds=seeds, **settings).records
+    assert [(each["jps"], each["seed"]) for each in records] == [(0.5, 0), (0.5, 1), (1.0, 0), (1.0, 1)]
+    one = tenuto.simulate("stock", jps=rates[0], **(SMALL | {"window_s": 4.0, "seed": seeds[1]})).record
+    assert forget_what_differs(one) == forget_what_differs(records[1])
+
+
 def test_frames() -> None:
     pytest.importorskip("pandas")
     result = tenuto.simulate("stock", jps=1.0, **SMALL)
