@@ -44,6 +44,8 @@ def start(tenuto_config: dict[str, Any], *, num_blocks: int = 100, **config: Any
         ({"policy": "nope"}, PolicyError, "'nope'"),
         ({"policy": "no.such.module:Class"}, PolicyError, "no.such.module:Class"),
         ({"policy": "json:dumps"}, PolicyError, "json:dumps"),
+        ({"policy": "clairvoyant"}, ConfigError, "only in the simulator"),
+        ({"policy": "unbounded"}, ConfigError, "only in the simulator"),
         ({"options": {"ttl": 2}}, ConfigError, "'ttl'"),
         ({"options": {"ttl_s": -1}}, ConfigError, "'ttl_s'"),
         ({"options": {"ttl_s": "2"}}, ConfigError, "'ttl_s'"),

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from tenuto.core.errors import PolicyError, TenutoError, suggest
-from tenuto.core.policy import EngineSettings, Learns, Policy
+from tenuto.core.errors import ConfigError, PolicyError, TenutoError, suggest
+from tenuto.core.policy import EngineSettings, Learns, Oracle, Policy
 from tenuto.core.router import Router
 from tenuto.core.settings import check_settings
 
@@ -302,6 +302,14 @@ def get_engine_settings(name: str, policy: Policy) -> EngineSettings:
     """The engine settings for a name: the preset's, or else those that the policy needs."""
     preset = PRESETS.get(name)
     return policy.needs.engine if preset is None else preset.engine
+
+
+def get_server_settings(name: str, policy: Policy) -> EngineSettings:
+    """As `get_engine_settings`. Raises ConfigError for what only the simulator can run."""
+    wanted = get_engine_settings(name, policy)
+    if isinstance(policy, Oracle) or wanted.unbounded_kv or wanted.scheduler != "vllm":
+        raise ConfigError(f"policy {name} works only in the simulator")
+    return wanted
 
 
 def describe_policy(policy: Policy, name: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.loader import get_engine_settings, get_server_settings, load_policy
 from tenuto.vllm.middleware import DP_CHOICE_VARIABLE, DP_SIZE_VARIABLE
 from tenuto.vllm.settings import read_settings
 from tenuto.vllm.tiers.files import prepare_folder
@@ -54,7 +54,7 @@ def build_command(
     config = _parse_config(given)
     tenuto = {**config.get("tenuto", {}), **settings}
     checked = read_settings({"tenuto": tenuto})
-    wanted = get_engine_settings(checked.policy, load_policy(checked.policy, checked.options))
+    wanted = get_server_settings(checked.policy, load_policy(checked.policy, checked.options))
     for name in checked.own_policies or ():
         load_policy(name)
     if tenuto:

@@ -21,7 +21,7 @@ from typing import Any
 from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.driver import Driver
 from tenuto.core.errors import IncompatibleError
-from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.loader import get_server_settings, load_policy
 from tenuto.core.policy import Policy
 from tenuto.core.types import LeaseEnd
 from tenuto.records.prototype import LiveTimestamps
@@ -78,7 +78,7 @@ class _DrivenScheduler(PrivateHooks):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
         policy = load_policy(settings.policy, settings.options)
-        wanted = get_engine_settings(settings.policy, policy)
+        wanted = get_server_settings(settings.policy, policy)
         if wanted.order == "priority":
             serve_by_priority(vllm_config)
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
