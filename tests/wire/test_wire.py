@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -379,6 +381,27 @@ def test_what_strangers_answer_never_raises(form: Format, data: st.DataObject) -
         response.add(form.read_event(body), 2.0)
         assert isinstance(response.text, str)
         assert response.token_ids is None or all(type(each) is int for each in response.token_ids)
+
+
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+TOOL_USE = {"type": "tool_use", "name": "f", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("read", "field", "item"),
+    [
+        (lambda body: [*openai_responses.read_prompt(body)], "input", CALL),
+        (openai_responses.read_whole, "output", {"type": "message", "content": "a word or two" * 9}),
+        (anthropic_messages.read_whole, "content", TOOL_USE),
+    ],
+    ids=["calls of a request", "texts of a response", "calls of a message"],
+)
+def test_many_items_take_linear_time(read: Callable[[Any], object], field: str, item: Any) -> None:
+    body = {field: [item] * 2**16}
+    start_s = time.process_time()
+    read(body)
+    # A reader that copies what it has at each item takes far longer.
+    assert time.process_time() - start_s < 2.0
 
 
 def test_a_format_is_found_by_its_path() -> None:

@@ -131,13 +131,15 @@ def read_logprobs(body: Body) -> int | None:
 
 def read_whole(body: Body) -> Delta:
     """Read a response that is not streamed."""
-    delta = Delta(usage=_read_usage(body), finish_reason=_read_reason(body), is_last=True)
-    for index, block in enumerate(get_each_object(body.get("content"))):
-        read = _read_block(index, block)
-        delta.text += read.text
-        delta.reasoning += read.reasoning
-        delta.calls = [*delta.calls, *read.calls]
-    return delta
+    read = [_read_block(index, block) for index, block in enumerate(get_each_object(body.get("content")))]
+    return Delta(
+        text="".join(each.text for each in read),
+        reasoning="".join(each.reasoning for each in read),
+        calls=[call for each in read for call in each.calls],
+        usage=_read_usage(body),
+        finish_reason=_read_reason(body),
+        is_last=True,
+    )
 
 
 def read_event(event: Body) -> Delta:

@@ -64,6 +64,7 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
         yield Message("user", [body["input"]])
         return
     last: Message | None = None
+    calls: list[tuple[Any, Any]] = []  # those of the last message
     for index, item in enumerate(get_objects(body, "input")):
         if strict:
             _check_item(item, f"input[{index}]")
@@ -71,11 +72,12 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
         if message is None:
             continue
         if last is not None and last.role == "assistant" and message.calls:
-            last = last._replace(calls=[*last.calls, *message.calls])
+            calls += message.calls
             continue
         if last is not None:
             yield last
-        last = message
+        calls = [*message.calls]
+        last = message._replace(calls=calls)
     if last is not None:
         yield last
 
@@ -139,19 +141,25 @@ def read_logprobs(body: Body) -> int | None:
 
 def read_whole(body: Body) -> Delta:
     """Read a response that is not streamed."""
-    delta = Delta(usage=_read_usage(body), finish_reason=_read_reason(body), is_last=True)
+    texts: list[str] = []
+    reasoning: list[str] = []
     calls: list[Call] = []
     for item in get_each_object(body.get("output")):
         if item.get("type") == "function_call":
             calls.append(Call(len(calls), as_text(item.get("name")), as_text(item.get("arguments"))))
         elif item.get("type") == "reasoning":
-            delta.reasoning += read_text(item.get("content") or item.get("summary"))
+            reasoning.append(read_text(item.get("content") or item.get("summary")))
         else:
-            delta.text += read_text(item.get("content"))
-    delta.calls = calls
-    if calls and delta.finish_reason == "stop":
-        delta.finish_reason = "tool_calls"
-    return delta
+            texts.append(read_text(item.get("content")))
+    reason = _read_reason(body)
+    return Delta(
+        text="".join(texts),
+        reasoning="".join(reasoning),
+        calls=calls,
+        usage=_read_usage(body),
+        finish_reason="tool_calls" if calls and reason == "stop" else reason,
+        is_last=True,
+    )
 
 
 def read_event(event: Body) -> Delta:
