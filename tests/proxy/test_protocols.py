@@ -123,6 +123,69 @@ def test_a_conversation_in_another_protocol(
     assert count_shared_tokens(whole_turn, job.turns[1].prompt) > 0
 
 
+PATCH = {"type": "custom_tool_call", "name": "apply_patch", "input": '*** "a"\n-ä\n+b', "call_id": "d"}
+SAID = RESPONSE["output"][0]
+
+
+def write_response_events(output: list[Any], usage: Any) -> list[Any]:
+    """An answer's items as vLLM streams them."""
+    events: list[Any] = []
+    for index, item in enumerate(output):
+        if item["type"] == "message":
+            events.append({"type": "response.output_text.delta", "delta": item["content"][0]["text"]})
+            continue
+        name, field = (
+            ("function_call_arguments", "arguments")
+            if item["type"] == "function_call"
+            else ("custom_tool_call_input", "input")
+        )
+        begun, text = {**item, field: ""}, item[field]
+        events += [
+            {"type": "response.output_item.added", "output_index": index, "item": begun},
+            {"type": f"response.{name}.delta", "output_index": index, "delta": text[:3]},
+            {"type": f"response.{name}.delta", "output_index": index, "delta": text[3:]},
+            {"type": f"response.{name}.done", "output_index": index, field: text},
+            {"type": "response.output_item.done", "output_index": index, "item": item},
+        ]
+    return [*events, {"type": "response.completed", "response": {"output": output, "usage": usage}}]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("output", "tool"),
+    [
+        ([SAID, CALL], "make"),
+        ([CALL, CALL], "make"),
+        ([SAID, CALL, PATCH], "apply_patch"),
+        ([PATCH], "apply_patch"),
+    ],
+)
+def test_the_items_of_a_response_are_recognised_in_the_next_prompt(
+    recording: Any, output: list[Any], tool: str, streams: bool
+) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        usage = {"input_tokens": 20 if len((await request.json())["input"]) == 1 else 80, "output_tokens": 12}
+        if not streams:
+            return web.json_response({"output": output, "usage": usage})
+        events = write_response_events(output, usage)
+        text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            result = {"type": "function_call_output", "output": "ok", "call_id": "c"}
+            for prompt in (RESPONSES_INPUT, [*RESPONSES_INPUT, *output, result]):
+                await client.post(f"{record.url}/v1/responses", json={"stream": streams, "input": prompt})
+        return record
+
+    record = asyncio.run(run())
+    assert [turn["tool"] for turn in record.turns] == [tool, tool]
+    assert [turn.get("ttft_ms") is not None for turn in record.turns] == [streams, streams]
+    (job,) = load_workload(record.path).jobs
+    first, second = job.turns
+    assert count_shared_tokens((*first.prompt, first.output), second.prompt) == 20 + 12
+
+
 @pytest.mark.parametrize("prompt", [list(range(100, 200)), "words and more words " * 60])
 @pytest.mark.parametrize("streams", [False, True])
 def test_completions_of_ids_and_of_text(recording: Any, prompt: Any, streams: bool) -> None:

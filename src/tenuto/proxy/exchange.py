@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tenuto.core.requests import Hints, read_hints
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
-from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions, openai_responses
+from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions
 from tenuto.wire.request import Message, RequestError
 from tenuto.wire.response import (
     LineReader,
@@ -267,10 +267,7 @@ def get_pieces(response: Response, path: str) -> list[str]:
     if form.PATH == openai_completions.PATH:
         return cut_text(response.text)
     calls = [(call.name, call.arguments) for call in response.calls]
-    if form.PATH != openai_responses.PATH:
-        return [write_piece(Message("assistant", [response.text], calls))]
-    texts = [Message("assistant", response.texts)] if response.texts else []
-    return [write_piece(each) for each in [*texts, *(Message("assistant", [], [call]) for call in calls)]]
+    return [write_piece(Message("assistant", [response.text], calls))]
 
 
 def find_tool_call(response: Response) -> ToolCall | None:

@@ -45,6 +45,7 @@ LIMITS = ("max_output_tokens",)
 MUST_LIMIT = False
 COUNTS_ALWAYS = True
 ROLES = ("system", "developer", "user", "assistant")
+_CALLS = ("function_call", "custom_tool_call")
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 """What the events of an item's text are called."""
 
@@ -85,13 +86,21 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
 def _read_item(item: Body) -> Message | None:
     """An item. None for those that templates drop, such as the model's own thoughts."""
     kind = item.get("type", "message")
-    if kind == "function_call":
-        return Message("assistant", [], [(item.get("name"), item.get("arguments"))])
-    if kind == "custom_tool_call":
-        return Message("assistant", [], [(item.get("name"), json.dumps({"input": item.get("input")}))])
+    if kind in _CALLS:
+        return Message("assistant", [], [_read_call(item)])
     if kind in ("function_call_output", "custom_tool_call_output"):
         return Message("tool", read_parts(item.get("output")))
     return read_message(item) if kind == "message" else None
+
+
+def _read_call(item: Body) -> tuple[Any, Any]:
+    """Name and arguments of a call. As in vLLM, a custom call has its text as its only argument."""
+    is_custom = item.get("type") == "custom_tool_call"
+    return item.get("name"), _write_input(item) if is_custom else item.get("arguments")
+
+
+def _write_input(custom: Body) -> str:
+    return json.dumps({"input": custom.get("input")})
 
 
 def _check_item(item: Body, where: str) -> None:
@@ -145,8 +154,8 @@ def read_whole(body: Body) -> Delta:
     reasoning: list[str] = []
     calls: list[Call] = []
     for item in get_each_object(body.get("output")):
-        if item.get("type") == "function_call":
-            calls.append(Call(len(calls), as_text(item.get("name")), as_text(item.get("arguments"))))
+        if item.get("type") in _CALLS:
+            calls.append(Call(len(calls), *map(as_text, _read_call(item))))
         elif item.get("type") == "reasoning":
             reasoning.append(read_text(item.get("content") or item.get("summary")))
         else:
@@ -172,10 +181,12 @@ def read_event(event: Body) -> Delta:
         return Delta(reasoning=str(event.get("delta", "")))
     if kind == "response.output_item.added":
         item = as_object(event.get("item"))
-        is_call = item.get("type") == "function_call"
+        is_call = item.get("type") in _CALLS
         return Delta(calls=[Call(index, as_text(item.get("name")), None)] if is_call else [])
     if kind == "response.function_call_arguments.delta":
         return Delta(calls=[Call(index, None, as_text(event.get("delta")))])
+    if kind == "response.custom_tool_call_input.done":  # its deltas may be taken back, as in vLLM
+        return Delta(calls=[Call(index, None, _write_input(event))])
     if kind in ("response.completed", "response.incomplete"):
         whole = read_whole(as_object(event.get("response")))
         return Delta(usage=whole.usage, finish_reason=whole.finish_reason, is_last=True)
