@@ -53,9 +53,8 @@ class Recording:
 
 
 @asynccontextmanager
-async def serving(app: web.Application, **options: Any) -> AsyncIterator[str]:
-    """The address of an application while it runs."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1, **options)
+async def serving(runner: web.AppRunner) -> AsyncIterator[str]:
+    """The address of a server while it runs."""
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port, *_ = runner.addresses[0]
@@ -70,7 +69,8 @@ async def serving_with(handler: Handler) -> AsyncIterator[str]:
     """A server that answers everything with one handler."""
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{path:.*}", handler)
-    async with serving(app) as url:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
+    async with serving(runner) as url:
         yield url
 
 
@@ -94,7 +94,7 @@ def recording(tmp_path: Path) -> Callable[..., Any]:
                     ask_usage=checked.ask_usage,
                     name_jobs=checked.name_jobs,
                 ) as proxy,
-                serving(proxy.make_app()) as url,
+                serving(proxy.make_runner(grace_s=1)) as url,
             ):
                 yield Recording(url, checked.out, recorder, said)
         finally:

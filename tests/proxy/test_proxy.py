@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from tenuto.proxy.recorder import TurnWriter
 from tests.client.fake_server import FakeServer, Reply
-from tests.proxy.conftest import Model, make_client, serving_with
+from tests.proxy.conftest import Model, make_client, serving, serving_with
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 PATH = "/v1/chat/completions"
@@ -265,6 +265,30 @@ def test_packed_answers_pass_packed_and_are_read(recording: Any) -> None:
         (turn,) = record.turns
         assert (turn["input_length"], turn["output_length"]) == (5, 2)
         assert record.failed[0]["why"] == "the answer is packed as odd"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("options", [{}, {"ask_usage": True, "name_jobs": True}])
+def test_packed_requests_pass_packed(recording: Any, options: dict[str, bool]) -> None:
+    packed = gzip.compress(json.dumps({**CHAT, "stream": True, "user": "x" * 9_000}).encode())
+
+    async def run() -> None:
+        echo = Echo()
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", echo.handle)
+        runner = web.AppRunner(app, auto_decompress=False, shutdown_timeout=1)
+        async with (
+            serving(runner) as server,
+            recording(server, **options) as record,
+            make_client() as client,
+        ):
+            headers = {"Content-Encoding": "gzip", "X-Session-ID": "s"}
+            for path in (PATH, "/v1/files"):
+                await client.post(record.url + path, content=packed, headers=headers)
+        assert [seen[3] for seen in echo.seen] == [hashlib.sha256(packed).hexdigest()] * 2
+        assert all(("content-encoding", "gzip") in seen[2] for seen in echo.seen)
+        assert len(record.failed) == 1
 
     asyncio.run(run())
 

@@ -89,14 +89,7 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
     async with Proxy(
         options.upstream, recorder.submit, ask_usage=options.ask_usage, name_jobs=options.name_jobs
     ) as proxy:
-        runner = web.AppRunner(
-            proxy.make_app(),
-            access_log=None,
-            handler_cancellation=True,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            shutdown_timeout=GRACE_S,
-        )
+        runner = proxy.make_runner()
         await runner.setup()
         try:
             site = web.TCPSite(runner, options.host, options.port)
@@ -144,12 +137,20 @@ class Proxy:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    def make_app(self) -> web.Application:
-        """Make the application that serves the proxy."""
+    def make_runner(self, grace_s: float = GRACE_S) -> web.AppRunner:
+        """Make the server of the proxy, which is not set up yet. `grace_s`: see `GRACE_S`."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(_restore_headers)
-        return app
+        return web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            shutdown_timeout=grace_s,
+        )
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not is_recorded(request.method, request.path):
