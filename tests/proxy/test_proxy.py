@@ -150,6 +150,43 @@ def test_a_client_that_leaves_takes_its_request_along(recording: Any, starts: bo
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_client_may_leave_after_the_last_event(recording: Any, is_complete: bool) -> None:
+    stream = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"choi'
+    if is_complete:
+        stream += b'ces": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+    async def run() -> None:
+        left = asyncio.Event()
+
+        async def linger(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            try:
+                await response.prepare(request)
+                await response.write(stream)
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+            return response
+
+        async with (
+            serving_with(linger) as server,
+            recording(server, tokens="text") as record,
+            make_client() as client,
+        ):
+            async with client.stream("POST", record.url + PATH, json={**CHAT, "stream": True}) as answer:
+                body = b""
+                async for piece in answer.aiter_raw():
+                    body += piece
+                    if body == stream:
+                        break
+            await asyncio.wait_for(left.wait(), 30)
+        assert [turn["output_length"] for turn in record.turns] == [1] * is_complete
+        assert [failed["why"] for failed in record.failed] == ["client left"] * (not is_complete)
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [20_000_000])
 def test_bodies_may_be_big(recording: Any, size: int) -> None:
