@@ -106,12 +106,18 @@ def recording(tmp_path: Path) -> Callable[..., Any]:
 
 
 class Model:
-    """A small chat server: answers are scripted, prompts are counted in words, streams go word by word."""
+    """A small chat server: answers are scripted, prompts are counted in words, streams go word by word.
 
-    def __init__(self, *, tokenizes: bool = False, usage: dict[str, Any] | None = None) -> None:
+    `packs`: it compresses streams for clients that accept that.
+    """
+
+    def __init__(
+        self, *, tokenizes: bool = False, packs: bool = False, usage: dict[str, Any] | None = None
+    ) -> None:
         self.answers: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
         self.tokenizes = tokenizes
+        self.packs = packs
         self.usage = usage
         self.num_tokenize = 0
         self.gate: asyncio.Event | None = None
@@ -144,6 +150,8 @@ class Model:
         self, request: web.Request, body: dict[str, Any], message: dict[str, Any], usage: dict[str, Any]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.packs:
+            response.enable_compression()
         await response.prepare(request)
         deltas = [{"content": f"{word} "} for word in (message["content"] or "").split()]
         deltas += [{"tool_calls": [{"index": 0, **call}]} for call in message.get("tool_calls") or []]

@@ -355,9 +355,12 @@ def test_a_fault_of_the_recorder_s_own_costs_a_line_and_no_traffic(
 
 
 @pytest.mark.parametrize("has_asked", [False, True])
-def test_usage_is_asked_for_without_the_client_s_seeing_it(recording: Any, has_asked: bool) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_usage_is_asked_for_without_the_client_s_seeing_it(
+    recording: Any, has_asked: bool, packs: bool
+) -> None:
     async def run() -> None:
-        model = Model()
+        model = Model(packs=packs)
         model.answers = [{"role": "assistant", "content": "one two three"}] * 2
         request = {**CHAT, "stream": True} | (
             {"stream_options": {"include_usage": True}} if has_asked else {}

@@ -184,7 +184,9 @@ class Proxy:
             if self.name_jobs and (name := find_job_name(exchange, whole)) is not None:
                 headers[SESSION_HEADER] = name
             changed = ask_for_usage(request.path, whole) if self.ask_usage else None
-            usage_filter = None if changed is None else UsageFilter()
+            if changed is not None:
+                usage_filter = UsageFilter()
+                headers[hdrs.ACCEPT_ENCODING] = "identity"  # the filter reads the answer's lines
             headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
             body = _send_bytes(changed or whole)
         url = URL(self.upstream + request.raw_path, encoded=True)
