@@ -108,6 +108,31 @@ def test_jobs_are_known_by_their_content(recording: Any, tokenizes: bool) -> Non
     assert 16 <= count_shared_tokens(one.turns[0].prompt, two.turns[0].prompt) < other["input_length"]
 
 
+@pytest.mark.parametrize("tokenizes", [True, False])
+@pytest.mark.parametrize(
+    ("tenants", "answers"),
+    [((None, None), ("yes " * 40, "no " * 40)), (("acme", "bolt"), ("yes " * 40, "yes " * 40))],
+    ids=["by their answers", "by their tenants"],
+)
+def test_jobs_that_begin_alike_are_told_apart(
+    recording: Any, tenants: tuple[str | None, ...], answers: tuple[str, ...], tokenizes: bool
+) -> None:
+    model = Model(tokenizes=tokenizes)
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            agents = [Agent(record.url, "one task", tenant=tenant) for tenant in tenants]
+            for output in (None, "so it is", "and so on"):
+                for agent, answer in zip(agents, answers, strict=True):
+                    model.answers = [{"role": "assistant", "content": answer}]
+                    await agent.ask(output)
+        return record
+
+    turns = asyncio.run(run()).turns
+    assert [turn["session"] for turn in turns] == ["job-1", "job-2"] * 3
+    assert [turn.get("tenant") for turn in turns] == [*tenants] * 3
+
+
 def one_messages(model: Model, number: int) -> list[dict[str, Any]]:
     return list(model.requests[number]["messages"])
 

@@ -59,6 +59,8 @@ MAX_JOBS = 100_000
 class Lane:
     """One job of the recording: a sequence of turns that do not overlap."""
 
+    key: str
+    """The key of its job, which other lanes may have too."""
     session: str
     tenant: str | None
     parent: str | None = None
@@ -83,7 +85,8 @@ class Sessions:
         self._names: set[str] = set()
         self._num_inferred = 0
         self._by_tokens = Lineage(BLOCK_TOKENS, MAX_JOBS)
-        self._by_texts: OrderedDict[bytes, str] = OrderedDict()
+        self._by_texts: OrderedDict[tuple[str | None, bytes], str] = OrderedDict()
+        """By tenant and the last hash of an answered prompt, without and with its answer: the job's key."""
 
     def find(
         self,
@@ -91,14 +94,14 @@ class Sessions:
         arrival_s: float,
         pieces: Pieces,
         token_ids: Sequence[int] | None,
-    ) -> tuple[str, Lane]:
-        """The job's key, and the sequence of turns that a turn joins. `job` is the tenant and the job id."""
+    ) -> Lane:
+        """The sequence of turns that a turn joins. `job` is the tenant and the job id."""
         tenant, job_id = job
-        # Neither id contains a tab, because both are printable.
-        key = f"{tenant or ''}\t{job_id}" if job_id is not None else self._recognise(pieces, token_ids)
+        key = self._recognise(tenant, pieces, token_ids) if job_id is None else f"{tenant or ''}\t{job_id}"
         if key is None:
             self._num_inferred += 1
             job_id = f"job-{self._num_inferred}"
+            # No id contains a tab, because ids are printable.
             key = f"\t\t{job_id}"
         lanes = self._lanes.setdefault(key, [])
         self._lanes.move_to_end(key)
@@ -106,39 +109,46 @@ class Sessions:
             self._lanes.popitem(last=False)
         idle = [lane for lane in lanes if lane.last_end_s <= arrival_s]
         if idle:
-            return key, max(idle, key=lambda lane: _count_common(lane.last_hashes, pieces.hashes))
-        lanes.append(self._make_lane(lanes, job_id or "job", tenant, arrival_s))
-        return key, lanes[-1]
+            return max(idle, key=lambda lane: _count_common(lane.last_hashes, pieces.hashes))
+        lanes.append(self._make_lane(key, lanes, job_id or "job", tenant, arrival_s))
+        return lanes[-1]
 
     def remember(
-        self, key: str, pieces: Pieces, token_ids: Sequence[int] | None, output: Sequence[bytes]
+        self, lane: Lane, pieces: Pieces, token_ids: Sequence[int] | None, output: Sequence[bytes]
     ) -> None:
-        """Remember an answered turn: the job's next turn begins with the prompt's pieces or tokens."""
+        """Remember an answered turn: the job's next turn begins with its prompt, and mostly its answer.
+
+        `output`: hashes of the answer's pieces or full blocks.
+        """
         if token_ids is not None:
             full = pieces.hashes[: len(token_ids) // BLOCK_TOKENS]
-            self._by_tokens.remember(key, [*full, *output], token_ids)
+            self._by_tokens.remember(lane.key, [*full, *output], token_ids, lane.tenant)
             return
-        self._by_texts[pieces.hashes[-1]] = key
-        self._by_texts.move_to_end(pieces.hashes[-1])
-        if len(self._by_texts) > MAX_JOBS:
+        for mark in (pieces.hashes[-1], *output[-1:]):
+            self._by_texts[lane.tenant, mark] = lane.key
+            self._by_texts.move_to_end((lane.tenant, mark))
+        while len(self._by_texts) > 2 * MAX_JOBS:
             self._by_texts.popitem(last=False)
 
-    def _recognise(self, pieces: Pieces, token_ids: Sequence[int] | None) -> str | None:
+    def _recognise(self, tenant: str | None, pieces: Pieces, token_ids: Sequence[int] | None) -> str | None:
         if token_ids is not None:
-            return self._by_tokens.find(pieces.hashes[: len(token_ids) // BLOCK_TOKENS], token_ids)
-        known = (self._by_texts.get(each) for each in reversed(pieces.hashes[:-1]))
+            full = pieces.hashes[: len(token_ids) // BLOCK_TOKENS]
+            return self._by_tokens.find(full, token_ids, tenant)
+        known = (self._by_texts.get((tenant, each)) for each in reversed(pieces.hashes[:-1]))
         return next((key for key in known if key is not None), None)
 
-    def _make_lane(self, lanes: list[Lane], job_id: str, tenant: str | None, arrival_s: float) -> Lane:
+    def _make_lane(
+        self, key: str, lanes: list[Lane], job_id: str, tenant: str | None, arrival_s: float
+    ) -> Lane:
         name = base = lanes[0].session if lanes else job_id
         number = len(lanes) + 1
         while name in self._names:
             name, number = f"{base}~{max(2, number)}", number + 1
         self._names.add(name)
         if not lanes:
-            return Lane(name, tenant)
+            return Lane(key, name, tenant)
         first = lanes[0]
-        lane = Lane(name, first.tenant, parent=first.session)
+        lane = Lane(key, name, first.tenant, parent=first.session)
         if first.last_arrival_s <= arrival_s:
             lane.after = (first.session, first.num_turns - 1, arrival_s - first.last_arrival_s)
         return lane
@@ -296,15 +306,15 @@ class TurnWriter:
             num_prompt = _count_prompt(request, response, complaints)
         else:
             pieces, num_prompt = self._hasher.hash_tokens(token_ids), len(token_ids)
-        key, lane = self._sessions.find(job, exchange.arrival_s, pieces, token_ids)
+        lane = self._sessions.find(job, exchange.arrival_s, pieces, token_ids)
         output = Span(f"out{next(self._numbers)}", _count_output(exchange, response, output_ids))
         prompt = self._contents.resolve(pieces, num_prompt)
         if token_ids is None:
             after = self._hasher.hash_texts(get_pieces(response, exchange.path), pieces.hashes[-1])
             self._contents.remember((*prompt, output), after, 0, num_prompt)
-            self._sessions.remember(key, pieces, None, ())
+            self._sessions.remember(lane, pieces, None, after.hashes)
         else:
-            self._remember_tokens(key, pieces, token_ids, (*prompt, output), output_ids or [])
+            self._remember_tokens(lane, pieces, token_ids, (*prompt, output), output_ids or [])
         tool, cached = find_tool_call(response), response.usage.cached_tokens
         first_s = response.first_token_s if request.is_stream else None
         num_same = _count_common(lane.last_hashes, pieces.hashes)
@@ -369,7 +379,7 @@ class TurnWriter:
         return self._tokenizer.try_tokenize(ask, exchange.headers)
 
     def _remember_tokens(
-        self, key: str, pieces: Pieces, token_ids: list[int], whole: Prompt, output_ids: list[int]
+        self, lane: Lane, pieces: Pieces, token_ids: list[int], whole: Prompt, output_ids: list[int]
     ) -> None:
         """Remember a prompt and its answer by their blocks. `whole` is the spans of both."""
         *prompt, output = whole
@@ -380,7 +390,7 @@ class TurnWriter:
         spans = (*prompt, Span(output.content_id, len(held))) if held else tuple(prompt)
         self._contents.remember(spans, after, 0, start)
         full = [each for each, size in zip(after.hashes, after.weights, strict=True) if size == BLOCK_TOKENS]
-        self._sessions.remember(key, pieces, token_ids, full)
+        self._sessions.remember(lane, pieces, token_ids, full)
 
 
 def _count_prompt(request: RecordedRequest, response: Response, complaints: list[str]) -> int:
