@@ -46,6 +46,13 @@ def test_the_corpus_is_sound(name: str) -> None:
         assert failure is None, failure
 
 
+def test_a_long_conversation_is_read_within_the_bounds() -> None:
+    said = [{"role": role, "content": str(n)} for n in range(700) for role in ("user", "assistant")]
+    parser = PARSERS["workloads"]
+    failure = guard.try_input(parser.run, parser.allowed, json.dumps({"messages": said}).encode()).failure
+    assert failure is None, failure
+
+
 def test_inputs_are_the_same_each_time() -> None:
     corpus = PARSERS["workloads"].load_corpus()
     made = [[Mutator(random.Random(seed), corpus).make() for _ in range(50)] for seed in (3, 3, 4)]

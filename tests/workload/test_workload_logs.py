@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
+from tenuto.workload.formats.conversations import Contents, Pieces
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import count_shared_tokens
+from tenuto.workload.schema import Span, count_shared_tokens
 
 SYSTEM = {"role": "system", "content": "be a good agent " * 20}
 TASK = {"role": "user", "content": "mend the tests"}
@@ -122,6 +124,34 @@ def test_odd_values_in_a_trajectory_count_as_not_said(tmp_path):
     (job,) = load_workload(path).jobs
     assert [turn.extra for turn in job.turns] == [{"guessed_lengths": True}] * 2
     assert job.turns[0].num_prompt_tokens > 50
+
+
+def test_a_conversation_that_grows_without_end_is_refused(tmp_path, write_rows):
+    messages = [SYSTEM, *[TASK, ANSWER] * 2049]
+    path = tmp_path / "x.traj.json"
+    path.write_text(json.dumps({"trajectory_format": "mini-swe-agent-1", "messages": messages}))
+    said = [{"from": message["role"], "value": message["content"]} for message in messages]
+    for log in (path, write_rows({"messages": messages}), write_rows({"conversations": said})):
+        with pytest.raises(DataError, match="prompt: grows over more than 2048 turns"):
+            load_workload(log)
+
+
+def test_a_conversation_takes_memory_once_and_not_once_per_turn():
+    def measure(num_turns):
+        tracemalloc.start()
+        contents, hashes = Contents(), []
+        for turn in range(num_turns):
+            hashes.append(b"asked %d" % turn)
+            prompt = contents.resolve(Pieces(hashes, [1] * len(hashes)), 9 * turn + 5)
+            hashes.append(b"answered %d" % turn)
+            whole = prompt.followed_by(Span(f"out{turn}", 4))
+            contents.remember(whole, Pieces(hashes[-1:], [1]), 0, prompt.num_tokens)
+        assert len(prompt.prompt) == 2 * num_turns - 1
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return held
+
+    assert measure(400) < 3 * measure(200)
 
 
 def test_requests_that_go_on_from_each_other_are_a_job(write_rows):

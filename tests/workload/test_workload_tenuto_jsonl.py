@@ -138,6 +138,13 @@ def test_generated_jobs_survive_a_file(name, tmp_path):
     assert load_workload(tmp_path / "w.jsonl").jobs == workload.jobs
 
 
+def test_rows_without_content_that_grow_without_end_are_refused(write_rows):
+    rows = [row(num_prompt=10 * (n + 1), **({"delay": 1} if n else {"timestamp": 0})) for n in range(2049)]
+    load_workload(write_rows(*rows[:2048]))
+    with pytest.raises(DataError, match=":2049: prompt: grows over more than 2048 turns"):
+        load_workload(write_rows(*rows))
+
+
 OTHER = [row(session="b", timestamp=0)]
 
 

@@ -136,5 +136,5 @@ def test_times_too_far_apart_are_refused(write_rows):
 
 def test_a_prompt_of_too_many_parts_is_refused(write_rows):
     rows = [make_row(index, index * 0.5, index * 0.5 + 0.1, 10 + 3 * index, 1) for index in range(2100)]
-    with pytest.raises(DataError, match="grows over more than 2048 rounds"):
+    with pytest.raises(DataError, match="grows over more than 2048 turns"):
         load_workload(write_rows(*rows))

@@ -44,12 +44,13 @@ from tenuto.workload.formats.conversations import (
     BLOCK_TOKENS,
     CHARS_PER_TOKEN,
     TOKENS_START,
+    Beginning,
     Contents,
     Hasher,
     Pieces,
     get_plain_tool,
 )
-from tenuto.workload.schema import Prompt, Span
+from tenuto.workload.schema import Span
 
 MAX_JOBS = 100_000
 """Number of jobs remembered between turns; the oldest are forgotten first."""
@@ -308,13 +309,13 @@ class TurnWriter:
             pieces, num_prompt = self._hasher.hash_tokens(token_ids), len(token_ids)
         lane = self._sessions.find(job, exchange.arrival_s, pieces, token_ids)
         output = Span(f"out{next(self._numbers)}", _count_output(exchange, response, output_ids))
-        prompt = self._contents.resolve(pieces, num_prompt)
+        beginning = self._contents.resolve(pieces, num_prompt)
         if token_ids is None:
             after = self._hasher.hash_texts(get_pieces(response, exchange.path), pieces.hashes[-1])
-            self._contents.remember((*prompt, output), after, 0, num_prompt)
+            self._contents.remember(beginning.followed_by(output), after, 0, num_prompt)
             self._sessions.remember(lane, pieces, None, after.hashes)
         else:
-            self._remember_tokens(lane, pieces, token_ids, (*prompt, output), output_ids or [])
+            self._remember_tokens(lane, pieces, token_ids, beginning, output, output_ids or [])
         tool, cached = find_tool_call(response), response.usage.cached_tokens
         first_s = response.first_token_s if request.is_stream else None
         num_same = _count_common(lane.last_hashes, pieces.hashes)
@@ -324,7 +325,7 @@ class TurnWriter:
             "output_length": output.num_tokens,
             "tool": None if tool is None else get_plain_tool(tool),
             "command": tool.command or None if tool is not None and self._keep_text else None,
-            "prompt": prompt,
+            "prompt": beginning.prompt,
             "output": output.content_id,
             "model": request.model,
             "path": exchange.endpoint,
@@ -379,16 +380,21 @@ class TurnWriter:
         return self._tokenizer.try_tokenize(ask, exchange.headers)
 
     def _remember_tokens(
-        self, lane: Lane, pieces: Pieces, token_ids: list[int], whole: Prompt, output_ids: list[int]
+        self,
+        lane: Lane,
+        pieces: Pieces,
+        token_ids: list[int],
+        prompt: Beginning,
+        output: Span,
+        output_ids: list[int],
     ) -> None:
-        """Remember a prompt and its answer by their blocks. `whole` is the spans of both."""
-        *prompt, output = whole
+        """Remember a prompt and its answer by their blocks."""
         held = output_ids[: output.num_tokens]
         start = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
         last_full = pieces.hashes[start // BLOCK_TOKENS - 1 : start // BLOCK_TOKENS] or [TOKENS_START]
         after = self._hasher.hash_tokens([*token_ids[start:], *held], last_full[0])
-        spans = (*prompt, Span(output.content_id, len(held))) if held else tuple(prompt)
-        self._contents.remember(spans, after, 0, start)
+        whole = prompt.followed_by(Span(output.content_id, len(held)))
+        self._contents.remember(whole, after, 0, start)
         full = [each for each, size in zip(after.hashes, after.weights, strict=True) if size == BLOCK_TOKENS]
         self._sessions.remember(lane, pieces, token_ids, full)
 

@@ -14,7 +14,7 @@ long answers took is not in such logs, so the time between two requests counts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -49,7 +49,8 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
         if name is None:
             name = f"chat-{len(conversations)}"
         usage = usage if isinstance(usage, dict) else {}
-        _add_row(conversations.setdefault(name, []), messages, pieces, answer, usage, sent_s)
+        asked = LoggedTurn(record, pieces, answer, usage, sent_s)
+        _add_row(conversations.setdefault(name, []), messages, asked)
         if not is_whole:
             by_prompt[pieces] = name
     times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
@@ -61,29 +62,25 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     return [make_job(name, turns, start_s) for name, turns in conversations.items() if turns]
 
 
-def _add_row(
-    turns: list[LoggedTurn],
-    messages: list[dict[str, Any]],
-    pieces: tuple[str, ...],
-    answer: Mapping[str, Any] | None,
-    usage: Mapping[str, Any],
-    sent_s: float | None,
-) -> None:
-    """Add a row's answers, except those that an earlier row contains or asked for."""
-    shift = len(pieces) - len(messages)
+def _add_row(turns: list[LoggedTurn], messages: list[dict[str, Any]], asked: LoggedTurn) -> None:
+    """Add a row's answers, except those that an earlier row contains or asked for.
+
+    `asked` is the answer to the whole row.
+    """
+    shift = len(asked.prompt) - len(messages)
     known = {turn.prompt: index for index, turn in enumerate(turns)}
     for index, message in enumerate(messages):
         if message.get("role") != "assistant" or index + shift == 0:
             continue
-        prompt = pieces[: index + shift]
+        prompt = asked.prompt[: index + shift]
         if prompt in known:
             turn = turns[known[prompt]]
             if turn.message is None:
                 turns[known[prompt]] = replace(turn, message=message)
         else:
-            turns.append(LoggedTurn(prompt, message, {}))
-    if messages[-1].get("role") != "assistant" or answer is not None:
-        turns.append(LoggedTurn(pieces, answer, usage, sent_s))
+            turns.append(LoggedTurn(asked.place, prompt, message, {}))
+    if messages[-1].get("role") != "assistant" or asked.message is not None:
+        turns.append(asked)
 
 
 def _read_pieces(record: Fields) -> tuple[str, ...]:

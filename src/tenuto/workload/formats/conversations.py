@@ -23,7 +23,7 @@ import re
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -31,7 +31,7 @@ from typing import Any
 
 from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
-from tenuto.records.codec import MAX_TOKENS
+from tenuto.records.codec import MAX_TOKENS, Fields
 from tenuto.wire.openai_chat import read_message
 from tenuto.wire.request import Message
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
@@ -45,6 +45,9 @@ TOKENS_START, TEXTS_START = b"tokens", b"texts"
 """Start values of the hash chains. They differ, so a block of tokens never has the hash of a text."""
 MAX_REMEMBERED = 300_000
 """Number of latest pieces that are kept: 5 million tokens of different content."""
+MAX_SPANS = 4096
+"""Most spans of a prompt that grows turn by turn. A context of a million tokens is full after about a
+thousand turns."""
 TEXT_PIECE_CHARS = 256
 """A prompt that is one text is split into pieces of this length."""
 CHARS_PER_TOKEN = 4
@@ -59,7 +62,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 class LoggedTurn:
     """One answer of a model, its prompt, and what is known about them."""
 
-    prompt: Sequence[str]
+    place: Fields
+    """Its place in the file, for error messages."""
+    prompt: tuple[str, ...]
     """The pieces before it."""
     message: Mapping[str, Any] | None
     """The answer; None where the log ends before it."""
@@ -77,11 +82,15 @@ class JobMaker:
 
     def __init__(self) -> None:
         self._hasher = Hasher(secrets.token_bytes(32))
-        self._contents = Contents()
-        self._names: dict[str, str] = {}
+        self._contents = Contents(self._name)
+        self._names: dict[bytes, str] = {}
+        self._last: tuple[tuple[str, ...], Pieces] = ((), Pieces([], []))
 
     def make_job(self, job_id: str, logged: Sequence[LoggedTurn], start_s: float) -> Job:
-        """The job of one conversation; `start_s` is the log's clock when the workload begins."""
+        """The job of one conversation; `start_s` is the log's clock when the workload begins.
+
+        Raises DataError if a prompt is out of bounds.
+        """
         start, *times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in logged]
         turns = [
             self._make_turn(f"{job_id}/out{index}", each, at_s)
@@ -91,23 +100,24 @@ class JobMaker:
         return Job(job_id, start or 0.0, tuple(turns))
 
     def _make_turn(self, output_id: str, logged: LoggedTurn, at_s: float | None) -> TurnSpec:
-        pieces = self._hasher.hash_texts(logged.prompt)
+        pieces = self._hash(logged.prompt)
         num_prompt, num_output = _get_counts(logged)
         answer = read_message({"role": "assistant", **(logged.message or {})})
         is_guessed = num_prompt is None or num_output is None
         num_chars = sum(map(len, logged.prompt))
-        prompt = self._contents.resolve(
+        beginning = self._contents.resolve(
             pieces, max(len(logged.prompt), num_prompt or num_chars // CHARS_PER_TOKEN)
         )
+        prompt = beginning.prompt
+        check_growth(prompt, logged.place)
         written = write_piece(answer)
         output = Span(output_id, num_output or max(1, len(written) // CHARS_PER_TOKEN))
         if logged.message is not None:
             after = self._hasher.hash_texts([written], pieces.hashes[-1])
-            num_before = sum(span.num_tokens for span in prompt)
-            self._contents.remember((*prompt, output), after, 0, num_before)
+            self._contents.remember(beginning.followed_by(output), after, 0, beginning.num_tokens)
         tool = find_tool(answer.text, logged.calls or answer.calls)
         return TurnSpec(
-            prompt=tuple(map(self._rename, prompt)),
+            prompt=prompt,
             output=output,
             tool=tool.name if tool else None,
             command=tool.command if tool else None,
@@ -116,11 +126,19 @@ class JobMaker:
             extra={GUESSED: True} if is_guessed else {},
         )
 
-    def _rename(self, span: Span) -> Span:
+    def _hash(self, prompt: tuple[str, ...]) -> Pieces:
+        # Most prompts continue the one before them. Only what is new is hashed.
+        before, known = self._last
+        if prompt[: len(before)] != before:
+            before, known = (), Pieces([], [])
+        new = self._hasher.hash_texts(prompt[len(before) :], *known.hashes[-1:])
+        pieces = Pieces([*known.hashes, *new.hashes], [*known.weights, *new.weights])
+        self._last = prompt, pieces
+        return pieces
+
+    def _name(self, last_hash: bytes) -> str:
         # The salt is random; numbers are the same each time a log is read.
-        if "/" in span.content_id:
-            return span
-        return Span(self._names.setdefault(span.content_id, f"text{len(self._names)}"), span.num_tokens)
+        return self._names.setdefault(last_hash, f"text{len(self._names)}")
 
 
 def _get_counts(logged: LoggedTurn) -> tuple[int | None, int | None]:
@@ -173,36 +191,79 @@ class Hasher:
         return Pieces(hashes, weights)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """A beginning of a prompt: its last span, and the shorter beginning before that.
+
+    Prompts share what they begin with, so a conversation's spans are in memory once, not once per turn.
+    """
+
+    before: Beginning | None
+    """None if it is empty."""
+    last: Span
+    num_tokens: int
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its spans in order."""
+        spans = []
+        part = self
+        while part.before is not None:
+            spans.append(part.last)
+            part = part.before
+        return tuple(reversed(spans))
+
+    def followed_by(self, span: Span) -> Beginning:
+        """This beginning and one span more, if the span has tokens."""
+        if not span.num_tokens:
+            return self
+        return Beginning(self, span, self.num_tokens + span.num_tokens)
+
+    def cut(self, num_tokens: int) -> Beginning:
+        """Its first tokens."""
+        part = self
+        while part.before is not None and part.num_tokens > num_tokens:
+            before = part.before
+            if before.num_tokens < num_tokens:
+                return before.followed_by(Span(part.last.content_id, num_tokens - before.num_tokens))
+            part = before
+        return part
+
+
+_EMPTY = Beginning(None, Span("", 0), 0)
+
+
 class Contents:
     """The beginnings of the prompts seen so far, and their spans. Beyond a limit, the oldest are dropped."""
 
-    def __init__(self) -> None:
-        self._seen: OrderedDict[bytes, tuple[Prompt, int]] = OrderedDict()
+    def __init__(self, name: Callable[[bytes], str] = bytes.hex) -> None:
+        """`name` makes the name of a new span from its last hash."""
+        self._name = name
+        self._seen: OrderedDict[bytes, tuple[Beginning, int]] = OrderedDict()
 
-    def resolve(self, pieces: Pieces, num_tokens: int) -> Prompt:
-        """The spans of a prompt of `num_tokens`. Later prompts with the same beginnings get the same spans.
+    def resolve(self, pieces: Pieces, num_tokens: int) -> Beginning:
+        """A prompt of `num_tokens`. Later prompts with the same beginnings get the same spans.
 
         New pieces share the tokens that known pieces leave, by their weights.
         """
         known, start = self._find(pieces, num_tokens)
-        num_known = sum(span.num_tokens for span in known)
-        rest = num_tokens - num_known
-        # The name is the last hash, which covers everything before it, so it is unique.
-        prompt = (*known, Span(pieces.hashes[-1].hex(), rest)) if rest else known
-        self.remember(prompt, pieces, start, num_known)
-        return prompt
+        rest = num_tokens - known.num_tokens
+        # The last hash covers everything before it, so it is unique.
+        whole = known.followed_by(Span(self._name(pieces.hashes[-1]), rest))
+        self.remember(whole, pieces, start, known.num_tokens)
+        return whole
 
-    def remember(self, prompt: Prompt, pieces: Pieces, start: int, num_before: int) -> None:
-        """Remember the pieces from `start` on as a prompt's beginnings after its first tokens."""
-        rest = sum(span.num_tokens for span in prompt) - num_before
+    def remember(self, whole: Beginning, pieces: Pieces, start: int, num_before: int) -> None:
+        """Remember the pieces from `start` on as what a prompt holds after its first `num_before` tokens."""
+        rest = whole.num_tokens - num_before
         total = max(1, sum(pieces.weights[start:]))
         ends = accumulate(pieces.weights[start:])
         for piece_hash, weight in zip(pieces.hashes[start:], ends, strict=True):
-            self._seen[piece_hash] = (prompt, num_before + rest * weight // total)
+            self._seen[piece_hash] = (whole, num_before + rest * weight // total)
         while len(self._seen) > MAX_REMEMBERED:
             self._seen.popitem(last=False)
 
-    def _find(self, pieces: Pieces, num_tokens: int) -> tuple[Prompt, int]:
+    def _find(self, pieces: Pieces, num_tokens: int) -> tuple[Beginning, int]:
         """The longest beginning seen before that leaves a token for every piece after it."""
         num_pieces = len(pieces.hashes)
         for index in range(num_pieces - 1, -1, -1):
@@ -212,19 +273,15 @@ class Contents:
             num_after = num_pieces - 1 - index
             if seen[1] == num_tokens if num_after == 0 else seen[1] + num_after <= num_tokens:
                 self._seen.move_to_end(pieces.hashes[index])
-                return cut(*seen), index + 1
-        return (), 0
+                whole, num_known = seen
+                return whole.cut(num_known), index + 1
+        return _EMPTY, 0
 
 
-def cut(prompt: Prompt, num_tokens: int) -> Prompt:
-    """The first tokens of a prompt."""
-    spans = []
-    for span in prompt:
-        if num_tokens <= 0:
-            break
-        spans.append(Span(span.content_id, min(span.num_tokens, num_tokens)))
-        num_tokens -= span.num_tokens
-    return tuple(spans)
+def check_growth(prompt: Prompt, place: Fields) -> None:
+    """Raise DataError if a prompt has too many spans, because a conversation's prompts have their square."""
+    if len(prompt) > MAX_SPANS:
+        raise place.error("prompt", f"grows over more than {MAX_SPANS // 2} turns")
 
 
 def read_choice(response: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -25,12 +25,10 @@ from typing import NamedTuple
 
 from tenuto.core.requests import get_bounded_tool
 from tenuto.records.codec import MAX_SECONDS, Fields
-from tenuto.workload.formats.conversations import cut, find_tool
+from tenuto.workload.formats.conversations import check_growth, find_tool
 from tenuto.workload.schema import Prompt, Span, TurnSpec
 
 TOOL_TIMES = "tool_times"
-MAX_SPANS = 4096
-"""Most parts of a prompt. A context of a million tokens is full after about a thousand rounds."""
 _NS = 10**9
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -122,13 +120,23 @@ def _make_prompt(
         last = turns[-1]
         num_visible = max(0, before.num_output_tokens - before.num_reasoning_tokens)
         if num_tokens < last.num_prompt_tokens + num_visible:
-            known = cut(last.prompt, min(this.num_cached_tokens, num_tokens))
+            known = _cut(last.prompt, min(this.num_cached_tokens, num_tokens))
         elif before.num_reasoning_tokens or num_tokens < last.num_prompt_tokens + last.num_output_tokens:
             known = last.prompt
         else:
             known = (*last.prompt, last.output)
     rest = num_tokens - sum(span.num_tokens for span in known)
     prompt = (*known, Span(f"{job_id}/text{index}", rest)) if rest else known
-    if len(prompt) > MAX_SPANS:
-        raise this.place.error("rounds", f"a prompt grows over more than {MAX_SPANS // 2} rounds")
+    check_growth(prompt, this.place)
     return prompt
+
+
+def _cut(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The first tokens of a prompt."""
+    spans = []
+    for span in prompt:
+        if num_tokens <= 0:
+            break
+        spans.append(Span(span.content_id, min(span.num_tokens, num_tokens)))
+        num_tokens -= span.num_tokens
+    return tuple(spans)

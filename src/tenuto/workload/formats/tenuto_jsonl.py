@@ -32,6 +32,7 @@ from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import MAX_TOKENS, Fields
+from tenuto.workload.formats.conversations import check_growth
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.formats.rows import HashedPrompt, dump_json, make_prompts, to_ms
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
@@ -134,7 +135,9 @@ def _read_prompt(row: Fields, session: str, before: list[TurnSpec], hashed: Mapp
     if before:
         num_new = num_tokens - before[-1].num_prompt_tokens - before[-1].num_output_tokens
         if num_new > 0:
-            return before[-1].followed_by(Span(text_id, num_new))
+            prompt = before[-1].followed_by(Span(text_id, num_new))
+            check_growth(prompt, row)
+            return prompt
     return (Span(text_id, num_tokens),)
 
 
