@@ -119,11 +119,13 @@ def test_malformed_trajectories_are_refused(tmp_path, trajectory, words):
 def test_odd_values_in_a_trajectory_count_as_not_said(tmp_path):
     odd = answered(7, "many", -1, 5.0)
     odd["extra"]["timestamp"] = "noon"
+    odd["extra"]["response"]["created"] = 0
     path = tmp_path / "x.traj.json"
-    path.write_text(json.dumps(make_trajectory(odd, observed(True), ANSWER)))
+    path.write_text(json.dumps(make_trajectory(odd, observed(True), observed(1.7e9), ANSWER)))
     (job,) = load_workload(path).jobs
     assert [turn.extra for turn in job.turns] == [{"guessed_lengths": True}] * 2
     assert job.turns[0].num_prompt_tokens > 50
+    assert job.turns[1].at_s == 0.0
 
 
 def test_a_conversation_that_grows_without_end_is_refused(tmp_path, write_rows):
@@ -193,6 +195,19 @@ def test_sessions_may_be_named(write_rows):
         "a": [None, 2.0],
         "b": [None, 3.0],
     }
+
+
+def test_an_empty_session_is_no_session(write_rows):
+    jobs = load_workload(write_rows({"messages": [TASK], "session_id": "", "session": "a"})).jobs
+    assert [job.job_id for job in jobs] == ["a"]
+    jobs = load_workload(write_rows({"messages": [TASK], "session_id": ""})).jobs
+    assert [job.job_id for job in jobs] == ["chat-0"]
+
+
+def test_times_too_far_apart_are_refused(write_rows):
+    rows = [{"messages": [TASK], "session": str(at_s), "created": at_s} for at_s in (0, 1.7e9)]
+    with pytest.raises(DataError, match=r":2: time: must be within 1e\+09 seconds of the first, got 1.7e"):
+        load_workload(write_rows(*rows))
 
 
 def test_tool_calls_of_chats_are_named(write_rows):

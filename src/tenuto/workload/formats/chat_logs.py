@@ -37,7 +37,8 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     for record in records:
         pieces = _read_pieces(record)
         messages = [message.values for message in record.records("messages")]
-        name = next((str(record.values[key]) for key in _SESSIONS if key in record), None)
+        names = (str(record.values[key]) for key in _SESSIONS if key in record)
+        name = next(filter(None, names), None)
         sent_s = _read_time(record)
         response = record.values.get("response")
         source = response if isinstance(response, dict) else record.values

@@ -31,7 +31,7 @@ from typing import Any
 
 from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
-from tenuto.records.codec import MAX_TOKENS, Fields
+from tenuto.records.codec import MAX_SECONDS, MAX_TOKENS, Fields
 from tenuto.wire.openai_chat import read_message
 from tenuto.wire.request import Message
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
@@ -89,9 +89,9 @@ class JobMaker:
     def make_job(self, job_id: str, logged: Sequence[LoggedTurn], start_s: float) -> Job:
         """The job of one conversation; `start_s` is the log's clock when the workload begins.
 
-        Raises DataError if a prompt is out of bounds.
+        Raises DataError if a time or a prompt is out of bounds.
         """
-        start, *times = [None if each.sent_s is None else max(0.0, each.sent_s - start_s) for each in logged]
+        start, *times = [_get_seconds(each, start_s) for each in logged]
         turns = [
             self._make_turn(f"{job_id}/out{index}", each, at_s)
             for index, (each, at_s) in enumerate(zip(logged, [None, *times], strict=True))
@@ -139,6 +139,16 @@ class JobMaker:
     def _name(self, last_hash: bytes) -> str:
         # The salt is random; numbers are the same each time a log is read.
         return self._names.setdefault(last_hash, f"text{len(self._names)}")
+
+
+def _get_seconds(logged: LoggedTurn, start_s: float) -> float | None:
+    if logged.sent_s is None:
+        return None
+    seconds = max(0.0, logged.sent_s - start_s)
+    if (most := max(seconds, logged.tool_s)) > MAX_SECONDS:
+        problem = f"must be within {MAX_SECONDS:g} seconds of the first, got {most:g}"
+        raise logged.place.error("time", problem)
+    return seconds
 
 
 def _get_counts(logged: LoggedTurn) -> tuple[int | None, int | None]:

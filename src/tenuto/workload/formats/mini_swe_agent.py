@@ -43,7 +43,7 @@ def read_mini_swe_agent(records: Iterable[Fields]) -> list[Job]:
         while name in tasks:
             name = f"{base}~{len(tasks)}"
         tasks[name] = turns
-    starts = [turns[0].sent_s for turns in tasks.values() if turns[0].sent_s is not None]
+    starts = [turn.sent_s for turns in tasks.values() for turn in turns if turn.sent_s is not None]
     maker = JobMaker()
     return [maker.make_job(name, turns, min(starts, default=0.0)) for name, turns in tasks.items()]
 
@@ -94,7 +94,8 @@ def _get(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _get_seconds(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e11:
+    # Seconds since 1970; 0 is a clock that nobody set.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e11:
         return None
     return float(value)
 
