@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.core.errors import DataError
 from tenuto.records import files
-from tenuto.records.files import read_first, read_objects
+from tenuto.records.files import read_first, read_objects, write_whole
 
 
 def write(tmp_path, data, name="trace.jsonl"):
@@ -112,3 +112,13 @@ def test_a_packed_file_that_is_cut_is_read_as_far_as_it_goes(tmp_path):
 def test_what_is_no_number_is_null_in_a_record(tmp_path):
     (fields,) = read_objects(write(tmp_path, '{"a": NaN, "b": -Infinity, "c": 1}'))
     assert fields.values == {"a": None, "b": None, "c": 1}
+
+
+def test_a_file_that_is_written_whole_leaves_others_alone(tmp_path):
+    path, other = write(tmp_path, "old"), write(tmp_path, "mine", "trace.jsonl.part")
+    write_whole(path, "new")
+    assert (path.read_text(), other.read_text()) == ("new", "mine")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "\ud800")
+    assert path.read_text() == "new"
+    assert sorted(tmp_path.iterdir()) == [path, other]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.cli import main
-from tenuto.core.errors import ConfigError
-from tenuto.workload.convert import FORMATS, find_losses, write_trace
+from tenuto.core.errors import ConfigError, DataError
+from tenuto.workload.convert import FORMATS, Format, find_losses, write_trace
 from tenuto.workload.formats.rows import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import After, Job, Span, TurnSpec, count_shared_tokens
@@ -214,10 +215,40 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tenuto.workload.convert.dump_json", fail)
-    for name in ("x.jsonl", "x.jsonl.gz"):
+    for name, chosen in (("x.jsonl", "tenuto"), ("x.jsonl.gz", "tenuto"), ("folder", "weka")):
         with pytest.raises(ConfigError, match="No space left"):
-            write_trace(tmp_path / name, make_jobs(), FORMATS["tenuto"], 64)
+            write_trace(tmp_path / name, make_jobs(), FORMATS[chosen], 64)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_read_again_is_not_left_behind(tmp_path):
+    broken = Format(lambda jobs, _: [{"session": "", "input_length": 1}])
+    with pytest.raises(DataError, match="session: must be a string"):
+        write_trace(tmp_path / "x.jsonl", make_jobs(), broken, 64)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_there_when_it_is_whole(tmp_path):
+    out = tmp_path / "new" / "w"
+
+    def make_rows(jobs, block_size):
+        for row in FORMATS["weka"].make_rows(jobs, block_size):
+            assert not out.exists()
+            yield row
+
+    write_trace(out, make_jobs(), replace(FORMATS["weka"], make_rows=make_rows), 64)
+    assert len(list(out.iterdir())) == 2
+    (tmp_path / "empty").mkdir()
+    write_trace(tmp_path / "empty", make_jobs(), FORMATS["weka"], 64)
+    assert len(list((tmp_path / "empty").iterdir())) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "empty"}
+
+
+def test_a_file_with_a_temporary_name_is_kept(tmp_path):
+    mine = tmp_path / "x.jsonl.part"
+    mine.write_text("mine")
+    write_trace(tmp_path / "x.jsonl", make_jobs(), FORMATS["tenuto"], 64)
+    assert mine.read_text() == "mine"
 
 
 def test_a_device_or_a_pipe_stays_what_it_is(tmp_path):
@@ -240,7 +271,8 @@ def test_a_packed_file_is_packed_and_reads_the_same(name, tmp_path):
 
 def test_sessions_whose_names_are_no_file_names(tmp_path):
     turn = TurnSpec((Span("p", 100),), Span("o", 1))
-    jobs = [Job(name, 0.0, (turn,)) for name in ("../x", "..%2Fx", "x" * 300, "a\tb", "\ud800")]
-    written = write_trace(tmp_path / "w", jobs[:4], FORMATS["weka"], 64)
-    assert [job.job_id for job in written] == [job.job_id for job in jobs[:4]]
+    names = ("../x", "..%2Fx", "x" * 300, "a\tb", "\ud800", "\U00020000" * 80)
+    jobs = [Job(name, 0.0, (turn,)) for name in names]
+    written = write_trace(tmp_path / "w", jobs, FORMATS["weka"], 64)
+    assert [job.job_id for job in written] == list(names)
     assert all(file.parent == tmp_path / "w" for file in (tmp_path / "w").iterdir())

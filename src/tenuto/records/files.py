@@ -21,9 +21,10 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Self, TextIO
 
 from tenuto.core.errors import ConfigError, DataError, clean
@@ -332,14 +333,23 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_text(text, encoding="utf-8")
         return
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file or a folder that takes the place of `path` when the block has ended.
+
+    If the block raises, for example as the disk is full or at Ctrl-C, nothing is left. Raises OSError.
+    """
+    # A folder of its own beside `path`: no file of that name can be there already.
+    with TemporaryDirectory(
+        dir=path.parent, prefix="tenuto-", suffix=".part", ignore_cleanup_errors=True
+    ) as folder:
+        part = Path(folder) / f"{path.name}.part"
+        yield part
         part.replace(path)
-    except BaseException:  # for example a full disk or Ctrl-C
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def _open_for_lines(path: Path) -> TextIO:

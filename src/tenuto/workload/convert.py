@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from tenuto.core.console import Progress, say
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.core.types import ToolCall
-from tenuto.records.files import read_objects, writing
+from tenuto.records.files import read_objects, replacing, writing
 from tenuto.workload.formats.agentic_mooncake import make_agentic_mooncake, name_agentic
 from tenuto.workload.formats.conversations import GUESSED, get_plain_tool
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, make_mooncake, read_mooncake, sort_turns
@@ -120,17 +119,22 @@ def write_trace(out: Path, jobs: Sequence[Job], chosen: Format, block_size: int)
     """Write a new file and read it again; return the jobs that were read.
 
     A session format is written to a folder with one file per session, unless `out` ends with .jsonl or .json.
-    If .gz follows, the file is compressed. Raises ConfigError if `out` already exists or cannot be written.
+    If .gz follows, the file is compressed. Nothing is left of what cannot be written whole and read again.
+    Raises ConfigError if `out` already exists or cannot be written.
     """
     rows = _report(chosen.make_rows(jobs, block_size))
+    is_folder = chosen.has_sessions and not out.name.endswith(_FILE_ENDS)
     with writing(out, None):
-        if chosen.has_sessions and not out.name.endswith(_FILE_ENDS):
-            _write_folder(out, rows)
-        else:
-            _write_file(out, rows)
-    if chosen.get_names(jobs) is None:
-        return read_mooncake(read_objects(out, exact=True), block_size)
-    return read_trace(out)
+        _check_is_new(out, is_folder=is_folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as part:
+            if is_folder:
+                _write_folder(part, rows)
+            else:
+                _write_file(part, rows, is_packed=out.suffix == ".gz")
+            if chosen.get_names(jobs) is None:
+                return read_mooncake(read_objects(part, exact=True), block_size)
+            return read_trace(part)
 
 
 def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
@@ -140,20 +144,22 @@ def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
             progress.tell(f"{number:,} rows written")
 
 
-def _write_file(out: Path, rows: Rows) -> None:
+def _check_is_new(out: Path, *, is_folder: bool) -> None:
     # A device or a pipe cannot be read again and must not be replaced by a file.
-    if out.exists() and (not out.is_file() or out.stat().st_size):
-        raise ConfigError(f"{out} is there already; name a new file")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Write a temporary file next to the target, then rename it, so that readers never see a partial file.
-    part = out.with_name(f"{out.name}.part")
-    try:
-        with _open_new(part, is_packed=out.suffix == ".gz") as file:
-            file.writelines(f"{dump_json(row)}\n" for row in rows)
-        os.replace(part, out)
-    except BaseException:  # for example a full disk or Ctrl-C
-        part.unlink(missing_ok=True)
-        raise
+    if not out.exists():
+        return
+    if is_folder:
+        is_empty = out.is_dir() and not any(out.iterdir())
+    else:
+        is_empty = out.is_file() and not out.stat().st_size
+    if not is_empty:
+        kind = "folder" if is_folder else "file"
+        raise ConfigError(f"{out} is there already and not an empty {kind}; name a new one")
+
+
+def _write_file(path: Path, rows: Rows, *, is_packed: bool) -> None:
+    with _open_new(path, is_packed=is_packed) as file:
+        file.writelines(f"{dump_json(row)}\n" for row in rows)
 
 
 def _open_new(path: Path, *, is_packed: bool) -> TextIO:
@@ -164,14 +170,13 @@ def _open_new(path: Path, *, is_packed: bool) -> TextIO:
     return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
 
 
-def _write_folder(out: Path, rows: Rows) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already and not an empty folder; name a new one")
-    out.mkdir(parents=True, exist_ok=True)
+def _write_folder(folder: Path, rows: Rows) -> None:
+    folder.mkdir()
     for number, row in enumerate(rows):
         # The number keeps the order. It also keeps names distinct if ids differ only in invalid characters.
-        name = re.sub(r"[^\w.-]", "_", str(row["id"]))[:80]
-        (out / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")
+        # File systems limit a name's bytes, not its characters.
+        name = re.sub(r"[^\w.-]", "_", str(row["id"])).encode()[:80].decode(errors="ignore")
+        (folder / f"{number:06d}-{name}.json").write_text(f"{dump_json(row)}\n", encoding="utf-8")
 
 
 class _Losses:
