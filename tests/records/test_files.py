@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,15 @@ def test_a_file_that_is_no_row_of_objects_is_refused(tmp_path, data, words):
     with pytest.raises(DataError, match=words) as error:
         read_objects(path, exact=True)
     assert str(error.value).startswith(str(path))
+
+
+def test_a_pipe_is_refused():
+    output, pipe = os.pipe()
+    os.write(pipe, b'{"a": 1}\n')
+    os.close(pipe)
+    with pytest.raises(DataError, match="is a pipe or a device; save it to a file first"):
+        read_objects(Path(f"/dev/fd/{output}"))
+    os.close(output)
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):

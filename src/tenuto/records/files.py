@@ -201,6 +201,9 @@ class _Reader:
 
 
 def _open(path: Path) -> BinaryIO:
+    # Files are opened several times, and a pipe gives its data once.
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{path}: is a pipe or a device; save it to a file first")
     with path.open("rb") as file:
         is_packed = file.read(2) == _GZIP_MAGIC
     return gzip.open(path) if is_packed else path.open("rb")  # type: ignore[return-value]
