@@ -21,8 +21,8 @@ between them. `session_id`, as AIPerf and Dynamo write it, is read as `session`.
 Rows whose `kind` is "recording" or "failed" are notes of `tenuto record` and are passed over.
 
 A row that says nothing about its content extends the previous turn: its prompt, its output, then new text. If
-the row is too short for that, the conversation was rewritten and all its text is new. All other keys are kept
-and written again.
+the row is too short for that, the conversation was rewritten and all its text is new. Such a prompt may grow
+over 2,048 turns. All other keys are kept and written again.
 """
 
 from __future__ import annotations
