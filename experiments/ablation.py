@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tenuto.core.engine import ADAPTIVE
+from tenuto.core.limits import Limits
 from tenuto.core.policy import EngineSettings, Key, Needs
 from tenuto.core.types import Decision, EngineView, Job, Keep, Lease, LoadOffer, Release, Turn
 from tenuto.estimators.remaining_work import RemainingWork
@@ -91,11 +92,11 @@ class NoPrice(Tenuto):
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         answer = super().retain(turn, view)
-        assert isinstance(answer, Keep)
-        return Keep(
-            view.now_s + self.max_idle_s,
-            value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)),
-        )
+        if not isinstance(answer, Keep):
+            return answer
+        # Never looked at again.
+        until_s = view.now_s + Limits().max_lease_s
+        return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
 
 @dataclass

@@ -37,7 +37,7 @@ FEW = (
     "tenuto",
 )
 FACTORS = (0.25, 4.0)
-DEFAULTS = {"stretch": 500.0, "max_idle_s": 600.0, "patience": 4.0}
+DEFAULTS = {"stretch": 500.0}
 """The options of `tenuto`; a test holds them against the policy."""
 OPTIONS = (
     "tenuto",

@@ -29,7 +29,7 @@ CHANGES: tuple[tuple[dict[str, Any], int], ...] = (
     ({"mode": "on"}, 200),
     ({"mode": "on"}, 200),
     ({"mode": "on", "policy": "continuum-fixed", "options": {"ttl_s": 5}}, 200),
-    ({"mode": "on", "policy": "tenuto", "options": {"max_idle_s": MAX_IDLE_S}}, 200),
+    ({"mode": "on", "policy": "tenuto", "options": {"stretch": 100}}, 200),
     ({"limits": {"max_lease_s": MAX_IDLE_S, "max_tenant_leases": 20}}, 200),
     ({"canary": {"share": 0.5}}, 200),
     ({"canary": None}, 200),

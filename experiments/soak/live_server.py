@@ -19,7 +19,7 @@ from tenuto.vllm.launch import find_vllm
 STOCK = "stock"
 """The name of lives without Tenuto."""
 MAX_IDLE_S = 12.0
-"""After so many seconds the policy gives a silent job up, so that a rest of the clients ends soon."""
+"""The longest lease, so that a rest of the clients ends soon."""
 KEY = "the soak's own key"
 SHAPE = (
     "--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
@@ -35,7 +35,6 @@ def get_command(model: str, folder: Path, policy: str, host_gb: float) -> list[s
     config = {
         "tenuto": {
             "policy": policy,
-            "options": {"max_idle_s": MAX_IDLE_S} if policy == "tenuto" else {},
             "limits": {"max_lease_s": MAX_IDLE_S},
             "trace": str(folder / "trace.jsonl"),
             "trace_max_mb": 8,

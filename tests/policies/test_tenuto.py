@@ -148,13 +148,7 @@ def test_steps_full_of_prefill_have_no_use_for_more_turns() -> None:
     for _ in range(1000):
         policy.on_step(StepView(0.0, 0.1, 1000, 1, is_full=True))
     busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9)
-    assert policy._steps.get_worth_s(busy) >= policy.max_idle_s
-
-
-def test_a_lease_ends_after_a_long_silence_unless_its_turn_waits() -> None:
-    policy = Tenuto(max_idle_s=50.0)
-    assert policy.reconsider(make_lease(make_turn(), idle_s=60.0), IDLE) == Offload()
-    assert isinstance(policy.reconsider(make_lease(make_turn(), idle_s=60.0, waiting=True), IDLE), Keep)
+    assert policy._steps.get_worth_s(busy) > 600
 
 
 def test_a_turn_takes_room_from_those_behind_it_only() -> None:
@@ -195,6 +189,8 @@ def test_a_job_that_is_away_for_longer_than_its_kind_is_not_expected_back() -> N
     assert isinstance(policy.reconsider(make_lease(turn, idle_s=1.0), IDLE), Keep)
     answer = policy.reconsider(make_lease(turn, idle_s=3.0), IDLE)
     assert answer == Offload() and answer.why is LeaseRefusal.NOT_EXPECTED_BACK
+    # It is back once its next turn waits, whatever was expected.
+    assert isinstance(policy.reconsider(make_lease(turn, idle_s=3.0, waiting=True), IDLE), Keep)
 
 
 def test_it_wants_adaptive_steps_and_bounds_none_itself() -> None:
@@ -206,8 +202,8 @@ def test_a_load_behind_a_long_queue_is_not_waited_for() -> None:
     policy = Tenuto()
     teach_steps(policy)
     # Computing 1,000 tokens takes 0.1 s.
-    assert policy.load(make_turn(), LoadOffer(1000, 0.3), IDLE)
-    assert not policy.load(make_turn(), LoadOffer(1000, 0.5), IDLE)
+    assert policy.load(make_turn(), LoadOffer(1000, 0.09), IDLE)
+    assert not policy.load(make_turn(), LoadOffer(1000, 0.11), IDLE)
 
 
 def simulate(setup: Setup, load: LoadOptions) -> dict[str, Any]:

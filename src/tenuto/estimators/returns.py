@@ -21,14 +21,13 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from tenuto.core.turn_work import MAX_NAMES, Counts, KindCounts, forget_some, get_work
+from tenuto.core.turn_work import MAX_NAMES, MIN_WEIGHT, Counts, KindCounts, forget_some, get_work
 from tenuto.core.types import Job, ToolCall, Turn
 
 PRIOR_TOKENS = 100_000.0
 """Weight of the parent's share in the share of a class, in prefill tokens: some seconds of a GPU. At the top,
-the parent's share is 1. Of what plain requests had, 1/e is left after as much."""
-MEMORY_TOKENS = 2_000_000.0
-"""Evidence falls to 1/e after this many computed tokens of its class."""
+the parent's share is 1. Of what plain requests had, 1/e is left after as much. Of the evidence of a class it
+is left after `PRIOR_TOKENS` / `MIN_WEIGHT`, so that the parent's share keeps a weight of some 5 %."""
 
 _Class = tuple[str | None, ...]
 _Path = tuple[_Class, ...]
@@ -72,7 +71,7 @@ class Returns:
         if away.path or (away.came_back and tool is not None):
             return
         away.path, away.work = _get_path(job, tool, came_back=away.came_back), work
-        decay = math.exp(-work / MEMORY_TOKENS)
+        decay = math.exp(-work * MIN_WEIGHT / PRIOR_TOKENS)
         for name in away.path:
             counts = self._classes.get(name)
             if counts is None:

@@ -40,7 +40,8 @@ turns: a few prompt tokens add little to a pass over the weights that decoding n
 Turns that decode hold memory. If memory is short, the KV of idle jobs gives way, and is computed again. So if
 a is the share of the prompt tokens that are computed again, the weight is divided by 1 + a / AGAIN, and r is
 without these tokens. A job that was away for t seconds counts exp(-t / RATE_S): after long pauses, KV is
-given up whatever the step size. If a > AGAIN, steps may also have half of MIN_STEP_TOKENS.
+given up whatever the step size. If a > AGAIN, steps may also have half of MIN_STEP_TOKENS, if full steps
+compute prompts at most PATIENCE times as fast. They do on an RTX 5090.
 
 Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
 all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
@@ -59,16 +60,13 @@ from tenuto.core.engine import PROMPT_WEIGHT, StepSize
 from tenuto.core.turn_work import MAX_LOOKED_AT
 from tenuto.core.types import DecodeSteps, StepView, Turn
 from tenuto.estimators.returns import PlainKinds
-from tenuto.estimators.step_times import StepTimes
+from tenuto.estimators.step_times import MIN_STEP_TOKENS, StepTimes
 
 SLACK = 1.1
 """Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this
 much faster than they arrive, so that their queue empties."""
 PATIENCE = 1.5
 """If prompts go first, they wait at most this many times as long as with full steps."""
-MIN_STEP_TOKENS = 512
-"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly. While memory is short, half
-of this is the least, if full steps compute prompts at most PATIENCE times as fast. They do on an RTX 5090."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
@@ -115,7 +113,8 @@ def choose_step_tokens(
     is_short = work.again > AGAIN and get_speed(half, num_decoding, decode_s) >= most / PATIENCE
     least = half if is_short else MIN_STEP_TOKENS
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-    sizes = [*[size for size in _get_sizes(least, budget) if size >= 2 * num_decoding], budget]
+    sizes = [size for size in _get_sizes(least, budget) if size >= 2 * num_decoding]
+    sizes.append(budget)
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
     prompt_weight /= 1 + work.again / AGAIN
     if share >= prompt_weight * (work.busy - share):

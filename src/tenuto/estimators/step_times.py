@@ -15,16 +15,13 @@ from collections.abc import Iterable, Sequence
 from tenuto.core.turn_work import FADE, MIN_WEIGHT, PRIOR_CASES
 from tenuto.core.types import EngineView
 
+MIN_STEP_TOKENS = 512
+"""On most GPUs, such as an H100, smaller steps compute prompts much more slowly."""
 MIN_PREFILL_TOKENS = 64
 """Fewer prefill tokens add no time to a step that decodes."""
 ADDED_DECAY = 0.99
 """What is left of a step's weight after the next one, in the fit of the time that prefill adds: contexts
 change with each prompt, so it is of some hundred steps."""
-MIN_ADDED_TOKENS = 256
-"""Steps with fewer prefill tokens are left out of that fit: they lie above the line of larger ones. Steps
-that differ by fewer say little about its slope."""
-PRIOR_XX = 2.0 * 512**2
-"""Weight of the guessed slope: as much as two differences of 512 tokens."""
 
 
 class _Moments:
@@ -68,10 +65,14 @@ class _Moments:
 class _Added:
     """The time that prefill adds to a step: a line over its tokens, fitted to about the last hundred steps.
 
+    Steps smaller than half of `MIN_STEP_TOKENS` are left out: they lie above the line of larger ones. Steps
+    that differ by less say little about its slope.
+
     The slope comes from the *differences* between consecutive steps with equally many requests. Their
     contexts are nearly equal, so contexts do not distort the slope. (They would where a prompt ends and
     another begins.) The line goes through the mean of the steps. Until two steps differ, computing both
-    together is assumed to save half of the decoding time.
+    together is assumed to save half of the decoding time. This guess counts as two steps that differ by
+    `MIN_STEP_TOKENS`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class _Added:
         self.last: tuple[float, float, int] | None = None
 
     def observe(self, num_tokens: float, added_s: float, decode_s: float, num_requests: int) -> None:
-        if num_tokens < MIN_ADDED_TOKENS:
+        if num_tokens < MIN_STEP_TOKENS // 2:
             self.last = None
             return
         self.weight = ADDED_DECAY * self.weight + 1
@@ -89,7 +90,7 @@ class _Added:
         self.decode_s = ADDED_DECAY * self.decode_s + decode_s
         if self.last is not None and self.last[2] == num_requests:
             x, y = num_tokens - self.last[0], added_s - self.last[1]
-            if abs(x) >= MIN_ADDED_TOKENS:
+            if abs(x) >= MIN_STEP_TOKENS // 2:
                 self.xx = (1 - MIN_WEIGHT) * self.xx + x * x
                 self.xy = (1 - MIN_WEIGHT) * self.xy + x * y
         self.last = (num_tokens, added_s, num_requests)
@@ -101,7 +102,8 @@ class _Added:
         """
         mean_tokens, mean_s = self.tokens / self.weight, self.added_s / self.weight
         guess = (mean_s + self.decode_s / self.weight / 2) / mean_tokens
-        slope = max(0.0, (self.xy + PRIOR_XX * guess) / (self.xx + PRIOR_XX))
+        prior_xx = 2.0 * MIN_STEP_TOKENS**2
+        slope = max(0.0, (self.xy + prior_xx * guess) / (self.xx + prior_xx))
         return mean_s - slope * mean_tokens, slope
 
     def __repr__(self) -> str:

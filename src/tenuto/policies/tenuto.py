@@ -60,10 +60,6 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     stretch: float = setting(
         500.0, "seconds of delay in the order for each second of work that the job still needs", minimum=0
     )
-    max_idle_s: float = setting(600.0, "seconds after which the KV of an idle job is released", minimum=0)
-    patience: float = setting(
-        4.0, "longest load, as a multiple of the time to compute the same tokens", minimum=0
-    )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _pauses: Pauses = field(init=False, default_factory=Pauses)
@@ -108,13 +104,10 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return self._keep(turn, 0.0, view)
 
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
-        """Decide again while the tool still runs. KV that was idle for `max_idle_s` is released."""
-        idle_s = view.now_s - lease.granted_s
+        """Decide again while the tool still runs."""
         if lease.next_turn_waiting:
-            return Keep(view.now_s + self.max_idle_s, value=lease.value)
-        return (
-            Offload(LeaseRefusal.IDLE) if idle_s >= self.max_idle_s else self._keep(lease.turn, idle_s, view)
-        )
+            return Keep(view.now_s + LOOK_S[1], value=lease.value)
+        return self._keep(lease.turn, view.now_s - lease.granted_s, view)
 
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
         tool = None if turn.tool is None else turn.tool.name
@@ -123,8 +116,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
             return Offload(LeaseRefusal.NOT_EXPECTED_BACK)
         left_s = self._pauses.get_left_s(turn.job, tool, idle_s, turn.expected_tool_s)
         worth_s = self._steps.get_worth_s(view)
-        until_s = view.now_s + min(max(left_s, LOOK_S[0]), LOOK_S[1], self.max_idle_s)
-        if left_s > min(worth_s, self.max_idle_s):
+        until_s = view.now_s + min(max(left_s, LOOK_S[0]), LOOK_S[1])
+        if left_s > worth_s:
             return Keep(until_s, value=-AHEAD_S, why=LeaseRefusal.PRICE)
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
@@ -141,9 +134,9 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return -lease.value > self._get_place(turn)
 
     def load(self, turn: Turn, offer: LoadOffer, view: EngineView) -> bool:
-        """Load the KV, unless a slow disk or a long queue makes loading much slower than computing."""
+        """Load the KV, unless a slow disk or a long queue makes loading slower than computing."""
         compute_s = self._steps.get_token_s() * offer.num_tokens
-        return compute_s == 0 or offer.load_s <= self.patience * compute_s
+        return compute_s == 0 or offer.load_s <= compute_s
 
     # What it learns.
 

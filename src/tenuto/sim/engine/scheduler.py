@@ -898,9 +898,9 @@ class Scheduler:
         num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
         if num_each >= self.config.kv.max_model_len // size:
             return num_each * size
-        slots = [each.tables[0].num_blocks * size - each.num_computed_tokens for each in running]
+        slots: list[int] = [each.tables[0].num_blocks * size - each.num_computed_tokens for each in running]
         slots.sort()
-        return num_each * size + min(int(slots[num_more]), size)
+        return num_each * size + min(slots[num_more], size)
 
     def _may_start_one(self) -> bool:
         """Whether a waiting request could start in one of the next steps; True if in doubt."""
