@@ -110,9 +110,11 @@ def make_stories(data: RunData) -> list[JobStory]:
     leases = {(lease.job, lease.turn): lease for lease in data.leases}
     # An engine with a tier also copies blocks that have no lease.
     offloads = any(turn.loaded_tokens for turn in data.turns) or _is_offloading(data)
+    block_size = data.block_size  # Where no file gives it, all turns are looked at.
     return [
         JobStory(
-            job_id, tuple(_make_story(data, turns[:n], turns[n], leases, offloads) for n in range(len(turns)))
+            job_id,
+            tuple(_make_story(data, turns, n, leases, offloads, block_size) for n in range(len(turns))),
         )
         for job_id, turns in data.jobs.items()
     ]
@@ -125,24 +127,30 @@ def get_policy(data: RunData) -> str | None:
 
 def _make_story(
     data: RunData,
-    earlier: Sequence[TurnRecord],
-    turn: TurnRecord,
+    turns: Sequence[TurnRecord],
+    n: int,
     leases: dict[tuple[str, int], LeaseRecord],
     offloads: bool,
+    block_size: int,
 ) -> TurnStory:
+    turn = turns[n]
     started_s = turn.due_s if turn.start_s is None else turn.start_s
-    ended = [each for each in earlier if each.last_token_s is not None and each.last_token_s <= started_s]
-    before = next((each for each in reversed(ended) if each.status == "ok"), None)
+
+    def has_ended(other: TurnRecord) -> bool:
+        return other.last_token_s is not None and other.last_token_s <= started_s
+
+    earlier = (turns[at] for at in reversed(range(n)))
+    before = next((each for each in earlier if each.status == "ok" and has_ended(each)), None)
     lease = leases.get((before.job, before.turn)) if before else None
     fate = _get_fate(data, before, offloads)
-    if earlier and (not ended or ended[-1] is not earlier[-1]):  # that one still runs
-        before, lease, fate = before or earlier[-1], None, Cause.PARALLEL
+    if n and not has_ended(turns[n - 1]):
+        before, lease, fate = before or turns[n - 1], None, Cause.PARALLEL
     if before is not None and not data.tells_leases and before.turn != turn.turn - 1:
         before, lease, fate = None, None, Cause.UNTOLD
     reusable = missed = None
     if before is not None or turn.turn <= 1:
-        reusable = estimate_reusable_tokens(before, turn, data.block_size)
-        missed = estimate_missed_tokens(before, turn, data.block_size)
+        reusable = estimate_reusable_tokens(before, turn, block_size)
+        missed = estimate_missed_tokens(before, turn, block_size)
     key = turn.job, turn.turn
     short_group, was_declined = data.short_hits.get(key), key in data.declined_loads
     return TurnStory(turn, before, lease, fate, reusable, missed, short_group, was_declined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.prototype import LiveTimestamps
+from tenuto.records.run_data import RunData
+from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import TraceWriter
 from tenuto.report.analyze import analyze, write_timestamps
+from tenuto.report.diagnosis import make_stories
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
@@ -37,6 +41,34 @@ def write_lines(path: Path, *records: dict[str, Any]) -> Path:
 
 
 # A line per turn.
+
+
+def measure_stories_s(num_turns: int, num_jobs: int) -> float:
+    turns = [
+        TurnRecord(
+            job=str(at % num_jobs),
+            turn=at // num_jobs + 1,
+            due_s=at,
+            last_token_s=at + 0.5,
+            prompt_tokens=100,
+            output_tokens=1,
+            hit_tokens=64,
+        )
+        for at in range(num_turns)
+    ]
+    # The fastest of several, as other work on the machine only ever adds.
+    times_s = []
+    for _ in range(3):
+        start_s = time.process_time()
+        assert sum(len(job.turns) for job in make_stories(RunData("a", turns=turns))) == num_turns
+        times_s.append(time.process_time() - start_s)
+    return min(times_s)
+
+
+@pytest.mark.parametrize("num_jobs", [1, 500])
+def test_turns_without_a_known_block_size_take_linear_time(num_jobs: int) -> None:
+    """Ten times the turns take nowhere near a hundred times as long."""
+    assert measure_stories_s(5000, num_jobs) < 30 * measure_stories_s(500, num_jobs)
 
 
 def test_turns_in_any_order(tmp_path: Path) -> None:
