@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import os
 import re
 import shlex
 import sys
@@ -102,6 +103,20 @@ def test_names_from_outside_are_only_text(tmp_path: Path, look: Look) -> None:
         ET.parse(path)
 
 
+def test_no_text_from_outside_reaches_the_page_unprintable(tmp_path: Path) -> None:
+    text = "x\x1b[31m\0\u202e\ud800\ny"
+    folder = tmp_path / os.fsdecode(b"r\xe9sultats\x1b[2J")
+    record = make_record(text, config={"policy": text, "options": {text: text}, text: text})
+    live = make_record(text, seed=2, jobs_planned=9, client={"url": text})
+    ab = make_record(text, seed=3, ab={"arms": [text], "model": text, "serve_args": [text]})
+    write_lines(folder / "results.jsonl", [record, live, ab])
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--out", str(page)]) == 0
+    assert len(commands := read_commands(page)) == 3
+    assert all(map(str.isprintable, commands))
+    assert not re.search("[\0\x1b\u202e]", page.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -175,7 +190,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     ]  # fmt: skip
     alone = make_record("tenuto", 1.0, 7, config={
         "gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_num_batched_tokens": 64, "window_s": 9.0,
-        "link_gb_s": 25.0,
+        "link_gb_s": 25.123456789,
     })  # fmt: skip
     client = {
         "url": "http://x", "arrival": "poisson", "loop": "closed", "users": None, "hints": "tool",
@@ -191,7 +206,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
         "--kv-tokens 9000 --out sweep",
         # Versions that did not write `async_scheduling` down had it off.
         "tenuto simulate --no-async-scheduling --gpu H200 --policy tenuto --option a=1 "
-        "--max-num-batched-tokens 64 --window 9 --link-gb-s 25",
+        "--max-num-batched-tokens 64 --window 9 --link-gb-s 25.123456789",
         "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
     ]
     for command in commands:

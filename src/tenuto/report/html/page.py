@@ -272,7 +272,7 @@ def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
     sweep, left = _find_sweeps(runs)
     live, left = _find_live_sweeps(left)
     rest = (command for run in left if (command := try_command(run)))
-    commands = list(dict.fromkeys([*sweep, *live, *rest]))
+    commands = list(dict.fromkeys(map(clean, [*sweep, *live, *rest])))
     lines = []
     if len(commands) > MAX_COMMANDS:
         lines.append(
@@ -356,7 +356,7 @@ def _join(values: Sequence[object]) -> str:
 
 
 def _to_word(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def try_command(run: Run) -> str | None:

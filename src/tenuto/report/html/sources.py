@@ -175,7 +175,7 @@ def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
     )
     policy = (clean(record.policy or "") or NO_POLICY) + (f" ({', '.join(shown)})" if shown else "")
     record = replace(record, job_s=record.job_s or summarise(record.job_times_s.values()))
-    return Run(record, place, policy, setting, ab)
+    return Run(record, clean(place), policy, setting, ab)
 
 
 def _describe_variant(record: RunRecord) -> str:
