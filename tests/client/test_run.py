@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -322,6 +323,20 @@ def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"), RunFiles(tmp_path / "file"):
         pass
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    with RunFiles(tmp_path) as files:
+        files.write_result({"job_s": 1})
+        before = (tmp_path / "result.json").read_text()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # no room for more
+        try:
+            files.write_result({"job_s": list(range(1000))})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files.problem == "result.json: [Errno 27] File too large"
+    assert (tmp_path / "result.json").read_text() == before
 
 
 class FullDisk:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.core.errors import DataError
+from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
 from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines
 
@@ -94,6 +95,18 @@ def test_a_broken_file_of_ours_in_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "turns.jsonl").write_text('{"job": ', encoding="utf-8")
     with pytest.raises(DataError, match=r"turns\.jsonl:1: not valid JSON"):
         read_sources([tmp_path])
+
+
+def test_what_a_killed_run_leaves_in_a_folder_stops_no_report(tmp_path: Path) -> None:
+    write_lines(tmp_path / "good" / "result.json", [make_record("a")])
+    with RunFiles(tmp_path / "killed"):
+        pass
+    turns = tmp_path / "killed" / "turns.jsonl"
+    sources = read_sources([tmp_path])
+    assert ([run.policy for run in sources.runs], sources.details) == (["a"], [])
+    assert sources.notes == [f"{turns}: is empty; it was left out."]
+    with pytest.raises(DataError, match=r"turns\.jsonl: is empty"):
+        read_sources([turns])
 
 
 def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> None:

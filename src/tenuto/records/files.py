@@ -301,7 +301,7 @@ class RunFiles:
         if self._folder is None:
             return
         try:
-            (self._folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_whole(self._folder / RESULT, json.dumps(result, indent=1) + "\n")
         except OSError as error:
             self.problem = f"{RESULT}: {error}"
 

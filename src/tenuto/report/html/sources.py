@@ -310,7 +310,9 @@ class _Reader:
         if path.name == VERDICT:
             self._sources.verdicts.append(_read_verdict(path))
             return
-        must_be_ours = is_named or path.name in OUR_NAMES
+        # A run that was killed before its first turn ended leaves an empty file.
+        is_empty = path.is_file() and path.stat().st_size == 0
+        must_be_ours = is_named or (path.name in OUR_NAMES and not is_empty)
         try:
             kind = identify(path)
         except DataError as error:
