@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tenuto.core.errors import DataError
 from tenuto.records.files import RunFiles
 from tenuto.report.html.sources import read_sources
-from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines
+from tests.report.data import make_job, make_record, make_sample, make_turn, write_lines, write_run
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -107,6 +108,20 @@ def test_what_a_killed_run_leaves_in_a_folder_stops_no_report(tmp_path: Path) ->
     assert sources.notes == [f"{turns}: is empty; it was left out."]
     with pytest.raises(DataError, match=r"turns\.jsonl: is empty"):
         read_sources([turns])
+
+
+def test_compressed_files_in_a_folder_are_read_as_others_are(tmp_path: Path) -> None:
+    plain, packed = write_run(tmp_path / "plain"), tmp_path / "packed"
+    write_lines(plain / "metrics.jsonl", [{"at_s": 1}])
+    packed.mkdir()
+    for path in plain.iterdir():
+        (packed / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    sources, others = read_sources([packed]), read_sources([plain])
+    assert [run.record for run in sources.runs] == [run.record for run in others.runs]
+    assert (sources.details, sources.notes) == (others.details, others.notes)
+    (packed / "turns.jsonl.gz").write_bytes(gzip.compress(b'{"job": '))
+    with pytest.raises(DataError, match=r"turns\.jsonl\.gz:1: not valid JSON"):
+        read_sources([packed])
 
 
 def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> None:

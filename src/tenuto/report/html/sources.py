@@ -33,6 +33,8 @@ OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder, these files must be readable. Others are used only if their kind is known."""
 OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "plain.json"}
 """Files that Tenuto writes but that no chart uses."""
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+"""In a folder, files with other names are not read."""
 WANTED = "a result record, a validation, turns, samples of a KV cache, a scheduler's trace or a recording"
 TRACE_NOTE = (
     "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
@@ -280,7 +282,7 @@ class Sources:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read files, and in folders every .json and .jsonl below them that holds what we know.
+    """Read files, and in folders every file below them with one of SUFFIXES that holds what we know.
 
     Raises DataError if a path is not there, a named file holds nothing we know, or anything is malformed.
     """
@@ -307,12 +309,12 @@ class _Reader:
 
     def read(self, path: Path, is_named: bool) -> None:
         """Read one file. An unknown file is noted; it is an error if it was named."""
-        if path.name == VERDICT:
+        if path.name.removesuffix(".gz") == VERDICT:
             self._sources.verdicts.append(_read_verdict(path))
             return
         # A run that was killed before its first turn ended leaves an empty file.
         is_empty = path.is_file() and path.stat().st_size == 0
-        must_be_ours = is_named or (path.name in OUR_NAMES and not is_empty)
+        must_be_ours = is_named or (path.name.removesuffix(".gz") in OUR_NAMES and not is_empty)
         try:
             kind = identify(path)
         except DataError as error:
@@ -388,8 +390,8 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     for path in paths:
         found = [path]
         if path.is_dir():
-            found = sorted(each for suffix in ("json", "jsonl") for each in path.rglob(f"*.{suffix}"))
-            found = [each for each in found if each.name not in OTHERS]
+            found = sorted(each for suffix in SUFFIXES for each in path.rglob(f"*{suffix}"))
+            found = [each for each in found if each.name.removesuffix(".gz") not in OTHERS]
         for each in found:
             if (key := each.resolve()) not in seen:
                 seen.add(key)
