@@ -524,7 +524,8 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
         rows += [("canary", _show_group(name, group)) for name, group in state["canary"].items()]
     rows += [("tier", _show_tier(tier)) for tier in state["tiers"]]
     for label, content in rows:
-        grid.add_row(label, content)
+        # Names from a server are text, not rich's markup.
+        grid.add_row(label, Text(content) if isinstance(content, str) else content)
     parts: list[RenderableType] = [_show_head(state), Text(), grid]
     if len(state["engines"]) > 1:
         parts += [Text(), _show_engines(state["engines"])]
@@ -737,7 +738,7 @@ def _show_engines(engines: Sequence[Mapping[str, Any]]) -> Table:
         cache = engine["cache"]
         share = cache["leased"] / cache["blocks"] if cache["blocks"] and cache["leased"] is not None else None
         table.add_row(
-            engine["engine"],
+            Text(engine["engine"]),
             *(_n(engine[name]) for name in ("running", "waiting", "leases")),
             _p(cache["used_share"]),
             _p(share),

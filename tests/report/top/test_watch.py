@@ -98,6 +98,21 @@ def test_the_picture_says_what_is_there() -> None:
     assert "leases 0 blocks 33" in make_line(state)
 
 
+def test_names_in_brackets_are_text() -> None:
+    metrics = FakeMetrics(2)
+    window = Window(60)
+    window.add(parse_page(metrics.text(), 0.0))
+    metrics.ended.labels("tiny", "0", "[/b]").inc(4)
+    window.add(parse_page(metrics.text(), 2.0))
+    state = make_state(window, {"url": "http://[fd00::1]:8000", "vllm": "0.32.0"})
+    # As they are named if there are several servers.
+    for engine, name in zip(state["engines"], ("[fd00::1]:8000/0", "[fd00::2]:8000/0"), strict=True):
+        engine["engine"] = name
+    text = render(state)
+    for words in ("http://[fd00::1]:8000\n", "[fd00::1]:8000/0", "[fd00::2]:8000/0", "ended: [/b] 2.0/s"):
+        assert words in text
+
+
 def test_the_picture_shows_the_mode_and_a_canary() -> None:
     metrics = FakeMetrics()
     metrics.mode.labels("tiny", "0", "on").set(0)
