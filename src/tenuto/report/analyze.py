@@ -415,7 +415,8 @@ def format_report(report: Mapping[str, Any]) -> str:
     """Format the report on one file."""
     body = _format_results(report) if report["kind"] == "results" else _format_run(report)
     notes = [f"note: {note}" for note in report["notes"]]
-    return "\n".join([f"{report['source']} ({report['kind']})", *notes, *body])
+    lines = [f"{report['source']} ({report['kind']})", *notes, *body]
+    return "\n".join(map(show_id, lines))
 
 
 def _format_run(report: Mapping[str, Any]) -> list[str]:
@@ -561,7 +562,7 @@ def _format_job(job: Mapping[str, Any]) -> list[str]:
         for turn in job["turn_by_turn"]
     ]
     columns = ("turn", "tool", "queue", "latency", "prompt", "hit", "hit", "reusable", "missed", "because")
-    return [f"Job {show_id(job['job'])}{why}: {_s(job['job_s'])}", *_table(columns, rows, left=(9,))]
+    return [f"Job {job['job']}{why}: {_s(job['job_s'])}", *_table(columns, rows, left=(9,))]
 
 
 def _format_results(report: Mapping[str, Any]) -> list[str]:
@@ -621,9 +622,9 @@ def _format_findings(findings: Sequence[Mapping[str, str]]) -> list[str]:
 _table = partial(format_table, indent="  ")
 
 
-def show_id(job_id: str) -> str:
-    """Format a job's id on one line. Ids that the driver makes up begin with a tab."""
-    return job_id if job_id.isprintable() else repr(job_id)[1:-1]
+def show_id(text: str) -> str:
+    """Escape characters that no terminal shows. Ids that the driver makes up begin with a tab."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _format_times(times: Mapping[str, float | None]) -> str:

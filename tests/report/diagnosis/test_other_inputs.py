@@ -20,7 +20,7 @@ from tenuto.report.diagnosis import make_stories
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
-from tests.report.diagnosis.conftest import TraceFile
+from tests.report.diagnosis.conftest import HEADER, TraceFile
 
 
 def make_turn(number: int, at_s: float, **facts: Any) -> dict[str, Any]:
@@ -418,6 +418,26 @@ def test_the_command_prints_the_report(two_turns: TraceFile, capsys: pytest.Capt
     assert "64  never kept" in text
     assert "Diagnosis:\n  Nothing" in text
     assert max(map(len, text.splitlines())) <= 100 + len(str(two_turns.path))
+
+
+def test_no_text_of_a_file_controls_the_terminal(
+    trace: TraceFile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b[2J\u202e\n"
+    trace.add(**{**HEADER, "policy": hostile})
+    for number in (1, 2):
+        at_s = 4.0 * number
+        facts = {"parted_at": 32, "turn_number": number, "num_prompt_tokens": 64 * number}
+        trace.event("arrived", hostile, number, at_s, **facts)
+        trace.start(hostile, number, at_s + 0.5, 0)
+        trace.finish(hostile, number, at_s + 2, 32)
+        trace.grant(hostile, number, at_s + 2, 6)
+        trace.end(hostile, number, at_s + 3, hostile, 6)
+    assert main(["analyze", str(trace.write()), "--job", "*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(map(str.isprintable, lines))
+    told = [line.split()[0] for line in lines if r"a\x1b[2J\u202e" in line]
+    assert told == ["what", "leases", "held", "In", "ended", "Job"]
 
 
 def test_the_command_prints_json(two_turns: TraceFile, capsys: pytest.CaptureFixture[str]) -> None:
