@@ -119,6 +119,9 @@ def test_compressed_files_in_a_folder_are_read_as_others_are(tmp_path: Path) -> 
     sources, others = read_sources([packed]), read_sources([plain])
     assert [run.record for run in sources.runs] == [run.record for run in others.runs]
     assert (sources.details, sources.notes) == (others.details, others.notes)
+    write_run(packed)  # beside its compressed copy
+    assert read_sources([packed]).details == others.details
+    (packed / "turns.jsonl").unlink()
     (packed / "turns.jsonl.gz").write_bytes(gzip.compress(b'{"job": '))
     with pytest.raises(DataError, match=r"turns\.jsonl\.gz:1: not valid JSON"):
         read_sources([packed])

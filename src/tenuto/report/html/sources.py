@@ -392,6 +392,8 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
         if path.is_dir():
             found = sorted(each for suffix in SUFFIXES for each in path.rglob(f"*{suffix}"))
             found = [each for each in found if each.name.removesuffix(".gz") not in OTHERS]
+            # `gzip -k` leaves the file beside its compressed copy.
+            found = [each for each in found if each.suffix != ".gz" or not each.with_suffix("").exists()]
         for each in found:
             if (key := each.resolve()) not in seen:
                 seen.add(key)
