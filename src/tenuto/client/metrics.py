@@ -26,7 +26,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tenuto.client.address import check_url, get_base_url
-from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.errors import ConfigError, DataError, clean
 
 _WRITTEN = ("vllm:", "tenuto:")
 
@@ -85,7 +85,9 @@ def parse_page(text: str, at_s: float) -> Page:
         for family in text_string_to_metric_families(ours):
             for sample in family.samples:
                 if math.isfinite(sample.value):
-                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+                    # Labels go to the terminal.
+                    labels = {name: clean(value) for name, value in sample.labels.items()}
+                    samples.setdefault(sample.name, []).append((labels, sample.value))
     except ValueError as error:
         raise DataError(f"/metrics is not a page of Prometheus metrics: {error}") from None
     if not any(name.startswith(_WRITTEN) for name in samples):

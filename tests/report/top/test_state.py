@@ -162,6 +162,11 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
     assert (page.total("vllm:a"), page.total("vllm:b"), page.total("vllm:c")) == (None, None, 1.0)
 
 
+def test_labels_control_no_terminal() -> None:
+    page = parse_page('vllm:a{model_name="m\x1b]0;title\x07"} 1\n', 0.0)
+    assert page.samples["vllm:a"] == [({"model_name": "m ]0;title"}, 1.0)]
+
+
 def test_the_mode_and_its_figures(metrics: FakeMetrics) -> None:
     """Of several modes and policies, those that are not 0 hold; a canary shows its two parts."""
     window = Window(60)
