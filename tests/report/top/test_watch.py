@@ -279,7 +279,7 @@ def test_several_servers_are_one_picture(server: FakeServer) -> None:
     [
         ({"urls": ("localhost:8000",)}, "--url"),
         ({"urls": ("http://h:99999",)}, "--url"),
-        ({"urls": ("http://h",), "api_key": "sk-1\nsk-2"}, "API key [^1]* line break"),
+        ({"urls": ("http://h",), "api_key": "sk-1\nsk-2"}, "API key [^1]* not allowed"),
         ({"urls": ("http://x",), "interval_s": 0.0}, "--interval"),
         ({"urls": ("http://x",), "window_s": float("nan")}, "--window"),
     ],
