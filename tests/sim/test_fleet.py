@@ -25,13 +25,13 @@ def simulate(router: str = "sticky-least-loaded", load: LoadOptions = LOAD, **fl
 
 
 def check_served_once(outcome: Outcome) -> None:
-    """Each turn of the workload has exactly one record, and jobs go on in order."""
+    """Each turn of the workload has exactly one record, jobs go on in order, and no turn starts too early."""
     wanted = {(job.job_id, number + 1) for job in outcome.workload.jobs for number in range(len(job.turns))}
     assert Counter((turn.job, turn.turn) for turn in outcome.turns) == Counter(wanted)
     ends: dict[str, float] = {}
     for turn in sorted(outcome.turns, key=lambda turn: (turn.job, turn.turn)):
-        assert turn.last_token_s is not None
-        assert turn.due_s >= ends.get(turn.job, 0.0)
+        assert turn.start_s is not None and turn.last_token_s is not None
+        assert ends.get(turn.job, 0.0) <= turn.due_s <= turn.start_s
         ends[turn.job] = turn.last_token_s
 
 
@@ -91,6 +91,13 @@ def test_one_queue_and_all_kv_is_at_least_as_good_as_routing_blindly() -> None:
     ideal = simulate("ideal").record
     assert ideal["recomputed_tokens"] == 0
     assert ideal["job_s"]["mean"] < simulate("random").record["job_s"]["mean"]
+
+
+def test_engines_of_the_yardstick_that_find_no_room_wait_for_others() -> None:
+    setup = dataclasses.replace(SMALL, kv_tokens=12_000, fleet=Fleet(servers=("",) * 3, router="ideal"))
+    outcome = run(setup, LOAD)
+    check_served_once(outcome)
+    assert outcome.record["preemptions"] > 0
 
 
 @pytest.mark.parametrize("router", ["sticky-least-loaded", "tenuto", "cache-aware", "consistent-hash"])

@@ -19,7 +19,7 @@ from tenuto.core.policy import Oracle, Policy
 from tenuto.core.router import NO_TOKENS, EngineInfo, EngineMetrics, Router, Sending
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
-from tenuto.sim.event_loop import Listener, SteppedEngine
+from tenuto.sim.event_loop import ENDS, SteppedEngine
 from tenuto.sim.kv.pool import Path
 from tenuto.sim.kv.request import Request
 from tenuto.sim.machine import Machine, build
@@ -440,10 +440,11 @@ class _Lane(SteppedEngine):
     """
 
     def __init__(
-        self, name: str, scheduler: Scheduler, step_cost: StepCost, listener: Listener, lanes: list[_Lane]
+        self, name: str, scheduler: Scheduler, step_cost: StepCost, simulation: Simulation, lanes: list[_Lane]
     ) -> None:
         # Other engines take blocks in the meantime, so no stretch is known to be quiet.
-        super().__init__(name, scheduler, step_cost, listener, fast_forwards=False)
+        super().__init__(name, scheduler, step_cost, simulation, fast_forwards=False)
+        self._loop = simulation.loop
         self._running: list[Request] = []
         self._lanes = lanes
         lanes.append(self)
@@ -455,14 +456,19 @@ class _Lane(SteppedEngine):
 
     def wake(self, horizon_s: float = 0.0, *, plans: bool = False) -> None:
         """Do the work that is due, and let the other engines use what has become free."""
+        assert self.next_wake is not None
+        ends, num_steps = self.next_wake.place == ENDS, self.num_steps
         self.scheduler.state.running = self._running
         super().wake(horizon_s, plans=plans)
         self._running = self.scheduler.state.running
-        self._rouse(self.now_s)
+        # If nothing has changed, idle engines would wake each other for ever.
+        if ends or self.num_steps > num_steps:
+            self._rouse(self.now_s)
 
     def _rouse(self, now_s: float) -> None:
         for lane in sorted(self._lanes, key=lambda lane: len(lane._running)):
             lane.wake_if_idle(now_s)
+            self._loop.plan(lane)
 
     def wake_if_idle(self, now_s: float) -> None:
         """Look for work now, if a turn waits."""
