@@ -270,6 +270,19 @@ def test_a_turn_that_gets_no_blocks_is_not_asked_what_it_would_load() -> None:
     assert (policy.num_asked, scheduler.state.num_loading) == (1, 1)
 
 
+@pytest.mark.parametrize("offload", ["async", "native"])
+def test_the_last_token_of_a_prompt_that_is_loaded_whole_is_computed(offload: Any) -> None:
+    scheduler = make_engine(offload, chunk_tokens=4)
+    warm(scheduler)
+    scheduler.add_request(make_turn("a2", [("a", 32)]), 10.0)
+    run_step(scheduler, 10.0)
+    step = run_step(scheduler, 14.0)
+    assert (step.num_tokens, step.new) == ({"a2": 1}, {"a2": 31})
+    assert scheduler.offloader is not None
+    assert scheduler.offloader.num_loaded_tokens == 32
+    check_integrity(scheduler, idle=True)
+
+
 def test_what_the_gpu_has_is_not_loaded() -> None:
     """A lease gives its tail up; the job's next turn hits the rest and loads what is missing."""
     scheduler = make_engine(policy=KeepThenStore(hold_s=100.0))

@@ -563,6 +563,8 @@ class Scheduler:
     def _publish_load(self, request: Request) -> None:
         if request.status is Status.LOADING:
             self.kv.cache(request, request.num_computed_tokens)
+            # Of a prompt that came as a whole, the last token is computed, so that the next can be sampled.
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             request.status = Status.LOADED
 
     def _start_loaded(self, step: Step) -> bool:

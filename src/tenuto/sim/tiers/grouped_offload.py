@@ -324,7 +324,8 @@ class GroupedOffloader(Offloader):
     def get_offer(self, request: Request, num_hit_tokens: int, now_s: float) -> LoadOffer | None:
         """What a request that is about to start could load after its hit; None if nothing.
 
-        It may end inside the prompt's last block, because at least one token is left to compute.
+        Where windows slide it leaves the last token of the prompt, so it may end inside a block. With full
+        attention it may be the whole prompt, of which the last token is computed again.
         """
         for each in self._layout.get_chunks(request):
             each.num_unseen = None
