@@ -203,6 +203,16 @@ def test_a_turn_whose_engine_dies_while_its_kv_is_copied_there_waits_for_another
     assert outcome.record["fleet"]["copied_tokens"] > 0
 
 
+def test_turns_are_short_enough_for_an_engine_that_joins() -> None:
+    turns = (TurnSpec((Span("long", 100_000),), Span("out", 10)),)
+    jobs = (Job("a", 0.0, (TurnSpec((Span("a", 100),), Span("a/out", 1)),)), Job("b", 5.0, turns))
+    extras = Extras(workload=Workload("w", (*jobs, dataclasses.replace(jobs[1], job_id="c"))))
+    fleet = Fleet(servers=("",), router="round-robin", faults=("join:RTX5090@4",))
+    outcome = run(Setup(step_cost="roofline", policy="stock", fleet=fleet), LOAD, extras=extras)
+    check_served_once(outcome)
+    assert ([turn.job for turn in outcome.turns], outcome.record["turns"]["refused"]) == (["a"], 2)
+
+
 def test_a_hot_tenant_does_not_starve_others() -> None:
     """Engines that are full: a tenant with twenty jobs at once, and one with a single job a bit later."""
 

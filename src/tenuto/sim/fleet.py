@@ -43,6 +43,13 @@ def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:
     return [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
 
 
+def build_joining(setup: Setup, policy: Policy | None = None) -> list[Machine]:
+    """The machine of each server that joins later. Raises ConfigError or PolicyError."""
+    assert setup.fleet is not None
+    faults = map(read_fault, setup.fleet.faults)
+    return [_build_one(setup, fault.what, policy) for fault in faults if fault.kind == "join"]
+
+
 def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
     own = dataclasses.replace(setup, gpu=gpu or setup.gpu, fleet=None)
     return build(own, copy.deepcopy(policy))
@@ -98,7 +105,8 @@ def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
     assert fleet is not None
     if fleet.router != IDEAL:
         load_router(fleet.router, fleet.router_options)
-    return [note for machine in build_servers(setup, policy) for note in machine.notes]
+    machines = [*build_servers(setup, policy), *build_joining(setup, policy)]
+    return [note for machine in machines for note in machine.notes]
 
 
 def _get_speed(cost: StepCost) -> float:

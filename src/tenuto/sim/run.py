@@ -25,7 +25,7 @@ from tenuto.sim.cost.batch import StepBatch, StepCost, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
-from tenuto.sim.fleet import FleetFront, add_fleet, build_servers
+from tenuto.sim.fleet import FleetFront, add_fleet, build_joining, build_servers
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup, name_gpus
@@ -203,7 +203,9 @@ def _prepare_fleet(
     setup: Setup, load: LoadOptions, given: Workload, extras: Extras, watch: Watch | None
 ) -> Prepared:
     machines = build_servers(setup, extras.policy)
-    smallest = min((machine.make_scheduler().kv for machine in machines), key=KvCache.count_most_tokens)
+    # A turn may reach any engine, also one that joins later.
+    caches = [each.make_scheduler().kv for each in (*machines, *build_joining(setup, extras.policy))]
+    smallest = min(caches, key=KvCache.count_most_tokens)
     workload, num_cut = _truncate(given, smallest, "these machines")
     simulation = Simulation(_make_clients(workload, load), watch)
     fleet = add_fleet(
