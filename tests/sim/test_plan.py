@@ -74,7 +74,7 @@ def plan_queue(jps: float, target: Target, **changes: Any) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("window_s", [None, 45.0, 180.0, 600.0])
+@pytest.mark.parametrize("window_s", [None, 45.0, 180.0, 600.0, 6000.0])
 @pytest.mark.parametrize(("jps", "p95_s"), [(4.4, 40.0), (2.2, 30.0), (3.3, 35.0)])
 def test_the_answer_is_the_queues_own_whatever_the_window(
     jps: float, p95_s: float, window_s: float | None
@@ -175,6 +175,12 @@ def test_the_shortest_time_is_kept() -> None:
     assert run.simulated_s >= 700
     assert told[-1][0] >= 700
     assert told[-1][1] == pytest.approx(0.2 * told[-1][0], rel=0.4)
+
+
+def test_a_window_is_no_longer_than_the_jobs_that_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.sim.steady.MOST_JOBS", 300)
+    run = simulate(0.2, window_s=1e6)
+    assert (run.verdict, 200 < run.num_jobs < 300) == ("steady", True)
 
 
 def test_the_jobs_of_a_trace_come_again_as_new_jobs(write_trace: Callable[[], str]) -> None:

@@ -178,7 +178,7 @@ class Settling:
     shortest_s: float = 0.0
     """A steady system is watched for at least this long."""
     longest_s: float = 0.0
-    """The limit in jobs does not end the watch before this time."""
+    """The limit in jobs does not end the watch before this time, nor before `shortest_s`."""
     next_look_s: float = field(init=False)
     last: Look | None = field(init=False, default=None)
     _num_steady: int = field(init=False, default=0)
@@ -196,7 +196,7 @@ class Settling:
         self._num_steady = self._num_steady + 1 if seen.state == "steady" else 0
         if now_s >= self.shortest_s and self._num_steady > 1:
             return "steady"
-        if num_jobs >= self.max_jobs and now_s >= self.longest_s:
+        if num_jobs >= self.max_jobs and now_s >= max(self.longest_s, self.shortest_s):
             return "unsettled"
         return None
 
@@ -382,7 +382,8 @@ def _simulate(
     settling = Settling(
         first_look_s=_get_first_look_s(FIRST_LOOK * alone_s, least_s),
         max_jobs=max_jobs,
-        shortest_s=max(load.window_s or 0.0, least_s),
+        # The last look comes when less than `STRETCH` times its time is left.
+        shortest_s=max(min(load.window_s or 0.0, MOST_JOBS / load.jps / STRETCH), least_s),
         longest_s=LONGEST * alone_s,
     )
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
