@@ -211,8 +211,12 @@ def test_simulated_machines_end_to_end(
     assert told["left_out"] == [] and told["next"]
 
 
-def test_time_that_is_up_is_an_error_before_the_first_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["estimate", *SMALL, "--limit", "0.001"]) == 2
+@pytest.mark.parametrize("jps", ["4", "0.001"])
+def test_time_that_is_up_is_an_error_before_the_first_answer(
+    jps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At any rate, also one at which no job comes in a generator's usual window."""
+    assert cli.main(["estimate", *SMALL[:6], "--jps", jps, *SMALL[8:], "--limit", "0.001"]) == 2
     assert "no result after 0.001 s; allow more with --limit" in capsys.readouterr().err
 
 

@@ -253,6 +253,13 @@ def test_plans_that_make_no_sense(
     assert words in capsys.readouterr().err
 
 
+def test_a_load_of_which_no_job_comes_in_a_generators_usual_window(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PLAN, "--jps", "0.001", "--p95", "10", "--no-sensitivity"]) == 0
+    assert "1 × L40S is enough" in capsys.readouterr().out
+
+
 def test_no_number_of_gpus_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--jps", "2", "--p95", "0.05", "--max-machines", "2", "--no-sensitivity"]
     assert main([*PLAN, *arguments]) == 1

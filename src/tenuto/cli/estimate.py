@@ -27,7 +27,9 @@ from tenuto.sim.estimate import (
 )
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 from tenuto.sim.plan import SeedRunner
+from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
+from tenuto.sim.steady import take_sample
 from tenuto.workload.load import GENERATORS, LoadOptions
 
 
@@ -68,7 +70,7 @@ def run(given: Given) -> int:
     setup = given.read(Setup, gpu=get_gpu(options.gpu).name, fleet=None, **facts)
     load = given.read(LoadOptions, workload=options.workload, jps=options.jps, seed=seeds[0])
     load = make_load(setup, load, options.machines)
-    say_notes(check_cells([Cell(setup, load)]))
+    say_notes(check_cells([Cell(setup, load, Extras(workload=take_sample(load)))]))
     estimate = Estimate(setup, load)
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))

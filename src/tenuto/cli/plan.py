@@ -32,8 +32,9 @@ from tenuto.sim.plan import (
     name_policy,
     try_changes,
 )
+from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
-from tenuto.sim.steady import Target
+from tenuto.sim.steady import Target, take_sample
 from tenuto.workload.load import LoadOptions
 
 _CHANGES = -1
@@ -108,7 +109,8 @@ def run(given: Given) -> int:
     _check_prices(options.prices, wanted)
     setups, left_out = drop_too_small(wanted)
     load = given.read(LoadOptions, jps=options.jps, seed=seeds[0])
-    say_notes([*left_out, *check_cells([Cell(setup, load) for setup in setups])])
+    sample = Extras(workload=take_sample(load))
+    say_notes([*left_out, *check_cells([Cell(setup, load, sample) for setup in setups])])
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
     plans: list[Plan] = []

@@ -38,7 +38,6 @@ from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.sim.steady import (
     MISSED,
-    NUM_SAMPLED,
     VERDICTS,
     Effort,
     Judged,
@@ -47,8 +46,8 @@ from tenuto.sim.steady import (
     Tell,
     Verdict,
     get_p95,
-    make_long_workload,
     simulate_until_steady,
+    take_sample,
 )
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Span, count_shared_tokens
@@ -184,7 +183,7 @@ def get_most_jps(setup: Setup, load: LoadOptions) -> float:
     machine = build(setup)
     kv, seconds = machine.make_scheduler().kv, machine.step_cost.seconds
     budget = machine.config.max_num_batched_tokens
-    jobs = make_long_workload(load, NUM_SAMPLED / load.jps).jobs
+    jobs = take_sample(load).jobs
     length = round(
         fmean(turn.num_prompt_tokens + turn.num_output_tokens for job in jobs for turn in job.turns)
     )

@@ -301,7 +301,7 @@ FEW = 3
 MOST_JOBS = 20_000
 """Jobs that are made for one run at most."""
 NUM_SAMPLED = 60
-"""Number of jobs from which the mean time of a job alone is taken."""
+"""Number of jobs of a sample, from which the mean time of a job alone is taken."""
 
 HOPELESS = 1.3
 """A target is surely missed if the P95 of the jobs that came is this many times as long; those that are not
@@ -361,7 +361,7 @@ def simulate_until_steady(
     """
     assert load.jps is not None
     machine = build(setup)
-    jobs = [job for job in make_long_workload(load, NUM_SAMPLED / load.jps).jobs if job.parent is None]
+    jobs = [job for job in take_sample(load).jobs if job.parent is None]
     budget = machine.config.max_num_batched_tokens
     # The mean time of the first jobs, each alone on the machine.
     alone_s = fmean(get_isolated_time_s(job, machine.step_cost, budget) for job in jobs[:NUM_SAMPLED])
@@ -402,6 +402,12 @@ def _get_first_look_s(soonest_s: float, least_s: float) -> float:
     if least_s <= soonest_s:
         return soonest_s
     return least_s / STRETCH ** math.floor(math.log(least_s / soonest_s, STRETCH))
+
+
+def take_sample(load: LoadOptions) -> Workload:
+    """About `NUM_SAMPLED` jobs of a load. Raises as `make_workload`."""
+    assert load.jps is not None
+    return make_long_workload(load, NUM_SAMPLED / load.jps)
 
 
 @lru_cache(maxsize=8)
