@@ -197,8 +197,8 @@ def test_the_jobs_of_a_trace_come_again_as_new_jobs(write_trace: Callable[[], st
 
 
 @pytest.fixture
-def write_trace(tmp_path: Any) -> Callable[[], str]:
-    def write() -> str:
+def write_trace(tmp_path: Any) -> Callable[..., str]:
+    def write(pause_s: float = 0.0) -> str:
         rows = [
             {
                 "session": f"s{n}", "input_length": 120, "output_length": 10, "timestamp": n * 1000,
@@ -206,11 +206,24 @@ def write_trace(tmp_path: Any) -> Callable[[], str]:
             }
             for n in range(5)
         ]  # fmt: skip
+        rows += [{**row, "delay": pause_s * 1000} for row in rows if pause_s]
         path = tmp_path / "trace.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
     return write
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_pauses_that_take_too_many_jobs_to_simulate_are_named(
+    command: str, write_trace: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer comes at once, although 8 million jobs arrive in the time of twelve jobs."""
+    target = ["--policies", "stock", "--p95", "9"] if command == "plan" else []
+    load = ["--workload", write_trace(pause_s=86_400.0), "--jps", "8"]
+    machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--seeds", "1"]
+    assert main([command, *machine, *load, *target]) == 2
+    assert "a job takes 86,400 s on average when it is alone" in capsys.readouterr().err
 
 
 PLAN = [

@@ -299,7 +299,9 @@ LONGEST = 40
 FEW = 3
 """A first run has this many times the minimum number of jobs."""
 MOST_JOBS = 20_000
-"""Jobs that are made for one run at most."""
+"""Jobs that are made for one run at most, unless more arrive until the first look."""
+MOST_UNSEEN_JOBS = 10 * MOST_JOBS
+"""Most jobs until the first look. More take minutes to make, and may fill the memory."""
 NUM_SAMPLED = 60
 """Number of jobs of a sample, from which the mean time of a job alone is taken."""
 
@@ -388,6 +390,12 @@ def _simulate(
     )
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
     horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
+    if horizon_s * load.jps > MOST_UNSEEN_JOBS:
+        raise ConfigError(
+            f"{load.workload}: a job takes {alone_s:,.0f} s on average when it is alone, so more than "
+            f"{MOST_UNSEEN_JOBS:,} jobs would be simulated at {load.jps:g} jobs/s; shorten tool calls "
+            "and people's pauses with --scale-tools, or lower --jps"
+        )
     observer = _Observer(settling, horizon_s, effort, load, tell)
     prepared = prepare(
         setup, load, extras=Extras(workload=make_long_workload(load, horizon_s)), watch=observer
