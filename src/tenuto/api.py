@@ -31,7 +31,7 @@ from tenuto.workload import LoadOptions, Workload
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
 
-_LARGE = ("kind", "schema", "job_times_s", "by_turn", "config", "versions", "client")
+_LARGE = ("kind", "schema", "job_times_s", "by_turn", "config", "files", "versions", "client")
 """Parts of a record that are not columns of a frame."""
 
 

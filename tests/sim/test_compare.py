@@ -46,6 +46,35 @@ def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert output.out.count("*") >= 2
 
 
+def test_what_named_a_file_that_has_changed_is_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, trace, out = tmp_path / "mine.py", tmp_path / "jobs.jsonl", tmp_path / "out"
+    policy.write_text(
+        "from dataclasses import dataclass\nfrom tenuto import Policy\n"
+        "@dataclass\nclass Mine(Policy):\n    'Mine.'\n"
+    )
+    row = {"session": "a", "timestamp": 0, "input_length": 2000, "output_length": 10}
+    trace.write_text(json.dumps(row) + "\n")
+    machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--no-split"]
+    policies = ["--policies", f"stock,{policy}:Mine"]
+
+    def run() -> str:
+        sweep = ["compare", *machine, *policies, "--workload", str(trace), "--out", str(out)]
+        assert main(sweep) == 0
+        # The new record takes the place of the old one.
+        assert len((out / RESULTS).read_text().splitlines()) == 2
+        return capsys.readouterr().err
+
+    assert "there already" not in run()
+    assert "2 of 2 runs are there already" in run()
+    policy.write_text(policy.read_text() + "\n# Another one.\n")
+    assert "1 of 2 runs are there already" in run()
+    trace.write_text("".join(json.dumps({**row, "session": name}) + "\n" for name in "ab"))
+    assert "there already" not in run()
+    assert "2 of 2 runs are there already" in run()
+
+
 def test_a_column_that_is_added_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

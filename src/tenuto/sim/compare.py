@@ -1,6 +1,7 @@
 """What `tenuto compare` does: a grid of runs, further runs that explain the gains, and the table.
 
-*The grid.* Cells run on all cores, or on a Ray cluster. Cells with a result are not run again.
+*The grid.* Cells run on all cores, or on a Ray cluster. Cells with a result are not run again, unless a file
+that they name has changed.
 
 *Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
 each run to the next, so the three ratios of mean job times multiply to the whole:
@@ -17,6 +18,7 @@ best of them is shown beside stock as shipped.
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -26,13 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.codec import Fields
-from tenuto.records.files import RESULTS, read_objects, writing
+from tenuto.records.files import RESULTS, read_objects, write_whole, writing
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
@@ -42,7 +45,7 @@ from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build, get_max_num_batched_tokens
 from tenuto.sim.run import GC_THRESHOLD, NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup, name_gpus
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 
 Record = dict[str, Any]
 Place = TypeVar("Place")
@@ -57,10 +60,25 @@ class Cell:
     load: LoadOptions
     extras: Extras = NO_EXTRAS
 
-    @property
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """A digest of each file or folder that it names, when first asked."""
+        setup, load = self.setup, self.load
+        router = "" if setup.fleet is None else setup.fleet.router
+        named = {
+            "policy": setup.policy.rpartition(":")[0],
+            "router": router.rpartition(":")[0],
+            "model": setup.model,
+            "step_cost": setup.step_cost,
+            "workload": "" if load.workload in GENERATORS else load.workload,
+        }
+        found = {name: _digest(Path(path)) for name, path in named.items() if path}
+        return {name: digest for name, digest in found.items() if digest}
+
+    @cached_property
     def key(self) -> str:
-        """Its configuration as text: equal runs have equal keys."""
-        return json.dumps(get_config(self.setup, self.load), sort_keys=True)
+        """Its configuration as text, with its files: equal runs have equal keys."""
+        return _make_key(get_config(self.setup, self.load), self.files)
 
     @property
     def title(self) -> str:
@@ -73,6 +91,27 @@ class Cell:
         return (
             f"{name_gpus(setup, setup.gpu)} {setup.policy}{steps}{kept}{router}{load} seed {self.load.seed}"
         )
+
+
+def _make_key(config: Mapping[str, Any], files: object) -> str:
+    return json.dumps({**config, "files": files} if files else config, sort_keys=True)
+
+
+def _digest(path: Path) -> str:
+    """A digest of a file, or of the JSON files of a folder; empty if there is no such thing."""
+    files = [path] if path.is_file() else sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")])
+    try:
+        parts = [f"{file.relative_to(path)} {_digest_file(file, file.stat().st_mtime_ns)}" for file in files]
+    except OSError:  # who reads the file says what is wrong
+        return ""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+@lru_cache(maxsize=1024)
+def _digest_file(path: Path, changed_ns: int) -> str:
+    """`changed_ns`: when it was written last; a file that has changed since is read again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_grid(
@@ -125,7 +164,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Record]]:
     """Run the cells that are not done yet. Yields each record as it comes and appends it to the results.
 
-    Raises ConfigError if it cannot be written.
+    It replaces the record of a cell that named a file which has changed since. Raises ConfigError if it cannot
+    be written.
     """
     done = read_results(folder)
     missing = []
@@ -135,7 +175,13 @@ def run_cells(
         else:
             missing.append(cell)
     path = folder / RESULTS
+    again = {_make_key(get_config(cell.setup, cell.load), {}) for cell in missing}
+    kept = [record for record in done.values() if _make_key(record["config"], {}) not in again]
+    if len(kept) < len(done):  # a file has changed
+        with writing(path):
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
     for cell, record in _run(missing, workers, ray):
+        record = {**record, "files": cell.files} if cell.files else record
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         yield cell, record
@@ -244,7 +290,7 @@ def read_results(folder: Path) -> dict[str, Record]:
         objects = []  # the first record was cut off
     for fields in objects:
         _check_record(fields)
-        done[json.dumps(fields.values["config"], sort_keys=True)] = fields.values
+        done[_make_key(fields.part("config").values, fields.values.get("files"))] = fields.values
     if data != whole:
         path.write_bytes(whole if cut or not objects else data + b"\n")
     return done
