@@ -251,6 +251,12 @@ def test_the_winner_is_marked_and_so_is_a_tie() -> None:
     assert "20.00s " in text
 
 
+def test_a_fleet_is_compared_with_stock_behind_the_same_router() -> None:
+    means = {"stock@random": 20.0, "tenuto@random": 10.0, "stock@ideal": 8.0, "tenuto@ideal": 6.0}
+    rows = make_rows([make_record(policy, mean_s) for policy, mean_s in means.items()])
+    assert [row["over_stock"] for row in rows] == pytest.approx([1.0, 0.5, 1.0, 0.75])
+
+
 def test_seeds_are_averaged_as_ratios_are() -> None:
     [row] = make_rows([make_record("a", 4.0, seed=1), make_record("a", 9.0, seed=2)])
     assert row["mean_job_s"] == pytest.approx(6.0)  # √(4 · 9)

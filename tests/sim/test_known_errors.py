@@ -76,6 +76,7 @@ def test_the_error_of_a_fit_is_that_of_the_real_engine() -> None:
 def test_a_machine_is_as_sure_as_what_is_known_of_it() -> None:
     assert get_error("H100", "stock", "tables") is STOCK["H100"]
     assert get_error("H100", "stock @512", "tables") is STOCK["H100"]
+    assert get_error("2xH100", "stock@random", "tables") is STOCK["H100"]
     assert get_error("H100", "tenuto", "tables/pessimistic") is OTHERS["H100"]
     assert get_error("L40S", "stock", "tables") is TABLES_ONLY
     assert get_error("2xH100+2xL40S", "stock", "tables") is TABLES_ONLY

@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -507,7 +508,9 @@ def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
     for row in rows:
         rivals = [each for each in rows if _get_cell(each) == _get_cell(row)]
         best_s = min(each["mean_job_s"] for each in rivals)
-        stock = [each["mean_job_s"] for each in rivals if each["policy"] == "stock"]
+        # Of a fleet it is stock behind the same router: `stock@random` for `tenuto@random`.
+        names = {STOCK, STOCK + "".join(re.findall("(?<! )@[^@]*$", row["policy"]))}
+        stock = [each["mean_job_s"] for each in rivals if each["policy"] in names]
         row["wins"] = row["mean_job_s"] <= TIE * best_s
         row["over_stock"] = row["mean_job_s"] / stock[0] if stock else None
     places = {policy: place for place, policy in enumerate(dict.fromkeys(row["policy"] for row in rows))}

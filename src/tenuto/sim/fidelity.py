@@ -57,14 +57,14 @@ FITTED = KnownError("runs on vLLM's CPU build, step times fitted to its own", 7,
 def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError:
     """How far predictions like this one were off; for several GPUs, on the one with the largest error.
 
-    `gpu`: as in a run's record, `H100` or `2xH100+2xL40S`. `policy`: the same, or with its step size, `stock
-    @512`. `step_cost`: where step times came from.
+    `gpu`: as in a run's record, `H100` or `2xH100+2xL40S`. `policy`: the same, also with its router or its
+    step size, `stock@random` or `stock @512`. `step_cost`: where step times came from.
     """
     if "roofline" in (step_cost or ""):
         return ROOFLINE
     if not (step_cost or "").startswith("tables"):
         return FITTED
-    known = STOCK if (policy or "").partition(" ")[0] == "stock" else OTHERS
+    known = STOCK if re.split("[ @]", policy or "")[0] == "stock" else OTHERS
     gpus = re.findall(r"(?:\d+x)?([^+]+)", gpu)
     return max((known.get(each, TABLES_ONLY) for each in gpus), key=lambda error: -error.low)
 
