@@ -176,6 +176,8 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"kv_tokens": 17}, ConfigError, "--kv-tokens must be at least 32, two blocks; got 17"),
         ({"offload": "async", "host_gb": math.nan}, ConfigError, "--host-gb must be finite"),
         ({"offload": "async", "host_gb": math.inf}, ConfigError, "--host-gb must be finite"),
+        ({"offload": "async", "host_gb": 1e300}, ConfigError, "--host-gb must be at most"),
+        ({"offload": "async", "host_gb": 1.0, "disk_gb": 1e300}, ConfigError, "--disk-gb must be at most"),
         ({"offload": "async", "link_gb_s": 0.0}, ConfigError, "--link-gb-s must be"),
         ({"limits": "none"}, ConfigError, "--limits must be one of published, plugin"),
         ({"dtype": "int3"}, ConfigError, "field 'dtype' is 'int3'"),

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from itertools import islice, pairwise
 
 import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload, count_shared_tokens
-from tenuto.workload.transform import arrival_times, reassign_arrivals, scale_lengths, scale_rate, within
+from tenuto.workload.transform import (
+    arrival_times,
+    reassign_arrivals,
+    scale_lengths,
+    scale_rate,
+    scale_tools,
+    within,
+)
 
 
 def gaps_s(process, jps=4.0, number=20_000):
@@ -90,6 +98,12 @@ def test_scaled_texts_are_shared_as_before(factor):
 def test_scaling_lengths_by_one_changes_nothing():
     workload = Workload("w", (make_job("a", 0.0),))
     assert scale_lengths(workload, 1.0) == workload
+
+
+@pytest.mark.parametrize("scale", [partial(scale_rate, factor=1e-300), partial(scale_tools, factor=1e300)])
+def test_times_stay_within_what_a_trace_may_have(scale):
+    with pytest.raises(ConfigError, match=r"at most 1e\+09 s"):
+        scale(Workload("w", (make_job("a", 10.0),)))
 
 
 def test_scaling_the_rate_leaves_tool_times_alone():

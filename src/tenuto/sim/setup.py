@@ -13,6 +13,9 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, get_flag, option, parse_policy_options
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
 
+MAX_TIER_GB = 1e9
+"""Most memory of a tier, GiB. More is a typing error."""
+
 
 def _read_interval(text: str) -> int | None:
     """The value as vLLM spells it. Raises ConfigError."""
@@ -80,9 +83,10 @@ class Setup(Options):
         "host memory for offloaded KV",
         metavar="GIB",
         minimum=0,
+        maximum=MAX_TIER_GB,
         shown_default="that of the machine with this GPU in the published sweeps",
     )
-    disk_gb: float = option(0.0, "disk below the host memory", metavar="GIB", minimum=0)
+    disk_gb: float = option(0.0, "disk below the host memory", metavar="GIB", minimum=0, maximum=MAX_TIER_GB)
     offload: Literal["none", "async", "sync", "serial", "asked", "native"] | None = option(
         None,
         "copy KV to host memory beside the steps (async), while each step waits (sync), loads before and "

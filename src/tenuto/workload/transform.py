@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, count, takewhile
 
 from tenuto.core.errors import ConfigError
+from tenuto.records.codec import MAX_SECONDS
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload, find_roots
 
 
@@ -64,9 +65,20 @@ def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
 
 
 def _move(job: Job, move: Callable[[float], float]) -> Job:
-    """The job with its arrival and its recorded times changed."""
-    turns = (turn if turn.at_s is None else replace(turn, at_s=move(turn.at_s)) for turn in job.turns)
-    return replace(job, arrival_s=move(job.arrival_s), turns=tuple(turns))
+    """The job with its arrival and its recorded times changed. Raises ConfigError if one is too late."""
+    turns = (
+        turn if turn.at_s is None else replace(turn, at_s=_check_time(move(turn.at_s))) for turn in job.turns
+    )
+    return replace(job, arrival_s=_check_time(move(job.arrival_s)), turns=tuple(turns))
+
+
+def _check_time(time_s: float) -> float:
+    if time_s > MAX_SECONDS:
+        raise ConfigError(
+            f"times of jobs must be at most {MAX_SECONDS:g} s, got {time_s:g}; see --jps, --scale-rate and "
+            "--scale-tools"
+        )
+    return time_s
 
 
 def _parse_cv(text: str) -> float:
@@ -208,7 +220,7 @@ def _extend(job: Job, num_turns: int) -> Job:
 def scale_rate(workload: Workload, factor: float) -> Workload:
     """Let jobs arrive `factor` times as fast, and in an open loop every turn too.
 
-    Tool times do not change. Raises ConfigError if the factor is not positive.
+    Tool times do not change. Raises ConfigError if the factor is not positive, or too small.
     """
     _check_factor(factor)
 
@@ -218,11 +230,11 @@ def scale_rate(workload: Workload, factor: float) -> Workload:
 def scale_tools(workload: Workload, factor: float) -> Workload:
     """Multiply the time between each turn's answer and the job's next turn: tool calls, and people's pauses.
 
-    This has an effect only in a closed loop. Raises ConfigError if the factor is not positive.
+    This has an effect only in a closed loop. Raises ConfigError if the factor is not positive, or too large.
     """
     _check_factor(factor)
 
-    return _change_turns(workload, lambda turn: replace(turn, tool_s=turn.tool_s * factor))
+    return _change_turns(workload, lambda turn: replace(turn, tool_s=_check_time(turn.tool_s * factor)))
 
 
 def _change_turns(workload: Workload, change: Callable[[TurnSpec], TurnSpec]) -> Workload:
