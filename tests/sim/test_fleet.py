@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.errors import ConfigError
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Extras, Outcome, prepare, run
 from tenuto.sim.setup import Fleet, Setup, read_servers

@@ -165,8 +165,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Record]]:
     """Run the cells that are not done yet. Yields each record as it comes and appends it to the results.
 
-    It replaces the record of a cell that named a file which has changed since. Raises ConfigError if it cannot
-    be written.
+    It replaces the record of a cell that named a file which has changed since. Raises ConfigError if that
+    cannot be written.
     """
     done = read_results(folder)
     missing = []
