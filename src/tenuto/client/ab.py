@@ -51,11 +51,11 @@ from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import parse_option
-from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
+from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, read_first, write_whole, writing
 from tenuto.records.load import read_run
 from tenuto.records.text import write_csv
 from tenuto.vllm.launch import find_vllm
-from tenuto.workload.load import make_workload
+from tenuto.workload.load import GENERATORS, make_workload
 
 _UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv", "model")
 """Options of bench that do not define the comparison, or that differ between runs."""
@@ -102,6 +102,9 @@ def run_ab(options: AbOptions) -> int:
 def describe(options: AbOptions) -> dict[str, Any]:
     """The arms and the load, in JSON types. Runs belong to one comparison only if all of this is equal."""
     bench = {name: value for name, value in asdict(options.bench).items() if name not in _UNLIKE}
+    named = {arm.name: arm.target.rpartition(":")[0] for arm in options.arms if arm.is_local}
+    workload = options.bench.load.workload
+    files = digest_files({**named, "workload": "" if workload in GENERATORS else workload})
     return {
         "arms": [str(arm) for arm in options.arms],
         "model": options.model,
@@ -110,6 +113,7 @@ def describe(options: AbOptions) -> dict[str, Any]:
         "engine_urls": {arm: list(urls) for arm, urls in options.engine_urls.items()},
         "keep_up": options.keep_up,
         "warmup_jobs": options.warmup_jobs,
+        **({"content": files} if files else {}),
         **bench.pop("load"),
         **bench,
     }

@@ -15,6 +15,7 @@ commands.jsonl    commands that the bench actually ran
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import time
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Self, TextIO
@@ -338,6 +340,32 @@ def write_whole(path: Path, text: str) -> None:
         return
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def digest_files(named: Mapping[str, str | None]) -> dict[str, str]:
+    """Digests of files and folders by name, of those that are there: whether they have changed since.
+
+    `named`: their paths; an empty path is none. Of folders, JSON files count.
+    """
+    found = {name: _digest(Path(path)) for name, path in named.items() if path}
+    return {name: digest for name, digest in found.items() if digest}
+
+
+def _digest(path: Path) -> str:
+    """Empty if there is no such thing."""
+    files = [path] if path.is_file() else sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")])
+    try:
+        parts = [f"{file.relative_to(path)} {_digest_file(file, file.stat().st_mtime_ns)}" for file in files]
+    except OSError:  # who reads the file says what is wrong
+        return ""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+@lru_cache(maxsize=1024)
+def _digest_file(path: Path, changed_ns: int) -> str:
+    """`changed_ns`: when it was written last; a file that has changed since is read again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

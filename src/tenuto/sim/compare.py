@@ -18,7 +18,6 @@ best of them is shown beside stock as shipped.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -29,14 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.codec import Fields
-from tenuto.records.files import RESULTS, read_objects, write_whole, writing
+from tenuto.records.files import RESULTS, digest_files, read_objects, write_whole, writing
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
 from tenuto.records.schema import get_config
@@ -73,8 +72,7 @@ class Cell:
             "step_cost": setup.step_cost,
             "workload": "" if load.workload in GENERATORS else load.workload,
         }
-        found = {name: _digest(Path(path)) for name, path in named.items() if path}
-        return {name: digest for name, digest in found.items() if digest}
+        return digest_files(named)
 
     @cached_property
     def key(self) -> str:
@@ -96,23 +94,6 @@ class Cell:
 
 def _make_key(config: Mapping[str, Any], files: object) -> str:
     return json.dumps({**config, "files": files} if files else config, sort_keys=True)
-
-
-def _digest(path: Path) -> str:
-    """A digest of a file, or of the JSON files of a folder; empty if there is no such thing."""
-    files = [path] if path.is_file() else sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")])
-    try:
-        parts = [f"{file.relative_to(path)} {_digest_file(file, file.stat().st_mtime_ns)}" for file in files]
-    except OSError:  # who reads the file says what is wrong
-        return ""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16] if parts else ""
-
-
-@lru_cache(maxsize=1024)
-def _digest_file(path: Path, changed_ns: int) -> str:
-    """`changed_ns`: when it was written last; a file that has changed since is read again."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_grid(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab import AbFolder, Slot, make_order
+from tenuto.client.ab import AbFolder, Slot, describe, make_order
 from tenuto.client.ab_verdict import read_pair
 from tenuto.core.errors import ConfigError, DataError
+from tests.client.ab.conftest import parse
 
 SLOT = Slot(0, "a")
 
@@ -34,6 +36,18 @@ def test_another_comparison_is_refused(tmp_path: Path) -> None:
         AbFolder(tmp_path, {"jps": 2.0}),
     ):
         pass
+
+
+def test_a_policy_or_trace_that_changed_is_another_comparison(tmp_path: Path) -> None:
+    files = tmp_path / "own.py", tmp_path / "trace.jsonl"
+    arms = ("--arm", "a=sim:stock", "--arm", f"b=sim:{files[0]}:Own", "--workload", str(files[1]))
+    options = parse(*arms, "--model", "llama-3.1-8b", "--out", str(tmp_path / "out"))
+    for changed in (None, *files):
+        for file in files:
+            file.write_text("changed" if file == changed else "")
+        refusal = pytest.raises(ConfigError, match="another content") if changed else nullcontext()
+        with refusal, AbFolder(tmp_path / "out", describe(options)):
+            pass
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]"])
