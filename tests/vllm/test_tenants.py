@@ -111,18 +111,25 @@ def test_where_no_key_is_checked_a_key_says_nothing():
     assert tenants.TenantReader(None).get(bearer("made-up")) is None
 
 
-def test_a_server_whose_check_of_keys_is_hidden_does_not_start(monkeypatch):
+def test_a_server_whose_check_of_keys_is_hidden_does_not_start():
     """Tenuto would take any key for valid. Its own middleware may be there twice."""
 
     class Hiding:
         def __init__(self, app):
             self.inner = app
 
-    monkeypatch.setattr("sys.argv", ["vllm", "serve", "m", "--api-key", "k1"])
-    checked = make_key_check(None, KEYS)
-    assert Middleware(Middleware(checked))._tenants.has_tenants
-    with pytest.raises(ConfigError, match="behind Hiding"):
-        Middleware(Hiding(checked))
+    server = Server(KEYS)
+    checked = server.app.app
+    server.user_middleware = [SimpleNamespace(cls=type(checked))]
+    server.app = Middleware(Middleware(checked))
+    assert server.call(LIFESPAN) == []
+    server.app = Middleware(Hiding(checked))
+    [failed] = server.call(LIFESPAN)
+    assert failed["type"] == "lifespan.startup.failed"
+    assert "does not find vLLM's check" in failed["message"]
+    # Nor does it serve anybody, where the web server goes on all the same.
+    assert server.call(make_scope())[0]["status"] == 503
+    assert server.sent == []
 
 
 @pytest.mark.parametrize(

@@ -101,17 +101,18 @@ class Middleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection. Responses of the application get additional headers and no other change."""
-        if not self._tenants.has_tenants:
+        problem = self._tenants.find_hidden_check(scope)
+        if problem is None and not self._tenants.has_tenants:
             await self._handle(scope, receive, send)
             return
         if scope["type"] == "lifespan":
-            problem = await self._introduce(scope)
+            problem = problem or await self._introduce(scope)
             if problem is not None:
                 logger.error("tenuto: the server does not start: %s", problem)
                 await receive()
                 await send({"type": "lifespan.startup.failed", "message": f"tenuto: {problem}"})
                 return
-        elif (problem := self._watch(scope)) is not None:
+        elif problem := problem or self._watch(scope):
             await _refuse(scope, send, problem)
             return
         with tenants.carry(self._tenants.get(get_headers(scope))):

@@ -28,7 +28,7 @@ from typing import Any
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.requests import get_bounded_id
-from tenuto.vllm.compat.process import find_key_check
+from tenuto.vllm.compat.process import find_key_check, has_key_check
 
 SECRET_VARIABLE = "TENUTO_SECRET"
 """Environment variable with the secret that the server's processes share. If it is unset, one is made at
@@ -62,15 +62,9 @@ class TenantReader:
     """Reads the tenant from a request's headers: from the proxy's header if configured, else the API key."""
 
     def __init__(self, app: Any) -> None:
-        """`app` is the application behind the middleware. Raises ConfigError if it hides vLLM's key check."""
+        """`app` is the application behind the middleware."""
         self._header = _get_header_name()
         self._check_key = find_key_check(app)
-        if self._check_key is None and _has_keys():
-            raise ConfigError(
-                "this server has API keys, but Tenuto does not find vLLM's check of them, and would take any "
-                f"key for valid. It looked behind {type(app).__name__}: name tenuto.vllm.Middleware before "
-                "other --middleware, or let these keep what they wrap in an attribute `app`"
-            )
         self.has_tenants = bool(self._header) or self._check_key is not None
 
     def get(self, headers: Mapping[str, str]) -> str | None:
@@ -95,6 +89,16 @@ class TenantReader:
     def has_valid_key(self, headers: Mapping[str, str]) -> bool:
         """Whether vLLM would serve this client. A server without keys serves everybody."""
         return self._check_key is None or self._check_key(headers.get("authorization", ""))
+
+    def find_hidden_check(self, scope: Mapping[str, Any]) -> str | None:
+        """What is wrong if another middleware hides vLLM's check of keys: then any key would be valid."""
+        if self._check_key is not None or not has_key_check(scope):
+            return None
+        return (
+            "this server has API keys, but Tenuto does not find vLLM's check of them: name "
+            "tenuto.vllm.Middleware before other --middleware, or let these keep what they wrap in an "
+            "attribute `app`"
+        )
 
 
 def _read_header(value: str | None) -> str | None:
@@ -277,11 +281,8 @@ def _is_started_with_tenants() -> bool:
     Child processes have the first one's command line. Otherwise the API server tells the engine when it
     introduces itself, but only if it runs our middleware.
     """
-    return bool(_get_header_name()) or _has_keys()
-
-
-def _has_keys() -> bool:
-    """Whether this process was started as a server with API keys."""
+    if _get_header_name():
+        return True
     program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
     is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
     return is_server and (bool(os.environ.get("VLLM_API_KEY")) or _names_keys(arguments))

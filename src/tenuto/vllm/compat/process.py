@@ -177,9 +177,18 @@ def get_own_config(client: Any) -> tuple[Any, bool] | None:
     return config.additional_config, str(extra.get("spec_module_path")).startswith("tenuto.")
 
 
+_KEY_CHECK = "AuthenticationMiddleware"
+
+
+def has_key_check(scope: Mapping[str, Any]) -> bool:
+    """Whether vLLM checks API keys in the API server that received an ASGI request."""
+    added = getattr(scope.get("app"), "user_middleware", ())
+    return any(getattr(getattr(each, "cls", None), "__name__", "") == _KEY_CHECK for each in added)
+
+
 def find_key_check(app: Any) -> Callable[[str], bool] | None:
     """VLLM's function that checks the `authorization` header; None if no middleware below `app` has it."""
-    while app is not None and type(app).__name__ != "AuthenticationMiddleware":
+    while app is not None and type(app).__name__ != _KEY_CHECK:
         app = getattr(app, "app", None)
     if app is None:
         return None
