@@ -84,6 +84,11 @@ def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
     assert get_environment(passed) == {"TENUTO_DP_SIZE": "4"}
     file.write_text("data-parallel-size: 4\ndata-parallel-size-local: 2\ndata_parallel_hybrid_lb: true\n")
     assert get_environment(passed) == {"TENUTO_DP_SIZE": "2"}
+    file.write_text("data-parallel-size: 4\ndata-parallel-hybrid-lb: false\n")
+    assert get_environment(passed) == {"TENUTO_DP_SIZE": "4"}
+    file.write_text("additional-config.other: 1\n")
+    with pytest.raises(ConfigError, match="pass one --additional-config"):
+        build_command("M", {"policy": "stock"}, passed)
     file.write_text("scheduler-cls: x.Y\n")
     with pytest.raises(ConfigError, match="--scheduler-cls"):
         build_command("M", {}, passed)

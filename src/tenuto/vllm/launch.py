@@ -44,8 +44,8 @@ def build_command(
     Raises ConfigError or PolicyError before anything starts.
     """
     given, rest = _find_option(passed, CONFIG_FLAG), _take_option(list(passed), CONFIG_FLAG)[1]
-    for argument in rest:
-        flag = argument.partition("=")[0]
+    in_file = (flag for flag in _read_config_file(rest) if flag != CONFIG_FLAG)
+    for flag in (*(argument.partition("=")[0] for argument in rest), *in_file):
         name = flag.partition(".")[0].replace("_", "-")  # it may be abbreviated
         if CONFIG_FLAG.startswith(name) and len(name) > len("--a"):
             raise ConfigError(f"vLLM would replace Tenuto's settings by {flag}: pass one {CONFIG_FLAG} JSON")
@@ -176,6 +176,7 @@ def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
         return {
             "--" + name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
             for name, value in options.items()
+            if value is not False  # vLLM leaves such flags out
         }
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: cannot read options from {file!r}: {error}") from error
