@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tenuto.vllm.compat import origin
 from tenuto.vllm.compat.origin import UnknownOriginError, get_origin
 from tenuto.vllm.compat.process import watch_weights
+from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import TINY_LLAMA, make_request
 
@@ -290,3 +292,36 @@ def test_an_adapter_that_is_loaded_anew_with_other_weights_begins_anew(
         if is_changed:
             (tmp_path / "adapter").write_bytes(b"two")
     engine.assert_clean()
+
+
+def test_copies_under_way_do_not_reach_what_is_read_after_an_adapter_is_loaded_anew(
+    tmp_path: Path,
+) -> None:
+    """Chunks of host memory are free again, and workers still write to them until their next step."""
+    adapter, copies = tmp_path / "adapter", SlowCopies(random.Random(0))
+    engine = TieredEngine(
+        num_blocks=101, num_chunks=200, copies=copies, disk={"folder": str(tmp_path / "kv")}
+    )
+
+    def load(text: str) -> None:
+        adapter.write_text(text)
+        engine.tier.load_adapter("x", str(adapter), lambda: True)
+
+    load("one")
+    fill(engine, "b")
+    load("two")
+    copies.share_done = 0.0
+    fill(engine, "a", is_done=False)
+    load("three")
+    # What the disk still has is read before the workers hear of the next step.
+    flush = engine._worker.handle_preemptions
+
+    def flush_late(meta: Any) -> None:
+        engine.disk.drain_jobs()
+        flush(meta)
+
+    engine._worker.handle_preemptions = flush_late
+    copies.share_done = 1.0
+    # It compares each block that a request hits with what it should hold.
+    fill(engine, "b2")
+    assert engine.hits["b2"] == (0, 0)

@@ -680,7 +680,6 @@ class ConnectorPort:
         tiers = getattr(self._manager, "secondary_tiers", ())
         self.disks = [each for each in tiers if hasattr(each, "get_view")]
         """Tenuto's tiers below host memory (`tenuto.vllm.tiers.disk`)."""
-        self._renews_disks = True
         config = self._scheduler.config
         groups = config.kv_group_configs
         self.blocks_per_chunk = int(config.blocks_per_chunk)
@@ -746,15 +745,6 @@ class ConnectorPort:
         if status is not None:
             status.req_context.set_state(Adapter(digest))
 
-    @contextlib.contextmanager
-    def keep_disks(self) -> Iterator[None]:
-        """In this context, a cache reset does not affect Tenuto's disks."""
-        self._renews_disks = False
-        try:
-            yield
-        finally:
-            self._renews_disks = True
-
     # Steps.
 
     def on_idle(self, has_work: Callable[[], bool]) -> None:
@@ -801,7 +791,7 @@ class ConnectorPort:
             scheduler._current_batch_jobs_to_flush.clear()
             reset()
             scheduler._current_batch_jobs_to_flush |= waited_for
-            for disk in self.disks if self._renews_disks else ():
+            for disk in self.disks:
                 disk.renew()
 
         scheduler.reset_cache = reset_cache

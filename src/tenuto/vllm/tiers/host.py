@@ -154,9 +154,11 @@ class HostTier:
         self._scheduler.reset_prefix_cache(reset_connector=True)
 
     def load_adapter(self, name: str, path: str, load: Callable[[], bool]) -> bool:
-        """Let vLLM load an adapter. If it is loaded again with other weights, its old KV is dropped.
+        """Let vLLM load an adapter. If it is loaded again with other weights, older KV is dropped.
 
-        vLLM's own keys depend on the name and the path only. The disk's keys also depend on the weights.
+        vLLM's own keys depend on the name and the path only. The disk's keys also depend on the weights. But
+        the disk begins anew too: until their next step, workers may still copy older KV into host memory that
+        is free again, over what was read from the disk meanwhile.
         """
         before = _try_get_digest(path)
         done = load()
@@ -164,9 +166,8 @@ class HostTier:
         is_known = (name, path) in self._adapters
         known, self._adapters[name, path] = self._adapters.get((name, path)), digest
         if is_known and (digest is None or digest != known):
-            logger.info("adapter %s was loaded again: its older KV is not used any more", name)
-            with self._port.keep_disks():
-                self._scheduler.reset_prefix_cache(reset_connector=True)
+            logger.info("adapter %s was loaded again: older KV is not used any more", name)
+            self._scheduler.reset_prefix_cache(reset_connector=True)
         return done
 
     def get_next_due_s(self) -> float | None:
