@@ -181,6 +181,10 @@ def test_arguments_fit_the_schema_and_hostile_schemas_end() -> None:
     for _ in range(50):
         nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
     assert json.dumps(make_value(nested)).count("a") == 9
+    repeated: dict[str, Any] = {}
+    for _ in range(8):
+        repeated = {"properties": {"a": repeated}, "required": ["a"] * 100}
+    assert json.dumps(make_value(repeated)).count("a") == 8
     schema = {
         "properties": {"mode": {"enum": ["fast", "slow"]}, "n": {"type": ["integer", "null"]}},
         "required": ["mode", "n", "unknown", 7],

@@ -382,7 +382,9 @@ def make_value(schema: Any, depth: int = 0) -> Any:
     members, required = schema.get("properties"), schema.get("required")
     if not isinstance(members, Mapping) or not isinstance(required, list):
         return {}
-    return {name: make_value(members.get(name), depth + 1) for name in required if isinstance(name, str)}
+    # Each name once: names that are repeated at every level would take time with the power of the depth.
+    names = dict.fromkeys(name for name in required if isinstance(name, str))
+    return {name: make_value(members.get(name), depth + 1) for name in names}
 
 
 def _is_object(text: str) -> bool:
