@@ -254,6 +254,13 @@ def test_a_salt_keeps_caches_apart(live: Live) -> None:
     ]
 
 
+def test_a_long_salt_is_not_kept_whole(live: Live) -> None:
+    for salt in ("s" * 2**20, "\ud800" * 2**20):
+        live.post(PLAIN, content=json.dumps({"prompt": [9] * 50, "max_tokens": 1, "cache_salt": salt}))
+    keys = live.call(lambda: repr(list(live.engine.scheduler.kv.pool.root._following)))
+    assert len(keys) < 1000
+
+
 def test_clients_that_go_away_leave_nothing_behind() -> None:
     """Before the answer, within it, in the middle of a request; then the server is as it was."""
     with serve("continuum-fixed", speed=20, kv_tokens=4096) as live:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from math import log
 from typing import Any, TypeVar
 
@@ -96,7 +97,10 @@ class Generator:
         output, answer_ids = self._content.place_answer(
             prompt, lambda number: choose_words(tokenizer, plan, f"{seed}/{number}", begins=request.is_chat)
         )
-        call = plan.call
+        call, salt = plan.call, None
+        if sampling.cache_salt is not None:
+            # Cached blocks keep it, and a client may send megabytes.
+            salt = blake2b(sampling.cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
         tool = None if call is None else find_tool_call(write_call(call))
         engine_request = ServedRequest(
             turn_id=turn_id,
@@ -108,7 +112,7 @@ class Generator:
             tool=tool,
             # An answer that ends at its length limit does not say whether the job continues.
             is_last=None if plan.finish_reason == "length" else tool is None,
-            key=sampling.cache_salt,
+            key=salt,
             prompt_ids=request.prompt_ids,
             ends_by="length" if plan.finish_reason == "length" else "stop",
         )
