@@ -434,7 +434,10 @@ class Watch:
         }
         self._given = tuple(clients)
         self._clients: tuple[httpx.Client, ...] = ()
+        self._window_s = window_s
         self._window = Window(window_s)
+        self._answered: set[str] = set()
+        """The servers that the looks in the window are of."""
         self._server: dict[str, str | None] | None = None
         self.last: dict[str, Any] | None = None
         """The last state; None before the first."""
@@ -464,6 +467,9 @@ class Watch:
             + ("" if client.base_url.netloc.decode() in pages else " (no answer)")
             for client in self._clients
         )
+        if pages.keys() != self._answered:
+            # Without this, a server that answers again would have computed in one look all it ever did.
+            self._window, self._answered = Window(self._window_s), set(pages)
         self._window.add(page)
         state = self.last = make_state(self._window, self._server)
         self.history["running"].append(state["requests"]["running"])

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from tenuto.cli import main
 from tenuto.cli.live import TopOptions
-from tenuto.client.metrics import parse_page
+from tenuto.client.metrics import connect, parse_page
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.report import top
-from tenuto.report.top import Window, make_line, make_screen, make_spark, make_state, watch
+from tenuto.report.top import Watch, Window, make_line, make_screen, make_spark, make_state, watch
 from tests.report.top.conftest import FakeMetrics, FakeServer
 
 HISTORY: dict[str, list[float | None]] = {
@@ -272,6 +272,18 @@ def test_several_servers_are_one_picture(server: FakeServer) -> None:
     names = [engine["engine"] for engine in both["engines"]]
     assert names == sorted(f"{each.url.removeprefix('http://')}/0" for each in (server, other))
     assert "(no answer)" in one["server"]["url"]
+
+
+def test_a_server_of_several_that_answers_again_did_not_do_all_its_work_just_now(server: FakeServer) -> None:
+    with closing(FakeServer(FakeMetrics())) as other:
+        other.metrics.of("vllm:prompt_tokens").inc(1e9)
+        with closing(connect(server.url, None)) as first, closing(connect(other.url, None)) as second:
+            watched = Watch([first, second], "both", 60)
+            rates = []
+            for status in (200, 503, 200, 200):
+                other.metrics.status = status
+                rates.append(watched.look()["requests"]["prompt_tokens_per_s"])
+    assert rates == [None, None, None, 0.0]
 
 
 @pytest.mark.parametrize(
