@@ -26,7 +26,7 @@ from rich.text import Text
 
 from tenuto.client.address import get_base_url
 from tenuto.client.metrics import Buckets, Page, connect, find_engines, join_pages, parse_page
-from tenuto.core.errors import DataError, TenutoError
+from tenuto.core.errors import DataError, TenutoError, clean
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
 from tenuto.records.text import format_count as _n
@@ -249,9 +249,13 @@ def _get_next_deadline_in_s(page: Page) -> float | None:
 
 def _get_tenants(page: Page) -> dict[str, Any]:
     blocks = page.by_label("tenuto:tenant_leased_blocks", "tenant")
-    shares = [value for _, value in page.samples.get("tenuto:largest_tenant_share", ())]
+    # A tenant may be active in several engines, so sums would count it several times.
+    active, shares = (
+        [value for _, value in page.samples.get(name, ())]
+        for name in ("tenuto:active_tenants", "tenuto:largest_tenant_share")
+    )
     return {
-        "active": page.total("tenuto:active_tenants"),
+        "active": max(active, default=None),
         "largest_share": max(shares, default=None),
         "leased_blocks": dict(sorted(blocks.items(), key=lambda item: (-item[1], item[0]))),
     }
@@ -458,13 +462,12 @@ class Watch:
                 if client is self._clients[-1] and not pages:
                     raise
                 continue
-            pages[client.base_url.netloc.decode()] = parse_page(response.text, time.time())
+            pages[_get_name(client)] = parse_page(response.text, time.time())
         page = next(iter(pages.values())) if len(self._clients) == 1 else join_pages(pages)
         if self._server is None:
             self._server = {"vllm": self._ask_version()}
         self._server["url"] = ", ".join(
-            get_base_url(str(client.base_url))
-            + ("" if client.base_url.netloc.decode() in pages else " (no answer)")
+            get_base_url(str(client.base_url)) + ("" if _get_name(client) in pages else " (no answer)")
             for client in self._clients
         )
         if pages.keys() != self._answered:
@@ -487,7 +490,12 @@ class Watch:
         except (httpx.HTTPError, ValueError):
             return None
         version = answer.get("version") if isinstance(answer, dict) else None
-        return version if isinstance(version, str) else None
+        return clean(version) if isinstance(version, str) else None
+
+
+def _get_name(client: httpx.Client) -> str:
+    """The server's address without `http://`. Servers of one host differ by their paths."""
+    return client.base_url.netloc.decode() + client.base_url.path.rstrip("/")
 
 
 def _find_servers(client: httpx.Client) -> list[httpx.Client]:

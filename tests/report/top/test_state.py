@@ -101,6 +101,7 @@ def test_engines_are_summed_and_shown_one_by_one() -> None:
     for engine in metrics.engines:
         metrics.of("vllm:num_requests_running", engine).set(2)
         metrics.of("vllm:kv_cache_usage_perc", engine).set(0.5)
+        metrics.of("tenuto:active_tenants", engine).set(1)
     metrics.of("tenuto:idle_retained_blocks", "3").set(7)
     for engine, deadline in (("3", 1010), ("4", 1003)):
         metrics.of("tenuto:next_lease_deadline_timestamp_seconds", engine).set(deadline)
@@ -108,6 +109,7 @@ def test_engines_are_summed_and_shown_one_by_one() -> None:
     assert state["requests"]["running"] == 22
     assert (state["cache"]["blocks"], state["cache"]["running"], state["cache"]["leased"]) == (1100, 550, 7)
     assert state["leases"]["next_deadline_in_s"] == 3.0
+    assert state["tenants"]["active"] == 1, "it may be the same tenant"
     assert [each["engine"] for each in state["engines"]] == [str(number) for number in range(11)]
     assert state["engines"][3]["cache"]["leased"] == 7
 

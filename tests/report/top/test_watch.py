@@ -274,6 +274,22 @@ def test_several_servers_are_one_picture(server: FakeServer) -> None:
     assert "(no answer)" in one["server"]["url"]
 
 
+def test_servers_of_one_host_differ_by_their_paths(server: FakeServer) -> None:
+    with (
+        closing(connect(f"{server.url}/a", None)) as first,
+        closing(connect(f"{server.url}/b", None)) as second,
+    ):
+        state = Watch([first, second], "both", 60).look()
+    host = server.url.removeprefix("http://")
+    assert [engine["engine"] for engine in state["engines"]] == [f"{host}/a/0", f"{host}/b/0"]
+
+
+def test_a_version_controls_no_terminal(server: FakeServer) -> None:
+    server.metrics.version = "0.32\\u001b]0;title\\u0007"
+    with closing(connect(server.url, None)) as client:
+        assert Watch([client], "x", 60).look()["server"]["vllm"] == "0.32 ]0;title"
+
+
 def test_a_server_of_several_that_answers_again_did_not_do_all_its_work_just_now(server: FakeServer) -> None:
     with closing(FakeServer(FakeMetrics())) as other:
         other.metrics.of("vllm:prompt_tokens").inc(1e9)
