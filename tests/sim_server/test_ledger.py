@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,27 @@ def test_a_client_sees_its_own_job(live: Live) -> None:
     (later,) = httpx.get(f"{live.url}/tenuto/jobs/job%202?tenant=b").json()["ranks"]
     assert later["ledger"]["gpu_block_seconds"] > first
     assert httpx.get(f"{live.url}/tenuto/jobs/job%202?tenant=a").json()["ranks"] == []
+
+
+@pytest.mark.parametrize("end", ["/tenuto/jobs/a/release", "/reset_prefix_cache", "/tenuto/control"])
+def test_what_a_lease_held_on_an_idle_engine_counts_until_it_ends(live: Live, end: str) -> None:
+    def read() -> tuple[float, float]:
+        page = parse_page(httpx.get(live.url + "/metrics").text, at_s=0.0)
+        shown = page.total("tenuto:tenant_block_seconds_total", place="gpu")
+        (rank,) = httpx.get(f"{live.url}/tenuto/ledger", headers=KEY).json()["ranks"]
+        assert shown is not None
+        return shown, rank["total"]["gpu_block_seconds"]
+
+    live.complete([7] * 400, max_tokens=2, job_id="a", tool="ls")
+    live.wait_until(lambda: not live.engine.num_turns)
+    start_s = live.pacer.clock.get_now_s()
+    time.sleep(0.2)
+    held = 25 * (live.pacer.clock.get_now_s() - start_s)
+    before = read()
+    assert min(before) > held
+    assert live.post(end, {"mode": "off"}, headers=KEY).status_code == 200
+    shown, told = read()
+    assert shown == told >= before[1]
 
 
 def test_only_the_operator_sees_others(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

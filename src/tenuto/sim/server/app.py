@@ -135,6 +135,7 @@ class _Pages:
         return web.Response(body=self._metrics.write_page(), headers={"Content-Type": METRICS_TYPE})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        self._pacer.catch_up()
         engine = self._pacer.engine
         if not engine.scheduler.reset_prefix_cache(engine.now_s):
             raise RequestError("requests are running; their blocks stay", status=409)
@@ -268,6 +269,7 @@ class EngineMetrics(Collector):
 
     def write_page(self) -> bytes:
         """Return the page in Prometheus' text format."""
+        self._pacer.catch_up()
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Family]:

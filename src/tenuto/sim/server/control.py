@@ -71,6 +71,7 @@ class LiveEngine:
     def switch(self, prepared: tuple[LiveSettings, Policy]) -> None:
         """Use these settings from now on. Leases stay if the policy is still the same."""
         settings, policy = prepared
+        self._pacer.catch_up()
         before, engine = self.settings, self._pacer.engine
         asked = Policy() if settings.mode == "off" else policy
         keeps_leases = before.mode == settings.mode == "on" and before.policy == settings.policy
@@ -92,6 +93,7 @@ class LiveEngine:
 
     def release(self, job_id: str) -> bool:
         """End a job that is complete, as its client says. Returns whether it was known."""
+        self._pacer.catch_up()
         released = self.driver.release(job_id, self._pacer.engine.now_s)
         self._pacer.wake()
         return released

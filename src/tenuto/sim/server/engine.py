@@ -148,6 +148,10 @@ class ServedEngine:
             turn.on_news()
         self._turns.clear()
 
+    def pass_time(self, now_s: float) -> None:
+        """Let the engine's time be this, once due events are handled, although nothing happens then."""
+        self._loop.add(max(self.now_s, now_s), lambda: None)
+
     def look_again(self) -> None:
         """Look for work now, because something has changed from outside."""
         self._engine.wake_if_idle(self.now_s)
@@ -284,6 +288,16 @@ class Pacer:
         self.engine.abort(turn, self.clock.get_now_s())
         self._news.set()
 
+    def catch_up(self) -> None:
+        """Handle due events, so that the engine's time is the clock's, before a look or a change."""
+        if self.error is not None:
+            return
+        self.engine.pass_time(self.clock.get_now_s())
+        try:
+            self._handle_due_events()
+        except Exception as error:
+            self._fail(error)
+
     def wake(self) -> None:
         """Handle due events at once, because something has changed from outside."""
         self.engine.look_again()
@@ -292,12 +306,15 @@ class Pacer:
     async def run(self) -> None:
         """Run until cancelled, or until the engine fails; then every waiting turn gets the error."""
         try:
-            while True:
+            while self.error is None:
                 await self._advance()
         except Exception as error:
-            logger.exception("the simulated engine has ended")
-            self.error = error
-            self.engine.fail(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("the simulated engine has ended", exc_info=error)
+        self.error = error
+        self.engine.fail(error)
 
     async def _advance(self) -> None:
         next_s = self._handle_due_events()
