@@ -185,6 +185,18 @@ def test_the_trace_shows_steps_and_decisions(tmp_path: Path) -> None:
     assert first["num_cached_blocks"] == 6
 
 
+def test_an_idle_server_has_written_its_whole_trace(tmp_path: Path) -> None:
+    """It may be killed then."""
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(str(path))
+    with serve("continuum-fixed", trace=writer) as live:
+        live.complete([5] * 100, max_tokens=4, vllm_xargs={"job_id": "a", "tool": "ls"})
+        live.wait_until(lambda: '"finished"' in path.read_text())
+    written = path.read_text()
+    writer.close()
+    assert path.read_text() == written
+
+
 @contextmanager
 def run_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own, and its URL."""

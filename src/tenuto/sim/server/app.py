@@ -210,7 +210,7 @@ def make_parts(
         answer_tokens=options.answer_tokens,
         tokenizer=tokenizer,
     )
-    return Pacer(engine, clock), served
+    return Pacer(engine, clock, trace), served
 
 
 async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | None) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.stats import Histogram
+from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
@@ -266,9 +267,10 @@ class Clock:
 class Pacer:
     """Advances an engine to the clock's time repeatedly. Everything runs in one event loop."""
 
-    def __init__(self, engine: ServedEngine, clock: Clock) -> None:
+    def __init__(self, engine: ServedEngine, clock: Clock, trace: TraceWriter | None = None) -> None:
         self.engine = engine
         self.clock = clock
+        self._trace = trace
         self.error: Exception | None = None
         """The error that ended the engine, or None."""
         self._news = asyncio.Event()
@@ -326,6 +328,8 @@ class Pacer:
                 await asyncio.sleep(0)
                 return
             timer = asyncio.get_running_loop().call_later(delay_s, self._news.set)
+        if self._trace is not None and not self.engine.count_in_flight():
+            self._trace.flush()  # no step will do it
         await self._news.wait()
         self._news.clear()
         if timer is not None:
