@@ -45,7 +45,9 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
         (PLAIN, {"prompt": "x", "max_tokens": "many"}, "max_tokens must be a whole number"),
         (PLAIN, {"prompt": "x", "max_tokens": True}, "max_tokens must be a whole number"),
         (PLAIN, {"prompt": "x", "max_tokens": 10**400}, "max_tokens must be a whole number"),
-        (PLAIN, {"prompt": "x", "max_tokens": 1000}, "leaves 999 tokens"),
+        (PLAIN, {"prompt": "x", "max_tokens": 1001}, "more than the model's context of 1000"),
+        (PLAIN, {"prompt": "x", "max_tokens": 1000, "min_tokens": 1000}, "leaves 999 tokens"),
+        (CHAT, {"messages": [USER], "min_tokens": 1000}, "the model's context leaves"),
         (PLAIN, {"prompt": "x", "min_tokens": 9, "max_tokens": 5}, "min_tokens=9 is more"),
         (PLAIN, {"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
         (PLAIN, {"prompt": "x", "temperature": float("nan")}, "temperature must be a number"),
@@ -107,6 +109,13 @@ def test_a_wrong_request_is_told_what_is_wrong(path: str, body: dict[str, Any], 
         read_request(json.dumps(body).encode(), {}, path, SERVED)
     assert said in str(refused.value)
     assert refused.value.status == (404 if "not served" in said else 400)
+
+
+def test_an_answer_ends_where_there_is_no_more_room() -> None:
+    """As in vLLM, which refuses only what no prompt would leave room for."""
+    body = {"prompt": [1] * 900, "max_tokens": 1000}
+    plan = read_request(json.dumps(body).encode(), {}, PLAIN, SERVED).plan
+    assert (plan.num_tokens, plan.finish_reason) == (100, "length")
 
 
 def test_headers_can_ask_for_calls_of_a_tool_and_for_how_many() -> None:

@@ -100,6 +100,11 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
         raise RequestError("stream_options needs stream=true", "stream_options")
     if form.MUST_LIMIT and sampling.max_tokens is None:
         raise RequestError(f"{form.LIMITS[0]} is missing", form.LIMITS[0])
+    if sampling.max_tokens is not None and sampling.max_tokens > served.max_model_len:
+        raise RequestError(
+            f"max_tokens={sampling.max_tokens} is more than the model's context of {served.max_model_len}",
+            "max_tokens",
+        )
     prompt = form.read_prompt(body)
     is_chat = not isinstance(prompt, str | list)
     prompt_ids = tokenize(prompt, body, served)
@@ -294,13 +299,14 @@ def plan_answer(
     """Decide how long an answer is and how it ends.
 
     `room` is how many tokens fit into the model's context, `default_tokens` the length of an answer without
-    `max_tokens`, and of any answer that does not fill its limit. Raises RequestError if `max_tokens` is more
-    than the room.
+    `max_tokens`, and of any answer that does not fill its limit. An answer ends where there is no more room,
+    as in vLLM. Raises RequestError if `min_tokens` is more than the room.
     """
-    limit = room if sampling.max_tokens is None else sampling.max_tokens
-    if limit > room:
+    limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    if sampling.min_tokens > limit:
         raise RequestError(
-            f"max_tokens={limit} is too large: the model's context leaves {room} tokens", "max_tokens"
+            f"min_tokens={sampling.min_tokens} is too large: the model's context leaves {room} tokens",
+            "min_tokens",
         )
     call_ids = tokenizer.encode("" if call is None else write_call(call))
     if call is not None and len(call_ids) <= limit:
