@@ -13,7 +13,15 @@ import httpx
 import pytest
 
 from tenuto.cli import main
-from tenuto.client.control import LedgerOptions, format_rows, join_ranks, read_ledger, write_rows
+from tenuto.client.control import (
+    ControlOptions,
+    LedgerOptions,
+    control,
+    format_rows,
+    join_ranks,
+    read_ledger,
+    write_rows,
+)
 from tenuto.client.metrics import parse_page
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import ConfigError, TenutoError
@@ -101,6 +109,22 @@ def test_only_the_operator_sees_others(live: Live, monkeypatch: pytest.MonkeyPat
     assert httpx.post(f"{live.url}/tenuto/ledger", headers=KEY).status_code == 405
     monkeypatch.delenv(ADMIN_VARIABLE)
     assert httpx.get(f"{live.url}/tenuto/ledger", headers=KEY).status_code == 403
+
+
+def test_the_operator_sees_a_job_where_clients_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_VARIABLE, "operator-secret")
+    with serve("continuum-fixed", api_key="client") as live:
+        body = {"prompt": [7] * 100, "max_tokens": 2, "job_id": "a", "tool": "ls"}
+        assert live.post("/v1/completions", body, headers=KEY).status_code == 401
+        live.post("/v1/completions", body, headers={"Authorization": "Bearer client"}).raise_for_status()
+        for keys in ({"admin_key": "operator-secret"}, {"api_key": "client"}):
+            (row,), _ = read_ledger(LedgerOptions(url=live.url, job="a", **keys))
+            assert row["turns"] == 1
+        with pytest.raises(TenutoError, match=r": wrong API key, or none$"):
+            read_ledger(LedgerOptions(url=live.url, job="a", admin_key="other"))
+        options = ControlOptions(url=live.url, action="release", job="a", api_key="other")
+        with pytest.raises(TenutoError, match=r": wrong API key, or none$"):
+            control(options)
 
 
 def test_tenants_are_on_the_metrics_page(live: Live) -> None:

@@ -22,6 +22,7 @@ from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.settings import Options, option, parse_option
 from tenuto.records.files import writing
 from tenuto.records.text import format_count, format_table
+from tenuto.wire.response import get_error_message
 
 if TYPE_CHECKING:
     import httpx  # it takes longer to import than all else, and `--help` needs only the options
@@ -185,7 +186,7 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
     url = options.base_url
     answer = _read(response, url)
     if response.status_code not in (200, 504) or not answer.keys() & {"ranks", "released"}:
-        raise TenutoError(f"{url}: {answer.get('error') or f'status {response.status_code}'}")
+        raise TenutoError(f"{url}: {get_error_message(answer) or f'status {response.status_code}'}")
     status = 0 if response.status_code == 200 else 1
     if options.as_json:
         return status, json.dumps(answer)
@@ -272,7 +273,7 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
     try:
         answer = response.json()
         if response.status_code != 200:
-            raise TenutoError(f"{url}: {answer.get('error') or f'status {response.status_code}'}")
+            raise TenutoError(f"{url}: {get_error_message(answer) or f'status {response.status_code}'}")
         ranks: Sequence[Mapping[str, Any]] = answer["ranks"]
         if options.job is None:
             return join_ranks(ranks)
