@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,32 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert [json.loads(line)["wall_s"] for line in lines[: len(places)]] == [
         each["wall_s"] for each in again.records
     ]
+
+
+def test_objects_that_have_changed_are_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file, jobs = tmp_path / "object_to_change.py", tenuto.simulate(jps=1.0, **SMALL).outcome.workload
+    file.write_text(
+        "from dataclasses import dataclass\nfrom tenuto import Policy\n"
+        "@dataclass\nclass Mine(Policy):\n    'Mine.'\n"
+    )
+    mine = importlib.import_module(file.stem).Mine()
+    settings = {"gpu": "A100-40", "step_cost": "roofline", "split": False, "out": tmp_path}
+
+    def run(workload: tenuto.Workload) -> list[float]:
+        return [
+            each["wall_s"] for each in tenuto.compare(["stock", mine], workload=workload, **settings).records
+        ]
+
+    first = run(jobs)
+    assert run(jobs) == first
+    file.write_text(file.read_text() + "# Another one.\n")
+    second = run(jobs)
+    assert (second[0] == first[0], second[1] == first[1]) == (True, False)
+    third = run(replace(jobs, jobs=jobs.jobs[:-1]))
+    assert not set(second) & set(third)
 
 
 def test_rates_and_seeds_may_come_from_numpy() -> None:

@@ -46,10 +46,12 @@ def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert output.out.count("*") >= 2
 
 
+@pytest.mark.parametrize("by_module", [False, True])
 def test_what_named_a_file_that_has_changed_is_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    by_module: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, trace, out = tmp_path / "mine.py", tmp_path / "jobs.jsonl", tmp_path / "out"
+    monkeypatch.syspath_prepend(tmp_path)
+    policy, trace, out = tmp_path / "mine_to_change.py", tmp_path / "jobs.jsonl", tmp_path / "out"
     policy.write_text(
         "from dataclasses import dataclass\nfrom tenuto import Policy\n"
         "@dataclass\nclass Mine(Policy):\n    'Mine.'\n"
@@ -57,7 +59,7 @@ def test_what_named_a_file_that_has_changed_is_run_again(
     row = {"session": "a", "timestamp": 0, "input_length": 2000, "output_length": 10}
     trace.write_text(json.dumps(row) + "\n")
     machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--no-split"]
-    policies = ["--policies", f"stock,{policy}:Mine"]
+    policies = ["--policies", f"stock,{policy.stem if by_module else policy}:Mine"]
 
     def run() -> str:
         sweep = ["compare", *machine, *policies, "--workload", str(trace), "--out", str(out)]
@@ -73,6 +75,14 @@ def test_what_named_a_file_that_has_changed_is_run_again(
     trace.write_text("".join(json.dumps({**row, "session": name}) + "\n" for name in "ab"))
     assert "there already" not in run()
     assert "2 of 2 runs are there already" in run()
+
+
+def test_a_policy_whose_file_cannot_be_looked_for_is_an_error_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("x" * 300, "x" * 300 + ".py", "no.such.module", "", ".relative"):
+        assert main([*COMPARE, "--policies", f"{name}:Mine", "--out", str(tmp_path)]) == 2
+        assert f"policy '{name}:Mine'" in capsys.readouterr().err
 
 
 def test_a_column_that_is_added_is_printed(

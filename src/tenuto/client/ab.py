@@ -49,7 +49,7 @@ from tenuto.client.metrics import connect, empty_cache
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
-from tenuto.core.loader import load_policy
+from tenuto.core.loader import find_file, load_policy
 from tenuto.core.settings import parse_option
 from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, read_first, write_whole, writing
 from tenuto.records.load import read_run
@@ -102,7 +102,7 @@ def run_ab(options: AbOptions) -> int:
 def describe(options: AbOptions) -> dict[str, Any]:
     """The arms and the load, in JSON types. Runs belong to one comparison only if all of this is equal."""
     bench = {name: value for name, value in asdict(options.bench).items() if name not in _UNLIKE}
-    named = {arm.name: arm.target.rpartition(":")[0] for arm in options.arms if arm.is_local}
+    named = {arm.name: find_file(arm.target) for arm in options.arms if arm.is_local}
     workload = options.bench.load.workload
     files = digest_files({**named, "workload": "" if workload in GENERATORS else workload})
     return {

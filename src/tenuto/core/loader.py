@@ -146,6 +146,22 @@ class ClassLoader(Generic[T]):
         return cls
 
 
+def find_file(name: str) -> str:
+    """The file of a policy or router that a user names; empty for Tenuto's own and for what is not found."""
+    module_name = name.rpartition(":")[0]
+    if not module_name or module_name.endswith(".py"):
+        return module_name
+    try:
+        with _working_directory_in_path():
+            # A script that runs is such a module, and has no spec.
+            module = sys.modules.get(module_name)
+            spec = None if module is not None else importlib.util.find_spec(module_name)
+    except Exception:  # a package around it may be user code; who loads the class says what is wrong
+        return ""
+    found = getattr(module, "__file__", None) if spec is None else spec.origin
+    return found or ""
+
+
 def _get_name_of_module(module: str) -> str:
     return module.rpartition(".")[2].replace("_", "-")
 

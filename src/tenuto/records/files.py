@@ -353,8 +353,8 @@ def digest_files(named: Mapping[str, str | None]) -> dict[str, str]:
 
 def _digest(path: Path) -> str:
     """Empty if there is no such thing."""
-    files = [path] if path.is_file() else sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")])
     try:
+        files = [path] if path.is_file() else sorted([*path.rglob("*.json"), *path.rglob("*.json.gz")])
         parts = [f"{file.relative_to(path)} {_digest_file(file, file.stat().st_mtime_ns)}" for file in files]
     except OSError:  # who reads the file says what is wrong
         return ""

@@ -1,7 +1,7 @@
 """What `tenuto compare` does: a grid of runs, further runs that explain the gains, and the table.
 
 *The grid.* Cells run on all cores, or on a Ray cluster. Cells with a result are not run again, unless a file
-that they name has changed.
+that they name has changed, or a workload that is given.
 
 *Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
 each run to the next, so the three ratios of mean job times multiply to the whole:
@@ -18,6 +18,7 @@ best of them is shown beside stock as shipped.
 from __future__ import annotations
 
 import gc
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
 from tenuto.records.files import RESULTS, digest_files, read_objects, write_whole, writing
 from tenuto.records.load import read_run
@@ -46,6 +47,7 @@ from tenuto.sim.machine import build, get_max_num_batched_tokens
 from tenuto.sim.run import GC_THRESHOLD, NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
+from tenuto.workload.schema import Workload
 
 Record = dict[str, Any]
 Place = TypeVar("Place")
@@ -62,17 +64,18 @@ class Cell:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """A digest of each file or folder that it names, when first asked."""
-        setup, load = self.setup, self.load
+        """A digest of each file or folder that it names, and of a workload that is given, when first asked."""
+        setup, load, given = self.setup, self.load, self.extras.workload
         router = "" if setup.fleet is None else setup.fleet.router
         named = {
-            "policy": setup.policy.rpartition(":")[0],
-            "router": router.rpartition(":")[0],
+            "policy": find_file(setup.policy),
+            "router": find_file(router),
             "model": setup.model,
             "step_cost": setup.step_cost,
-            "workload": "" if load.workload in GENERATORS else load.workload,
+            "workload": "" if load.workload in GENERATORS or given is not None else load.workload,
         }
-        return digest_files(named)
+        files = digest_files(named)
+        return files if given is None else {**files, "workload": _digest_workload(given)}
 
     @cached_property
     def key(self) -> str:
@@ -90,6 +93,13 @@ class Cell:
         return (
             f"{name_gpus(setup, setup.gpu)} {setup.policy}{steps}{kept}{router}{load} seed {self.load.seed}"
         )
+
+
+def _digest_workload(workload: Workload) -> str:
+    digest = hashlib.sha256(workload.loop.encode())
+    for job in workload.jobs:
+        digest.update(repr(job).encode())
+    return digest.hexdigest()[:16]
 
 
 def _make_key(config: Mapping[str, Any], files: object) -> str:

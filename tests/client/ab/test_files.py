@@ -38,9 +38,14 @@ def test_another_comparison_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_policy_or_trace_that_changed_is_another_comparison(tmp_path: Path) -> None:
-    files = tmp_path / "own.py", tmp_path / "trace.jsonl"
-    arms = ("--arm", "a=sim:stock", "--arm", f"b=sim:{files[0]}:Own", "--workload", str(files[1]))
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_policy_or_trace_that_changed_is_another_comparison(
+    by_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    files = tmp_path / "own_to_change.py", tmp_path / "trace.jsonl"
+    own = files[0].stem if by_module else files[0]
+    arms = ("--arm", "a=sim:stock", "--arm", f"b=sim:{own}:Own", "--workload", str(files[1]))
     options = parse(*arms, "--model", "llama-3.1-8b", "--out", str(tmp_path / "out"))
     for changed in (None, *files):
         for file in files:
