@@ -138,8 +138,8 @@ def compare(  # noqa: PLR0913 - as above
 
     `workers`: processes; None takes one per core. With more than one, a script must call this below
     `if __name__ == "__main__":`, as processes import it. `out`: a folder for results.jsonl; runs that it has
-    already are not run again, unless the file of a policy or the workload has changed. Two policies of one class are told apart by their options. All else, and the
-    errors, are as in `simulate`.
+    already are not run again, unless the file of a policy or the workload has changed. Two policies of one
+    class are told apart by their options. All else, and the errors, are as in `simulate`.
     """
     setup, load = _split(settings)
     gpus = [gpu] if isinstance(gpu, str) else list(gpu)
@@ -254,7 +254,10 @@ def _check_given(policy: object) -> Policy:
     if not isinstance(policy, Policy):
         raise PolicyError(f"give a policy by its name or as an object, such as MyPolicy(); got {policy!r}")
     for field in dataclasses.fields(policy):
-        if field.init and (problem := find_problem(getattr(policy, field.name), field.metadata)):
+        value = getattr(policy, field.name)
+        # A plain field has no bounds, and a default of its author's may be infinite.
+        is_bounded = field.init and field.metadata and value != field.default
+        if is_bounded and (problem := find_problem(value, field.metadata)):
             name = get_policy_name(type(policy))
             raise ConfigError(f"policy {name!r}: key {field.name!r} {problem}")
     return policy

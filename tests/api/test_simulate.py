@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,14 @@ class Holding(Policy):
 
     def on_turn_finished(self, turn, now_s):
         self._num_finished += 1
+
+
+@dataclass
+class Endless(Policy):
+    """Has no limits, if nobody sets any."""
+
+    cap: float = math.inf
+    keep_s: float = setting(math.inf, "seconds", minimum=0)
 
 
 @dataclass
@@ -87,6 +96,13 @@ def test_a_policy_given_is_an_object_within_its_bounds() -> None:
             call(Holding)
         with pytest.raises(ConfigError, match="Holding': key 'keep_s' must be at least 0, got -5"):
             call(Holding(keep_s=-5))
+
+
+def test_a_policy_given_may_hold_what_is_infinite() -> None:
+    for policy in (Endless(), Endless(cap=-math.inf)):
+        tenuto.simulate(policy, jps=1.0, strict=True, **SMALL)
+    with pytest.raises(ConfigError, match="Endless': key 'keep_s' must be finite, got -inf"):
+        tenuto.check_policy(Endless(keep_s=-math.inf))
 
 
 def test_faults_are_counted_or_stop_the_run() -> None:

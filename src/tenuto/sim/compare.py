@@ -64,7 +64,7 @@ class Cell:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """A digest of each file or folder that it names, and of a workload that is given, when first asked."""
+        """A digest of each file or folder that it names and of a workload that is given, when first asked."""
         setup, load, given = self.setup, self.load, self.extras.workload
         router = "" if setup.fleet is None else setup.fleet.router
         named = {
