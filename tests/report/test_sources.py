@@ -102,12 +102,14 @@ def test_what_a_killed_run_leaves_in_a_folder_stops_no_report(tmp_path: Path) ->
     write_lines(tmp_path / "good" / "result.json", [make_record("a")])
     with RunFiles(tmp_path / "killed"):
         pass
-    turns = tmp_path / "killed" / "turns.jsonl"
+    left = [tmp_path / "killed" / "turns.jsonl", tmp_path / "killed" / "verdict.json"]
+    left[1].touch()
     sources = read_sources([tmp_path])
     assert ([run.policy for run in sources.runs], sources.details) == (["a"], [])
-    assert sources.notes == [f"{turns}: is empty; it was left out."]
-    with pytest.raises(DataError, match=r"turns\.jsonl: is empty"):
-        read_sources([turns])
+    assert sorted(sources.notes) == [f"{path}: is empty; it was left out." for path in left]
+    for path in left:
+        with pytest.raises(DataError, match=rf"{path.name}: is empty"):
+            read_sources([path])
 
 
 def test_compressed_files_in_a_folder_are_read_as_others_are(tmp_path: Path) -> None:

@@ -309,11 +309,11 @@ class _Reader:
 
     def read(self, path: Path, is_named: bool) -> None:
         """Read one file. An unknown file is noted; it is an error if it was named."""
-        if path.name.removesuffix(".gz") == VERDICT:
-            self._sources.verdicts.append(_read_verdict(path))
-            return
         # A run that was killed before its first turn ended leaves an empty file.
         is_empty = path.is_file() and path.stat().st_size == 0
+        if path.name.removesuffix(".gz") == VERDICT and (is_named or not is_empty):
+            self._sources.verdicts.append(_read_verdict(path))
+            return
         must_be_ours = is_named or (path.name.removesuffix(".gz") in OUR_NAMES and not is_empty)
         try:
             kind = identify(path)
