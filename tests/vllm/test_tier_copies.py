@@ -252,6 +252,24 @@ def test_the_folder_does_not_grow_beyond_its_limit(tmp_path: Path, view: memoryv
     tier.shutdown()
 
 
+def test_a_prefix_that_is_hit_above_the_disk_goes_after_what_is_not_used(
+    tmp_path: Path, view: memoryview
+) -> None:
+    tier = make_tier(tmp_path, view, max_bytes=4 * (HEADER.size + SIZE))
+    store(tier, b"shared", b"a1", b"a2")
+    tier.on_request_finished(make_context([b"shared", b"a1", b"a2"]))
+    store(tier, b"b")
+    tier.on_request_finished(make_context([b"shared", b"b"]))
+    store(tier, b"c")
+    assert list(tier._files) == [b"a1", b"b", b"shared", b"c"], "and tails go before what they continue"
+    late = make_transfer([b"shared", b"d"], [1, 1], is_promotion=False)
+    tier.submit_store(late)
+    tier.on_request_finished(late.req_context)
+    finish(tier)
+    assert list(tier._files) == [b"b", b"c", b"d", b"shared"], "also if a store ends after its request"
+    tier.shutdown()
+
+
 def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(tmp_path: Path, view: memoryview) -> None:
     tier = make_tier(tmp_path, view, max_bytes=HEADER.size + SIZE)
     # What stands under a chunk's name cannot be removed as a file is.

@@ -88,6 +88,8 @@ class Chains:
     def __init__(self, num_groups: int = 1) -> None:
         self.use = Use()
         """The chunks' rank and their job, as far as known."""
+        self.has_ended = False
+        """Whether the request has ended. Its stores to a disk may end later."""
         self._has_groups = num_groups > 1
         self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}

@@ -228,8 +228,10 @@ class DiskTier(SecondaryTier):
         chains = try_get_chains(req_context)
         if chains is None:
             return
+        chains.has_ended = True
         use, keeps = chains.use, bool(chains.use.wished) and self._kept.max_chunks > 0
-        for key, end in chains.list_ends():
+        # Tails first, so that they go before what they continue.
+        for key, end in sorted(chains.list_ends(), key=lambda each: each[1], reverse=True):
             name = try_get_name(key, req_context)
             if name is None:
                 return
@@ -282,6 +284,9 @@ class DiskTier(SecondaryTier):
                 if not job.is_promotion:
                     for key in each.good:
                         self._put(each.names[key], each.owner)
+                    chains = try_get_chains(job.req_context)
+                    if chains is not None and chains.has_ended:
+                        self.on_request_finished(job.req_context)
                     self._trim()
             size = len(each.good) * self.block_size_bytes
             if job.is_promotion:
@@ -363,6 +368,7 @@ class DiskTier(SecondaryTier):
         """Record that this job used a file last. The file may be new."""
         before = self._files.get(name)
         self._files[name] = owner
+        self._files.move_to_end(name)
         if before != owner:
             self._changes.count(before, -1)
             self._changes.count(owner, 1)
