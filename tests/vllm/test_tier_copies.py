@@ -309,6 +309,25 @@ def test_a_full_disk_costs_the_copy_only(
     tier.shutdown()
 
 
+def test_a_failed_store_forgets_no_file_that_is_there(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    limit = 2 * (HEADER.size + SIZE)
+    tier = make_tier(tmp_path, view, max_bytes=limit)
+    store(tier, b"a", b"b")
+    with monkeypatch.context() as full:
+        full.setattr(disk, "write_chunk", write)
+        assert store(tier, b"new", b"a", b"b") == [False]
+    assert has(tier, b"a")
+    assert has(tier, b"b")
+    store(tier, b"c", b"d")
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) == limit
+    tier.shutdown()
+
+
 def test_while_a_read_hangs_the_disk_counts_as_empty(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

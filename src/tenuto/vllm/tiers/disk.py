@@ -279,9 +279,11 @@ class DiskTier(SecondaryTier):
         for each in done:
             job, bad = each.job, set(each.job.keys) - each.good
             if each.space is self._space:
-                for key in bad:
-                    self._forget(each.names[key])
-                if not job.is_promotion:
+                if job.is_promotion:
+                    for key in bad:
+                        self._forget(each.names[key])
+                else:
+                    # A failed store may not have reached files that are there.
                     for key in each.good:
                         self._put(each.names[key], each.owner)
                     chains = try_get_chains(job.req_context)
