@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,25 @@ def test_a_policy_goes_on_with_what_it_had_learned(tmp_path: Path) -> None:
     assert (verdict.num_asked, verdict.num_differences) == (3, 0)
     with pytest.raises(DataError, match=":1: state: cannot be loaded by this policy"):
         check_decisions(write(path, [{**lines[0], "state": {}}, *lines[1:]]), policy=name)
+
+
+@dataclass
+class LastFirst(Policy):
+    """Some turns go before all others, some after."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        return (math.inf if turn.num_prompt_tokens > 9 else -math.inf, turn.arrival_s)
+
+
+def test_infinite_keys_are_the_same_again(tmp_path: Path) -> None:
+    policy, path = LastFirst(), tmp_path / "t"
+    trace = TraceWriter(str(path), policy)
+    caller = PolicyCaller(policy, trace.write)
+    for number in (9, 10):
+        caller.ask("queue_key", Turn("t", Job("j", 0.0, 1), 0.0, number), 0.0)
+    trace.close()
+    verdict = check_decisions(path, policy=read(path)[0]["policy"])
+    assert (verdict.num_asked, verdict.num_differences) == (2, 0)
 
 
 def test_a_cut_last_line_is_left_out_and_told(trace: Path, tmp_path: Path, capsys: Any) -> None:

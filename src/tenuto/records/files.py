@@ -68,14 +68,17 @@ def read_objects(path: Path, note: Note | None = None, *, exact: bool = False) -
     return list(_Reader(path, note=note, exact=exact, max_bytes=MAX_FILE_BYTES).read())
 
 
-def stream_objects(path: Path, note: Note, say: Say | None = None) -> Iterator[Fields]:
+def stream_objects(
+    path: Path, note: Note, say: Say | None = None, *, keeps_infinity: bool = False
+) -> Iterator[Fields]:
     """Yield the objects of a file one at a time, because a day's trace is larger than memory.
 
     The damage that a killed writer leaves is not an error: a truncated last line, a truncated compressed
     file, or a truncated line that the header of the next start continues. The damaged part is skipped and
-    reported to `note`. `say` receives the progress of a long file. Raises DataError as `read_objects` does.
+    reported to `note`. `say` receives the progress of a long file. With `keeps_infinity`, infinite numbers,
+    such as a policy's keys, are not read as null. Raises DataError as `read_objects` does.
     """
-    return _Reader(path, note=note, say=say).read()
+    return _Reader(path, note=note, say=say, keeps_infinity=keeps_infinity).read()
 
 
 def read_first(path: Path) -> Fields:
@@ -94,6 +97,7 @@ class _Reader:
     note: Note | None = None
     say: Say | None = None
     exact: bool = False
+    keeps_infinity: bool = False
     max_bytes: int | None = None
     """Limit for the whole unpacked file; None for a file that is read line by line."""
     number: int = 0
@@ -184,7 +188,8 @@ class _Reader:
                 raise DataError(f"{place}: not valid JSON: {_explain(error)}") from None
 
     def _decode(self, data: bytes) -> object:
-        return (_EXACT if self.exact else _PLAIN).decode(data.decode())
+        decoder = _EXACT if self.exact else _INFINITE if self.keeps_infinity else _PLAIN
+        return decoder.decode(data.decode())
 
     @staticmethod
     def _make_fields(value: object, place: str) -> Fields:
@@ -239,6 +244,8 @@ def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 _PLAIN = json.JSONDecoder(parse_constant=lambda name: None)
 """Reads NaN as null: Python writes NaN if a run measured nothing."""
+_INFINITE = json.JSONDecoder(parse_constant={"Infinity": math.inf, "-Infinity": -math.inf}.get)
+"""Reads NaN alone as null."""
 _EXACT = json.JSONDecoder(
     parse_float=_parse_float, parse_constant=_refuse_constant, object_pairs_hook=_make_object
 )

@@ -68,7 +68,7 @@ def check_decisions(
     replay: Replay | None = None
     part: Part | None = None
     with Progress("replay").cleared() as progress:
-        for record in stream_objects(path, verdict.notes.append):
+        for record in stream_objects(path, verdict.notes.append, keeps_infinity=True):
             kind = record.values.get("kind")
             if kind == "header":
                 before, part = part, read_part(record)
