@@ -24,6 +24,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "bash"}}
 BAD_ARGUMENTS = {"sim_tool": "bash", "sim_arguments": "[1"}
+NO_JSON = {"sim_tool": "bash", "sim_arguments": '{"a": NaN}'}
 SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=PieceTokenizer(50_000))
 
 
@@ -97,6 +98,7 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
         (CHAT, {"messages": [USER], "tool_choice": "maybe"}, "tool_choice must be"),
         (CHAT, {"messages": [USER], "vllm_xargs": {"sim_tool": "rm"}}, "no tool 'rm'"),
         (CHAT, {"messages": [USER], "tools": [TOOL], "vllm_xargs": BAD_ARGUMENTS}, "must be a JSON object"),
+        (CHAT, {"messages": [USER], "tools": [TOOL], "vllm_xargs": NO_JSON}, "must be a JSON object"),
         (
             CHAT,
             {"messages": [USER], "tools": [TOOL], "vllm_xargs": {"sim_calls": "²"}},
@@ -207,6 +209,7 @@ def test_every_error_is_an_openai_error(live: Live) -> None:
     for response, status in (
         (live.post(PLAIN, {"prompt": ""}), 400),
         (live.post(CHAT, content=b"{"), 400),
+        (live.post(CHAT, content=b"{}", headers={"Content-Encoding": "gzip"}), 400),
         (live.post(PLAIN, content=b"x" * (33 * 2**20)), 413),
         (live.post("/v1/embeddings", {"input": "x"}), 404),
         (httpx.get(live.url + PLAIN), 405),

@@ -46,8 +46,11 @@ LARGE_BODY_BYTES = 2**17
 
 
 async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
-    """The result of `read` for a request's body, in a thread if the body is large."""
-    raw = await http.read()
+    """The result of `read` for a request's body, in a thread if the body is large. Raises RequestError."""
+    try:
+        raw = await http.read()
+    except web.RequestPayloadError as error:
+        raise RequestError(f"the body cannot be read: {error}") from None
     return read(raw) if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(read, raw)
 
 

@@ -395,6 +395,11 @@ def make_value(schema: Any, depth: int = 0) -> Any:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
     except ValueError:
         return False
+
+
+def _refuse_constant(name: str) -> object:
+    # Messages has arguments as a value, and what it sends must be JSON.
+    raise ValueError(f"{name} is not JSON")
