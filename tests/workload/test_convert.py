@@ -244,6 +244,16 @@ def test_a_folder_is_there_when_it_is_whole(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"new", "empty"}
 
 
+def test_an_empty_folder_in_which_one_works_is_filled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken = Format(lambda jobs, _: [{"id": ""}], has_sessions=True)
+    with pytest.raises(DataError):
+        write_trace(Path(), make_jobs(), broken, 64)
+    assert list(tmp_path.iterdir()) == []
+    write_trace(Path(), make_jobs(), FORMATS["weka"], 64)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 2
+
+
 def test_a_file_with_a_temporary_name_is_kept(tmp_path):
     mine = tmp_path / "x.jsonl.part"
     mine.write_text("mine")

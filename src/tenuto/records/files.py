@@ -379,15 +379,23 @@ def _digest_file(path: Path, changed_ns: int) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write a file or a folder that takes the place of `path` when the block has ended.
 
+    If both are folders, the files go into the old one: it may be a mount point, or where a process works.
     If the block raises, for example as the disk is full or at Ctrl-C, nothing is left. Raises OSError.
     """
-    # A folder of its own beside `path`: no file of that name can be there already.
+    # A folder of its own beside or in `path`: no file of that name can be there already.
     with TemporaryDirectory(
-        dir=path.parent, prefix="tenuto-", suffix=".part", ignore_cleanup_errors=True
+        dir=path if path.is_dir() else path.parent,
+        prefix="tenuto-",
+        suffix=".part",
+        ignore_cleanup_errors=True,
     ) as folder:
         part = Path(folder) / f"{path.name}.part"
         yield part
-        part.replace(path)
+        if part.is_dir() and path.is_dir():
+            for each in part.iterdir():
+                each.replace(path / each.name)
+        else:
+            part.replace(path)
 
 
 def _open_for_lines(path: Path) -> TextIO:
