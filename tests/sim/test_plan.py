@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -223,7 +224,23 @@ def test_pauses_that_take_too_many_jobs_to_simulate_are_named(
     load = ["--workload", write_trace(pause_s=86_400.0), "--jps", "8"]
     machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--seeds", "1"]
     assert main([command, *machine, *load, *target]) == 2
-    assert "a job takes 86,400 s on average when it is alone" in capsys.readouterr().err
+    problem = capsys.readouterr().err
+    assert "a job takes 86,400 s on average when it is alone, so more than 1,000,000 jobs" in problem
+
+
+def test_shorter_pauses_as_the_message_names_them_are_simulated(
+    write_trace: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.sim.steady.MOST_JOBS", 100)
+    monkeypatch.setattr("tenuto.sim.steady.MOST_UNSEEN_JOBS", 600)
+    load = ["--workload", write_trace(pause_s=8.0), "--scale-tools", "0.5", "--jps", "12", "--window", "5"]
+    machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--seeds", "1"]
+    command = ["plan", "--policies", "stock", "--p95", "9", "--max-sim-jobs", "100", *machine, *load]
+    assert main(command) == 2
+    [advice] = re.findall(r"with (--scale-tools) ([\d.]+);", capsys.readouterr().err)
+    assert 0.2 < float(advice[1]) < 0.5
+    main([*command, *advice])
+    assert "In short" in capsys.readouterr().out
 
 
 PLAN = [

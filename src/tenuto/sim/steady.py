@@ -300,8 +300,8 @@ FEW = 3
 """A first run has this many times the minimum number of jobs."""
 MOST_JOBS = 20_000
 """Jobs that are made for one run at most, unless more arrive until the first look."""
-MOST_UNSEEN_JOBS = 10 * MOST_JOBS
-"""Most jobs until the first look. More take minutes to make, and may fill the memory."""
+MOST_UNSEEN_JOBS = 1_000_000
+"""Most jobs that are made for one run. These take 2 GB and 40 s to make; more may fill the memory."""
 NUM_SAMPLED = 60
 """Number of jobs of a sample, from which the mean time of a job alone is taken."""
 
@@ -391,10 +391,12 @@ def _simulate(
     needed_s = max(max_jobs / load.jps, settling.shortest_s, settling.longest_s)
     horizon_s = max(min(needed_s * STRETCH, MOST_JOBS / load.jps), settling.first_look_s * STRETCH)
     if horizon_s * load.jps > MOST_UNSEEN_JOBS:
+        # Less, as only tool calls and pauses get shorter, and a plan is also tried with 20 % more load.
+        scale = 0.8 * load.scale_tools * MOST_UNSEEN_JOBS / (horizon_s * load.jps)
         raise ConfigError(
             f"{load.workload}: a job takes {alone_s:,.0f} s on average when it is alone, so more than "
-            f"{MOST_UNSEEN_JOBS:,} jobs would be simulated at {load.jps:g} jobs/s; shorten tool calls "
-            "and people's pauses with --scale-tools, or lower --jps"
+            f"{MOST_UNSEEN_JOBS:,} jobs would be simulated at {load.jps:g} jobs/s for one machine; shorten "
+            f"tool calls and people's pauses with --scale-tools {scale:.2g}"
         )
     observer = _Observer(settling, horizon_s, effort, load, tell)
     prepared = prepare(
