@@ -328,6 +328,26 @@ def test_a_failed_store_forgets_no_file_that_is_there(
     tier.shutdown()
 
 
+def test_an_eighth_of_host_memory_waits_for_a_slow_disk_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def write(*arguments: Any) -> None:
+        assert go_on.wait(30)
+        write_chunk(*arguments)
+
+    monkeypatch.setattr(disk, "write_chunk", write)
+    tier = make_tier(tmp_path, memoryview(np.zeros((32, SIZE), np.int8)))
+    for name in (b"a", b"b", b"c"):
+        tier.submit_store(make_transfer([name + b"%d" % n for n in range(3)], [0, 1, 2], is_promotion=False))
+    assert [each.success for each in tier.get_finished_jobs()] == [False], "more than four chunks wait"
+    go_on.set()
+    assert [each.success for each in finish(tier)] == [True, True]
+    assert store(tier, b"c0") == [True]
+    tier.shutdown()
+
+
 def test_while_a_read_hangs_the_disk_counts_as_empty(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

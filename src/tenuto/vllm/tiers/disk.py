@@ -58,8 +58,9 @@ from tenuto.vllm.tiers.files import (
 logger = logging.getLogger("vllm.tenuto")
 
 NUM_THREADS = 4
-MAX_WAITING_STORES = 64
-"""Most stores that wait for the disk; more are dropped. A slow disk must not block host memory."""
+MAX_WAITING_SHARE = 1 / 8
+"""The share of host memory from which on stores are dropped, because as much already waits for the disk and
+cannot be evicted. A slow disk must not block host memory."""
 MAX_READ_S = 5.0
 """While a read takes longer than this, the disk counts as empty: turns compute instead of waiting for it."""
 
@@ -155,7 +156,7 @@ class DiskTier(SecondaryTier):
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
         self._lock = threading.Condition()
         self._num_running = 0
-        self._num_stores = 0
+        self._num_storing = 0  # chunks that wait for the disk
         self._done: list[_Job] = []
         self._reads: dict[int, float] = {}  # by job: since when a thread reads its files
         self._speed = LinkSpeed(self.block_size_bytes, 1)
@@ -253,8 +254,9 @@ class DiskTier(SecondaryTier):
         """Write chunks that no file has yet, in the background."""
         job = self._make_job(job_metadata)
         with self._lock:
-            is_taken = job is not None and self._num_stores < MAX_WAITING_STORES
-            self._num_stores += int(is_taken)
+            num_bytes = self._num_storing * self.block_size_bytes
+            is_taken = job is not None and num_bytes < MAX_WAITING_SHARE * self._view.nbytes
+            self._num_storing += len(job_metadata.keys) if is_taken else 0
         if self._space is None:
             self._write_complaints.add("not open, so nothing is written")
         if job is None or not is_taken:
@@ -473,7 +475,7 @@ class DiskTier(SecondaryTier):
             self._done.append(each)
             self._reads.pop(job.job_id, None)
             self._num_running -= 1
-            self._num_stores -= int(not job.is_promotion)
+            self._num_storing -= 0 if job.is_promotion else len(job.keys)
             self._lock.notify_all()
 
     def _store(self, each: _Job) -> None:
