@@ -185,6 +185,8 @@ def test_host_memory_is_vllms_connector_with_our_spec(capsys: pytest.CaptureFixt
     assert extra["spec_name"] == "DiskSpec"
     assert extra["secondary_tiers"][0]["max_bytes"] == 2**31
     assert extra["secondary_tiers"][0]["folder"].endswith("/kv")
+    config = read_transfer_config("--host-gb", "1e-12", capsys=capsys)
+    assert config["kv_connector_extra_config"]["cpu_bytes_to_use"] == 1
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,9 @@ def test_host_memory_is_vllms_connector_with_our_spec(capsys: pytest.CaptureFixt
         (["--disk", "x"], "--host-gb"),
         (["--host-gb", "1", "--disk-gb", "1"], "--disk"),
         (["--host-gb", "0"], "--host-gb"),
+        (["--host-gb", "1e300"], "--host-gb must be at most"),
+        (["--host-gb", "1", "--disk", "x", "--disk-gb", "1e300"], "--disk-gb must be at most"),
+        (["--host-gb", "1", "--disk", ""], "--disk is empty"),
         (["--host-gb", "1", "--kv-offloading-size", "1"], "--kv-offloading-size"),
         (["--host-gb", "1", "--kv-transfer-config={}"], "--kv-transfer-config"),
     ],

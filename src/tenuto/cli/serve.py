@@ -11,7 +11,7 @@ from tenuto.cli.command import Command, Given, Part, get_flags, policy_options
 from tenuto.core.console import say
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError, TenutoError, redact, suggest
-from tenuto.core.settings import Options, option, parse_policy_options
+from tenuto.core.settings import MAX_TIER_GB, Options, option, parse_policy_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,18 @@ class ServeOptions(Options):
         "is evicted first",
         metavar="GIB",
         above=0,
+        maximum=MAX_TIER_GB,
     )
     disk: str | None = option(
         None, "also keep KV in files in this folder, below host memory", metavar="FOLDER"
     )
     disk_gb: float | None = option(
-        None, "most disk space that --disk takes", metavar="GIB", above=0, shown_default="no limit"
+        None,
+        "most disk space that --disk takes",
+        metavar="GIB",
+        above=0,
+        maximum=MAX_TIER_GB,
+        shown_default="no limit",
     )
     dry_run: bool = option(False, "print the line and stop")
 
@@ -58,6 +64,8 @@ class ServeOptions(Options):
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):
             raise ConfigError("--disk needs host memory above it: add --host-gb")
+        if self.disk == "":
+            raise ConfigError("--disk is empty: name a folder")
         if self.disk is None and self.disk_gb is not None:
             raise ConfigError("--disk-gb needs --disk, the folder")
 

@@ -17,6 +17,9 @@ from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin,
 
 from tenuto.core.errors import ConfigError, suggest
 
+MAX_TIER_GB = 1e9
+"""Most memory of a tier, GiB. More is a typing error."""
+
 _BOUNDS = (
     ("minimum", "at least", operator.ge),
     ("maximum", "at most", operator.le),

@@ -10,11 +10,8 @@ from typing import Any, Literal, get_args
 
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
 from tenuto.core.errors import ConfigError
-from tenuto.core.settings import Options, get_flag, option, parse_policy_options
+from tenuto.core.settings import MAX_TIER_GB, Options, get_flag, option, parse_policy_options
 from tenuto.sim.hardware.gpus import GPUS, get_gpu
-
-MAX_TIER_GB = 1e9
-"""Most memory of a tier, GiB. More is a typing error."""
 
 
 def _read_interval(text: str) -> int | None:

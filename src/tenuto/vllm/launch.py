@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -205,14 +206,14 @@ class Tiers:
         extra: dict[str, Any] = {
             "spec_name": "HostSpec" if self.disk is None else "DiskSpec",
             "spec_module_path": "tenuto.vllm.tiers.worker",
-            "cpu_bytes_to_use": int(self.host_gb * GIB),
+            "cpu_bytes_to_use": math.ceil(self.host_gb * GIB),
             # An agent's answer is part of its next prompt.
             "offload_prompt_only": False,
         }
         if self.disk is not None:
             folder = str(Path(self.disk).absolute())
             tier = {"type": "DiskTier", "module_path": "tenuto.vllm.tiers.disk", "folder": folder}
-            limit = {} if self.disk_gb is None else {"max_bytes": int(self.disk_gb * GIB)}
+            limit = {} if self.disk_gb is None else {"max_bytes": math.ceil(self.disk_gb * GIB)}
             extra["secondary_tiers"] = [{**tier, **limit}]
         return {
             "kv_connector": "OffloadingConnector",
