@@ -32,7 +32,8 @@ def schedule(**settings: object) -> tuple[str, ...]:
 @pytest.mark.parametrize("options", [HASH, (*HASH, *schedule(binding_only=True)), (*HASH, *schedule())])
 def test_jobs_with_an_id_stay_with_the_engine_that_holds_them(fleet: Start, options: tuple[str, ...]) -> None:
     started = fleet(*options)
-    agents = started.run_agents()
+    # The engines' ports are drawn, and with them who gets how much of the ring.
+    agents = started.run_agents(num_agents=24, num_turns=2)
     assert [agent.name for agent in agents if not agent.kept] == []
     homes = [started.find_engine(agent.headers["X-Session-ID"]) for agent in agents]
     assert {len(home) for home in homes} == {1}, "an id did not arrive, or it arrived at both engines"
