@@ -387,6 +387,6 @@ def get_seed_spread(groups: Sequence[Group]) -> Spread | None:
     """
     every = [cell.mean_s_by_seed.values() for group in groups for cell in group.cells]
     shares = [
-        (max(means) - min(means)) / fmean(means) for means in every if len(means) > 1 and sum(means) > 0
+        (max(means) - min(means)) / mean for means in every if len(means) > 1 and (mean := fmean(means)) > 0
     ]
     return Spread(statistics.median(shares), min(shares), max(shares)) if shares else None
