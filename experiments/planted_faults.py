@@ -639,6 +639,13 @@ FAULTS = (
         ("vllm/test_tier_copies.py::test_a_folder_with_others_files_or_of_another_user_is_refused",),
     ),
     Fault(
+        "disk: reads wait for writes",
+        "vllm/tiers/disk.py",
+        "(self._readers if is_read else self._writers).submit(",
+        "self._writers.submit(",
+        ("vllm/test_tier_copies.py::test_reads_do_not_wait_for_writes_that_hang",),
+    ),
+    Fault(
         "disk: every failure is logged",
         "vllm/tiers/disk.py",
         "            if now_s < self._next_s:\n                return\n",

@@ -162,7 +162,10 @@ def test_the_spread_between_seeds() -> None:
     cells = group(make_record("a", 1, 1, mean_s=8), make_record("a", 1, 2, mean_s=12), make_record("a", 2, 1))
     assert get_seed_spread([cells]) == (0.4, 0.4, 0.4)
     # A mean so small that half of it is no number any more says nothing.
-    assert get_seed_spread([group(make_record("a", 1, 1, mean_s=0), make_record("a", 1, 2, mean_s=5e-324))]) is None
+    assert (
+        get_seed_spread([group(make_record("a", 1, 1, mean_s=0), make_record("a", 1, 2, mean_s=5e-324))])
+        is None
+    )
 
 
 def test_missing_statistics_come_from_the_job_times() -> None:

@@ -185,7 +185,7 @@ def store(tier: DiskTier, *keys: bytes, use: Use = NOBODY, adapter: Any = None) 
 
 def finish_removals(tier: DiskTier) -> None:
     """Shut down when all is removed that is to be removed; by itself it leaves the rest to the next start."""
-    tier._pool.shutdown()
+    tier._writers.shutdown()
     tier.shutdown()
 
 
@@ -368,6 +368,39 @@ def test_while_a_read_hangs_the_disk_counts_as_empty(
     go_on.set()
     finish(tier)
     assert tier.lookup(b"a", None) is LookupResult.HIT
+    tier.shutdown()
+
+
+def test_reads_do_not_wait_for_writes_that_hang(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view)
+    store(tier, b"a")
+    go_on = threading.Event()
+    monkeypatch.setattr(disk, "write_chunk", lambda *_: go_on.wait(30))
+    monkeypatch.setattr(disk, "MAX_WAITING_SHARE", 10)
+    for number in range(2 * disk.NUM_THREADS):
+        tier.submit_store(make_transfer([b"b%d" % number], [1], is_promotion=False))
+    tier.submit_load(make_transfer([b"a"], [3], is_promotion=True))
+    deadline_s = time.monotonic() + 30
+    while not (ended := list(tier.get_finished_jobs())) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    go_on.set()
+    assert [each.success for each in ended] == [True]
+    finish(tier)
+    tier.shutdown()
+
+
+def test_a_read_that_waits_for_others_hangs_too(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view)
+    store(tier, b"a")
+    monkeypatch.setattr(tier._readers, "submit", lambda *_: None)
+    tier.submit_load(make_transfer([b"a"], [3], is_promotion=True))
+    assert has(tier, b"a")
+    monkeypatch.setattr(disk, "MAX_READ_S", 0.0)
+    assert not has(tier, b"a")
     tier.shutdown()
 
 

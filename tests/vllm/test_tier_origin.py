@@ -25,6 +25,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tenuto.vllm.compat import origin
@@ -325,3 +326,22 @@ def test_copies_under_way_do_not_reach_what_is_read_after_an_adapter_is_loaded_a
     # It compares each block that a request hits with what it should hold.
     fill(engine, "b2")
     assert engine.hits["b2"] == (0, 0)
+
+
+def test_what_is_stored_on_request_is_found_on_disk_after_a_restart(tmp_path: Path) -> None:
+    """With an adapter too, whose KV has other names there."""
+    adapter = tmp_path / "adapter"
+    adapter.write_text("weights")
+    lora = LoRARequest("x", 1, str(adapter))
+    policy = {"policy": "tests.vllm.policies:StoresAtTheEnd", "strict": True}
+    for number in range(2):
+        engine = TieredEngine(disk={"folder": str(tmp_path / "kv")}, tenuto=policy)
+        engine.tier.load_adapter("x", str(adapter), lambda: True)
+        for name, each in (("plain", None), ("adapted", lora)):
+            hints = {"job_id": name, "tool": "slow"}
+            prompt = [ord(name[0])] * 160
+            engine.add(make_request(name, prompt, max_tokens=2, xargs=hints, lora_request=each))
+            engine.drain()
+            assert sum(engine.hits[name]) == number * 160, name
+        engine.disk.drain_jobs()
+        engine.shutdown()

@@ -17,6 +17,7 @@ from tenuto.core.errors import IncompatibleError
 from tenuto.records.load import TRACE, load_file
 from tenuto.report.diagnosis import Cause, get_cause, make_stories
 from tenuto.vllm.compat.check import check_connector
+from tenuto.vllm.tiers import background
 from tests.vllm.conftest import Clock
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
@@ -347,6 +348,37 @@ def test_a_wrong_guess_costs_the_copy_only(clock: Clock) -> None:
     assert engine.hits["second"][1] > 0
     assert engine.tier.prefetch.num_wasted == 1
     engine.assert_clean()
+
+
+def test_a_fetch_comes_at_the_time_of_the_latest_tool_call(clock: Clock) -> None:
+    """Not at that of the call before, which ended early. Another job's earlier time is first in the queue."""
+    engine = TieredEngine(num_blocks=61, num_chunks=200, tenuto={"policy": "stock"})
+    begun_s = clock.now_s
+    for number, (job, expected_s) in enumerate((("b", 5.0), ("a", 10.0), ("a", 100.0), ("b", 200.0))):
+        hints = {"job_id": job, "tool": "make", "expected_tool_seconds": expected_s}
+        engine.add(make_request(f"turn{number}", [4] * (320 + number), max_tokens=2, xargs=hints))
+        engine.drain()
+    assert engine.tier.get_next_due_s() == begun_s + background.LEAD_SHARE * 100.0
+
+
+def test_of_jobs_without_a_planned_fetch_no_hashes_are_kept(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TieredEngine(num_blocks=101, num_chunks=200, tenuto={"policy": "stock"})
+    away = engine.tier.prefetch._away
+
+    def run(name: str, **hints: float) -> None:
+        prompt = [ord(name)] * 160
+        engine.add(make_request(name, prompt, max_tokens=2, xargs={"job_id": name, "tool": "make", **hints}))
+        engine.drain()
+
+    run("a")
+    run("b", expected_tool_seconds=10.0)
+    assert [len(each.hashes) for each in away.values()] == [0, 10]
+    monkeypatch.setattr(background, "MAX_HASHES", 25)
+    for name in "cde":
+        run(name, expected_tool_seconds=10.0)
+    assert list(away) == ["d", "e"]
 
 
 def test_a_request_is_not_taken_for_a_copy_by_its_name(clock: Clock) -> None:

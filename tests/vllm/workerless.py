@@ -133,6 +133,7 @@ def make_request(
     arrival_time: float = 0.0,
     priority: int = 0,
     xargs: dict[str, Any] | None = None,
+    lora_request: Any = None,
     **sampling: Any,
 ) -> Request:
     """A request; `xargs` are its `vllm_xargs`."""
@@ -145,6 +146,7 @@ def make_request(
         pooling_params=None,
         arrival_time=arrival_time,
         priority=priority,
+        lora_request=lora_request,
         block_hasher=get_request_block_hasher(block_size, sha256),
     )
 

@@ -741,11 +741,11 @@ class ConnectorPort:
 
         whole.update_state_after_alloc = update_state_after_alloc
 
-    def set_adapter(self, request_id: str, digest: str | None) -> None:
-        """The LoRA adapter of a request: a digest of its files, None if unknown."""
+    def set_adapter(self, request_id: str, adapter: Adapter) -> None:
+        """Set the LoRA adapter of a request."""
         status = self._scheduler._req_status.get(request_id)
         if status is not None:
-            status.req_context.set_state(Adapter(digest))
+            status.req_context.set_state(adapter)
 
     # Steps.
 
@@ -912,18 +912,27 @@ class ConnectorPort:
         return [get_block_hash(block.block_hash) for block in blocks]
 
     def begin_store(
-        self, store_id: str, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, end: int
+        self,
+        store_id: str,
+        blocks: Sequence[Any],
+        hashes: Sequence[Any],
+        meta: Any,
+        *,
+        chunks: range,
+        adapter: Adapter | None,
     ) -> int | None:
-        """Store the chunks from `first` to before `end` of a request's blocks.
+        """Store these chunks of the blocks of a request with this adapter.
 
         Returns the number of the copy; None if host memory already has the chunks, or has no room for them.
         """
         size = self.blocks_per_chunk
-        context, keys = self._name_chunks(store_id, hashes, end)
+        context, keys = self._name_chunks(store_id, hashes, chunks.stop)
+        if adapter is not None:
+            context.set_state(adapter)
         self._manager.on_new_request(context)
-        found = self._manager.prepare_store(keys[first:], context)
+        found = self._manager.prepare_store(keys[chunks.start :], context)
         wanted = set(found.keys_to_store) if found is not None else set()
-        numbers = [number for number in range(first, end) if keys[number] in wanted]
+        numbers = [number for number in chunks if keys[number] in wanted]
         job_id = None
         if numbers:
             ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]

@@ -24,7 +24,7 @@ from typing import Any
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
-from tenuto.vllm.compat.offload import ConnectorPort, Copy, make_copy_id
+from tenuto.vllm.compat.offload import Adapter, ConnectorPort, Copy, make_copy_id
 
 FIRST_BYTES_PER_S = 10e9
 """Assumed until the first copy has been measured. PCIe gives 20 GB/s or more, a CPU's memory several GB/s."""
@@ -44,6 +44,8 @@ MIN_FREE_SHARE = 0.25
 """Share of the GPU's blocks that must be free after the load, as room for turns that start meanwhile."""
 MAX_AWAY = 10_000
 """Most jobs that are tracked; beyond that, those that left first are forgotten."""
+MAX_HASHES = 1_000_000
+"""Most block hashes that are kept for jobs that are tracked: 100 MB. 16 million tokens in blocks of 16."""
 
 
 class LinkSpeed:
@@ -79,6 +81,7 @@ class _Wanted:
     blocks: Sequence[Any]
     hashes: list[Hashable]
     use: Use
+    adapter: Adapter | None
     next_chunk: int = 0
 
 
@@ -98,8 +101,11 @@ class LaterStores:
     def __len__(self) -> int:
         return len(self._queue) + len(self._moving)
 
-    def add(self, blocks: Sequence[Any], use: Use) -> None:
-        """Queue a prompt's leading blocks for storing. They stay allocated until they are stored."""
+    def add(self, blocks: Sequence[Any], use: Use, adapter: Adapter | None) -> None:
+        """Queue a prompt's leading blocks for storing. They stay allocated until they are stored.
+
+        `adapter`: the LoRA adapter of the request that computed them, for the disk.
+        """
         size = self._port.blocks_per_chunk
         blocks = blocks[: len(blocks) // size * size]
         if not blocks:
@@ -109,7 +115,7 @@ class LaterStores:
             return
         self._port.hold_blocks(blocks)
         self.num_held_blocks += len(blocks)
-        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use))
+        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use, adapter))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
         """Begin copies for one step, while `may_go_on` allows it."""
@@ -120,7 +126,12 @@ class LaterStores:
             store_id = make_copy_id()
             self._uses[store_id] = wanted.use
             job_id = self._port.begin_store(
-                store_id, wanted.blocks, wanted.hashes, meta, first=wanted.next_chunk, end=end
+                store_id,
+                wanted.blocks,
+                wanted.hashes,
+                meta,
+                chunks=range(wanted.next_chunk, end),
+                adapter=wanted.adapter,
             )
             done = wanted.blocks[wanted.next_chunk * size : end * size]
             wanted.next_chunk = end
@@ -154,9 +165,11 @@ class LaterStores:
 class _Away:
     """A job in a tool call."""
 
+    number: int
     since_s: float
     tool: str | None
     hashes: Sequence[Any]
+    """Empty if no load is planned."""
     num_blocks: int
     use: Use
     is_fetched: bool = False
@@ -181,6 +194,7 @@ class Prefetch:
         self._port = port
         self._uses = uses
         self._away: OrderedDict[str, _Away] = OrderedDict()
+        self._num_hashes = 0
         self._due: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
         self._tools = ToolSamples()
@@ -197,17 +211,20 @@ class Prefetch:
         """A turn ended, and its job's tool call begins. `hashes`: those of the turn's full blocks."""
         job_id = turn.job.job_id
         tool = turn.tool.name if turn.tool is not None else None
-        self._away.pop(job_id, None)
-        self._away[job_id] = _Away(now_s, tool, hashes, num_blocks, use)
-        if len(self._away) > MAX_AWAY:
-            self._away.popitem(last=False)
-        after_s = self._guess(tool, turn.expected_tool_s)
-        if after_s is not None:
-            heapq.heappush(self._due, (now_s + after_s, next(self._numbers), job_id))
+        after_s, number = self._guess(tool, turn.expected_tool_s), next(self._numbers)
+        if after_s is None:
+            hashes = ()
+        else:
+            heapq.heappush(self._due, (now_s + after_s, number, job_id))
+        self._pop(job_id)
+        self._away[job_id] = _Away(number, now_s, tool, hashes, num_blocks, use)
+        self._num_hashes += len(hashes)
+        while len(self._away) > MAX_AWAY or self._num_hashes > MAX_HASHES:
+            self._pop(next(iter(self._away)))
 
     def come_back(self, job_id: str, now_s: float) -> None:
         """The job's next turn arrived, or the job ended."""
-        away = self._away.pop(job_id, None)
+        away = self._pop(job_id)
         if away is None:
             return
         if away.tool is not None:
@@ -262,7 +279,12 @@ class Prefetch:
 
     def _is_current(self, due_s: float, number: int, job_id: str) -> bool:
         away = self._away.get(job_id)
-        return away is not None and not away.is_fetched and away.since_s <= due_s
+        return away is not None and not away.is_fetched and away.number == number
+
+    def _pop(self, job_id: str) -> _Away | None:
+        away = self._away.pop(job_id, None)
+        self._num_hashes -= 0 if away is None else len(away.hashes)
+        return away
 
     def _load(self, away: _Away, meta: Any) -> None:
         found = [self._port.find_cached(each) for each in away.hashes[: away.num_blocks]]

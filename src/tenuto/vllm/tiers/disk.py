@@ -58,13 +58,13 @@ from tenuto.vllm.tiers.files import (
 logger = logging.getLogger("vllm.tenuto")
 
 NUM_THREADS = 4
+"""For reads, and as many for writes: a read never waits for a write."""
 MAX_WAITING_SHARE = 1 / 8
 """The share of host memory from which on stores are dropped, because as much already waits for the disk and
 cannot be evicted. A slow disk must not block host memory."""
 MAX_READ_S = 5.0
-"""While a read takes longer than this, the disk counts as empty: turns compute instead of waiting for it."""
-
-
+"""While a read takes longer than this, its time in the queue included, the disk counts as empty: turns
+compute instead of waiting for it."""
 MAX_ENGINES = 64
 """Engines of one name and rank that may share a folder."""
 COMPLAIN_EVERY_S = 60.0
@@ -153,12 +153,13 @@ class DiskTier(SecondaryTier):
         self._changes = HeldChanges()
         self._kept = KeptChunks()
         self._older: list[tuple[float, Path, int]] = []  # folders of other weights: their time, path, bytes
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk")
+        self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk-read")
+        self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk-write")
         self._lock = threading.Condition()
         self._num_running = 0
         self._num_storing = 0  # chunks that wait for the disk
         self._done: list[_Job] = []
-        self._reads: dict[int, float] = {}  # by job: since when a thread reads its files
+        self._reads: dict[int, float] = {}  # by job, the oldest first: when it was asked for
         self._speed = LinkSpeed(self.block_size_bytes, 1)
         self._write_complaints, self._read_complaints = Complaints(), Complaints()
         self.num_damaged = 0
@@ -204,7 +205,7 @@ class DiskTier(SecondaryTier):
         os.rename(space.folder, gone)
         sync_folder(self._engine)
         self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
-        self._pool.submit(remove_chunks, gone)
+        self._writers.submit(remove_chunks, gone)
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
         """Set the largest share of the byte limit that is evicted last because clients wished it."""
@@ -310,8 +311,9 @@ class DiskTier(SecondaryTier):
             self._lock.wait_for(lambda: not self._num_running)
 
     def shutdown(self) -> None:
-        """Wait for the files that are being written. Queued jobs are dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for the files that are being read and written. Queued jobs are dropped."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=True, cancel_futures=True)
         self._view.release()
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -406,7 +408,7 @@ class DiskTier(SecondaryTier):
             if folder == self._space.folder:
                 continue
             if _ONCE.fullmatch(folder.name) or (_ORIGIN.fullmatch(folder.name) and self._max_bytes is None):
-                self._pool.submit(remove_chunks, folder)
+                self._writers.submit(remove_chunks, folder)
             elif _ORIGIN.fullmatch(folder.name):
                 files = [facts for _, facts in scan(folder)]
                 used_s = max((each.st_mtime for each in files), default=0.0)
@@ -418,7 +420,7 @@ class DiskTier(SecondaryTier):
         if self._max_bytes is None:
             return
         while self._older and self.num_bytes + sum(size for _, _, size in self._older) > self._max_bytes:
-            self._pool.submit(remove_chunks, self._older.pop(0)[1])
+            self._writers.submit(remove_chunks, self._older.pop(0)[1])
         for _ in self._kept.expire(time.monotonic()):
             pass
         num_passed = 0
@@ -436,7 +438,8 @@ class DiskTier(SecondaryTier):
 
     def _hangs(self) -> bool:
         with self._lock:
-            return bool(self._reads) and time.perf_counter() - min(self._reads.values()) > MAX_READ_S
+            oldest_s = next(iter(self._reads.values()), None)
+        return oldest_s is not None and time.perf_counter() - oldest_s > MAX_READ_S
 
     # In threads.
 
@@ -455,16 +458,16 @@ class DiskTier(SecondaryTier):
             self._lock.notify_all()
 
     def _start(self, job: _Job) -> None:
+        is_read = job.job.is_promotion
         with self._lock:
             self._num_running += 1
-        self._pool.submit(self._run, job)
+            if is_read:
+                self._reads[job.job.job_id] = time.perf_counter()
+        (self._readers if is_read else self._writers).submit(self._run, job)
 
     def _run(self, each: _Job) -> None:
         job = each.job
         started_s = time.perf_counter()
-        if job.is_promotion:
-            with self._lock:
-                self._reads[job.job_id] = started_s
         try:
             (self._load if job.is_promotion else self._store)(each)
         except Exception as error:

@@ -12,6 +12,7 @@ cache reset    host memory and disk lose all KV for good
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from tenuto.core.policy import Policy
 from tenuto.core.tier_order import MAX_STORING_S, Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.core.wishes import Wish
-from tenuto.vllm.compat.offload import ConnectorPort, HostManagerHooks, find_connector
+from tenuto.vllm.compat.offload import Adapter, ConnectorPort, HostManagerHooks, find_connector
 from tenuto.vllm.compat.origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tiers.background import LaterStores, LinkSpeed, Prefetch
 
 logger = logging.getLogger("vllm.tenuto")
+
+MAX_ADAPTED = 10_000
+"""Most turns whose LoRA adapters are known after they end. What older leases store is not found on disk."""
 
 
 def try_make_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any) -> HostTier | None:
@@ -63,6 +67,7 @@ class HostTier:
         self.num_declined_loads = 0
         self._num_copies = 0
         self._adapters: dict[tuple[str, str], str | None] = {}  # by name and path: a digest of the files
+        self._turn_adapters: OrderedDict[str, Adapter] = OrderedDict()
         self._is_mixed = False  # whether the GPU may have KV from before a reset
         self._open_disks()
         port.host.asker = self
@@ -83,9 +88,14 @@ class HostTier:
         turn = self._get_turn(request_id)
         if turn is not None:
             self.prefetch.come_back(turn.job.job_id, self._clock.monotonic())
-        adapter = self._scheduler.requests[request_id].lora_request if self._port.disks else None
-        if adapter is not None:
-            self._port.set_adapter(request_id, self._get_adapter(adapter.lora_name, adapter.lora_path))
+        lora = self._scheduler.requests[request_id].lora_request if self._port.disks else None
+        if lora is not None:
+            adapter = Adapter(self._get_digest(lora.lora_name, lora.lora_path))
+            self._port.set_adapter(request_id, adapter)
+            # For a store when the turn's lease ends.
+            self._turn_adapters[request_id] = adapter
+            if len(self._turn_adapters) > MAX_ADAPTED:
+                self._turn_adapters.popitem(last=False)
         if self._is_mixed:
             self._try_clean()
         if self._is_mixed or not self._stores_all or (turn is not None and turn.ends_job):
@@ -177,7 +187,7 @@ class HostTier:
     def store(self, blocks: Sequence[Any], turn: Turn, wish: Wish | None = None) -> None:
         """Store blocks that the policy releases, of a turn or a lease. They stay allocated until then."""
         if not self._stores_all and not self._is_mixed:
-            self.later.add(blocks, self._make_use(turn, wish))
+            self.later.add(blocks, self._make_use(turn, wish), self._turn_adapters.get(turn.turn_id))
 
     def get_views(self) -> tuple[TierView, ...]:
         """The tiers as a policy sees them."""
@@ -232,7 +242,7 @@ class HostTier:
                 logger.warning("disk tier: starts empty, now and at the next start: %s", error)
             disk.open(get_name(config), get_rank(config), origin)
 
-    def _get_adapter(self, name: str, path: str) -> str | None:
+    def _get_digest(self, name: str, path: str) -> str | None:
         """The digest of the files from which an adapter was loaded, if they have not changed."""
         known = self._adapters.get((name, path))
         return known if known is not None and known == _try_get_digest(path) else None
