@@ -63,7 +63,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "benchmarks.scheduler_step": VLLM,
         "benchmarks.growth": "",
         "benchmarks.tier_step": VLLM,
-        "benchmarks.stock_queue": "",
         "benchmarks.breakpoints": VLLM,
         "benchmarks.policy_decisions": "",
         "benchmarks.server_throughput": MODEL,
