@@ -57,7 +57,6 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Guards of a change": {
         "same_decisions": "",
-        "results.same_results": "",
     },
     "Benchmarks: what the hook, the simulator, the bench and the proxy cost, beside a peer": {
         "benchmarks.scheduler_step": VLLM,
