@@ -42,7 +42,6 @@ PARSERS = {
         Parser(
             "wishes", "cache wishes in every dialect, and the field that carries them", requests.read_wishes
         ),
-        Parser("routed", "requests as a router reads them", requests.read_as_router, corpus="requests"),
         Parser("bodies", "bodies that the server's middleware rewrites", requests.pass_middleware),
         Parser("wished", "cache wishes through the middleware", requests.pass_middleware, corpus="wishes"),
         Parser(

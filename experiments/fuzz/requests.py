@@ -205,18 +205,6 @@ def read_identity(data: bytes) -> None:
     )
 
 
-def read_as_router(data: bytes) -> None:
-    """A whole request, as a router reads it that does not tokenize."""
-    value = load_json(data)
-    body, path = _get(value, "body"), GENERATION_PATHS[len(data) % len(GENERATION_PATHS)]
-    request = body if isinstance(body, dict) else {}
-    arrival = read_arrival("turn", request, _get_headers(_get(value, "headers")), path)
-    if arrival.num_prompt_tokens < 1 or len(arrival.parts) > MAX_PARTS:
-        raise Wrong(f"{arrival.num_prompt_tokens} tokens in {len(arrival.parts)} parts")
-    if any(part.num_tokens < 1 or len(part.name) > MAX_ID_CHARS for part in arrival.parts):
-        raise Wrong("a part that is empty, or whose name is not bounded")
-
-
 def pass_middleware(data: bytes) -> None:
     """A body in pieces through the middleware: nothing changes but `vllm_xargs` and the length.
 
@@ -390,6 +378,8 @@ def route(data: bytes) -> None:
     arrival = read_arrival("turn", body, headers, path)
     if arrival.num_prompt_tokens < 1 or len(arrival.parts) > MAX_PARTS:
         raise Wrong(f"unbounded: {arrival.num_prompt_tokens} tokens in {len(arrival.parts)} parts")
+    if any(part.num_tokens < 1 or len(part.name) > MAX_ID_CHARS for part in arrival.parts):
+        raise Wrong("a part that is empty, or whose name is not bounded")
     ranks = Ranks(2, get_now_s=lambda: 1.0)
     for is_answered in (True, False):
         turn = ranks.open_turn(body, headers, path)
