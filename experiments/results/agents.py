@@ -22,17 +22,17 @@ BFCL_LOADS = {"A100-80": (0.2, 0.5, 1.0), "H100": (0.3, 0.6, 1.2), "B200": (0.6,
 def make_ab8() -> Iterable[Row]:
     for gpu, rates in AB8_LOADS.items():
         for jps in rates:
-            yield Row(f"{gpu}, {jps}/s", Setup(gpu=gpu), LoadOptions(jps=jps), gpu, f"{jps}/s")
+            yield Row(f"{gpu}, {jps}/s", Setup(gpu=gpu), LoadOptions(jps=jps))
 
 
 def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterable[Row]:
     for gpu, rates in loads.items():
         for host_gb in (0, 200):
             tier = f"{host_gb} GiB host" if host_gb else "no host tier"
-            for jps, column in zip(rates, ("idle", "full", "overload"), strict=True):
+            for jps in rates:
                 setup = Setup(gpu=gpu, host_gb=host_gb)
                 load = LoadOptions(workload=workload, jps=jps, window_s=90)
-                yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load, f"{gpu}, {tier}", column)
+                yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load)
 
 
 def make_contexts() -> Iterable[Row]:

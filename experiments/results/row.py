@@ -23,9 +23,6 @@ class Row:
     title: str
     setup: Setup
     load: LoadOptions
-    group: str = ""
-    """The machine in a map of winners, with `column` across."""
-    column: str = ""
 
     def place(
         self, policy: str, seed: int, step: Step = None, interval: int = 1

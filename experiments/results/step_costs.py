@@ -31,12 +31,12 @@ def choose(race: str, rows: Iterable[Row]) -> list[Row]:
 
 
 def make_step_costs(races: Races) -> Iterable[Row]:
-    """The chosen rows of each race under both bounds; the group is the race's name."""
+    """The chosen rows of each race under both bounds."""
     for name, make_rows in races.items():
         for cost in COSTS:
             for row in choose(name, make_rows()):
                 setup = dataclasses.replace(row.setup, step_cost=cost)
-                yield Row(get_title(name, cost, row.title), setup, row.load, name, cost)
+                yield Row(get_title(name, cost, row.title), setup, row.load)
 
 
 def get_title(race: str, cost: str, row: str) -> str:

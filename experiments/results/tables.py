@@ -49,8 +49,6 @@ def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
     if OURS in policies and STOCK in policies:
         parts.append(format_ratios(rows, policies, records))
         parts.append(format_percentiles(rows, policies, records))
-    if OURS in policies and STOCK in policies and all(row.group for row in rows):
-        parts.append(format_winners(rows, policies, records))
     seeds = sorted({record["seed"] for each in records.values() for record in each})
     about = f"{table.about} Seeds: {', '.join(map(str, seeds))}. {MARKS}"
     return "\n\n".join([f"### {table.title}", about, *parts])
@@ -139,24 +137,6 @@ def format_percentiles(rows: Sequence[Row], policies: Sequence[str], records: Re
         lines.append(cells)
     heads = ["P50 / P90 / P95 / P99, s", "best other", "stock", "best other's", "tenuto"]
     return format_markdown([*heads, "max/median slowdown: stock", "best other's", "tenuto"], lines)
-
-
-def format_winners(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
-    """A map: who is best on which machine under which load, and by how much tenuto is."""
-    groups = list(dict.fromkeys(row.group for row in rows))
-    columns = list(dict.fromkeys(row.column for row in rows))
-    by_place = {(row.group, row.column): row for row in rows}
-    lines = []
-    for group in groups:
-        cells = [group]
-        for column in columns:
-            row = by_place[group, column]
-            rival = get_best(row, [each for each in policies if each != OURS], records)
-            ratio = get_mean(records[row.title, OURS]) / get_mean(records[row.title, rival])
-            name = OURS if ratio < 1 / TIE else ("a tie" if ratio <= TIE else f"🔴 {get_label(rival)}")
-            cells.append(f"{name} ({ratio:.2f})")
-        lines.append(cells)
-    return format_markdown(["winner (tenuto / best other)", *columns], lines)
 
 
 def get_label(policy: str) -> str:

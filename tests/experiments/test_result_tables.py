@@ -11,14 +11,14 @@ import pytest
 
 from experiments.results.__main__ import find_lost
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
-from experiments.results.tables import format_means, format_ratios, format_winners, get_marks, put_section
+from experiments.results.tables import format_means, format_ratios, get_marks, put_section
 from tenuto.core.loader import PRESETS, get_policy_names, load_policy
 from tenuto.policies.tenuto import Tenuto
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
-ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps), "H100", f"{jps}/s") for jps in (1, 2)]
+ROWS = [Row(f"H100, {jps}/s", Setup(), LoadOptions(jps=jps)) for jps in (1, 2)]
 
 
 def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -68,10 +68,6 @@ def test_the_best_is_bold_and_a_loss_is_red() -> None:
     best = format_ratios(ROWS, policies, records).splitlines()[2]
     # 8 / 9 and 11 / 10; their geometric mean is 0.989.
     assert best == "| the best other of each row | 0.99 | 0.89 | 1.10 | H100, 2/s |"
-    assert (
-        format_winners(ROWS, policies, records).splitlines()[2]
-        == "| H100 | tenuto (0.89) | 🔴 concur (1.10) |"
-    )
 
 
 def test_a_policy_whose_hooks_failed_is_marked() -> None:
