@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ import httpx
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
+from experiments.routers.processes import get_free_port
 from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
 from tenuto.client.http import Client, RequestWriter, TokenIds
@@ -86,12 +86,6 @@ def start_servers(args: argparse.Namespace, scene: Scene, stack: ExitStack) -> d
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(extras, pool.map(start, extras), strict=True))
-
-
-def get_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def reset_cache(url: str) -> None:

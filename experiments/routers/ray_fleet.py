@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from experiments.routers.processes import ENGINE, get_free_port, run_engine
+from experiments.routers.processes import ENGINE, count_turns, get_free_port, run_engine
 from tenuto.client.bench import measure
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
@@ -134,11 +134,6 @@ def run(router: str, args: argparse.Namespace) -> dict[str, Any]:
         "kept": result["reused_tokens"] / result["reusable_tokens"],
         "fuller_replica": max(turns) / sum(turns),
     }
-
-
-def count_turns(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:request_success_total"))
 
 
 def main() -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from experiments.routers.processes import get_free_port
 from experiments.soak.book import Book
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.core.control import ADMIN_VARIABLE
@@ -55,9 +55,7 @@ def start_server(
 
     Raises ServerError if it is not up after `limit_s`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = get_free_port()
     # Resets of the cache are among vLLM's calls for development.
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     env[ADMIN_VARIABLE] = KEY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from tenuto.client import http as client_module
 from tenuto.client.http import Answer, Client, RequestFailed
 from tests.client.fake_server import FakeServer, Reply
+from tests.support.processes import get_free_port
 
 HEADERS = {"X-Session-ID": "job"}
 
@@ -135,9 +135,7 @@ def test_a_server_may_ask_to_wait(header: str, seconds: float | None) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{get_free_port()}"
 
     async def run() -> None:
         async with Client(url, api_key=None, timeout_s=10.0) as client:

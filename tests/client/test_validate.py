@@ -33,6 +33,7 @@ from tenuto.records.schema import (
     ValidatedServer,
     ValidationRecord,
 )
+from tests.support.processes import get_free_port
 
 RECORD = ValidationRecord(
     verdict="no verdict",
@@ -321,10 +322,7 @@ def test_a_whole_short_run_on_simulated_servers(
     monkeypatch.setattr(module, "MAX_NOISE", 100.0)
     # tests/client/ab has runs behind a warm-up.
     monkeypatch.setattr(module, "AbOptions", partial(AbOptions, warmup_jobs=0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder = tmp_path / "private-folder"
+    port, folder = get_free_port(), tmp_path / "private-folder"
     arguments = [
         *("validate", "llama-3.1-8b", "--engine", "sim", "--quick", "--minutes", "15", "--out", str(folder)),
         *("--port", str(port), "--despite-noise", "--seed", str(random.Random(0).randrange(100))),

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ from tests.docs.examples import (
     try_get_reason,
 )
 from tests.sim_server.live import Live, serve
+from tests.support.processes import get_free_port
 
 BLOCKS = [block for page in PAGES for block in find_blocks(page)]
 RUN_PAGES = sorted({block.page for block in BLOCKS if block.is_commands or block.language == "python"})
@@ -48,13 +48,6 @@ def servers() -> Iterator[list[Live]]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("TENUTO_ADMIN_KEY", "secret")
         yield [stack.enter_context(serve("tenuto", speed=20, kv_tokens=200_000)) for _ in range(2)]
-
-
-def get_free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def start_and_stop(line: str, folder: Path) -> None:

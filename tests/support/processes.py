@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 SEEDS = ("0", "1", "4242")
+
+
+def get_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_on_a_full_disk(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.metrics import read_cache_state
 from tenuto.vllm.launch import Tiers
+from tests.support.processes import get_free_port
 
 MODEL = os.environ.get("TENUTO_TEST_MODEL", "")
 BLOCK_SIZE = 32
@@ -48,12 +48,6 @@ MARKS = [
     pytest.mark.skipif(not MODEL, reason="TENUTO_TEST_MODEL names no model folder; `make test` sets it"),
 ]
 """Of every test with a real server."""
-
-
-def get_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get_command(port: int, *extra: str) -> list[str]:

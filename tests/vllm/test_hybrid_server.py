@@ -20,7 +20,8 @@ pytest.importorskip("vllm")
 from tenuto import cli
 from tenuto.client.ab import run_server
 from tenuto.vllm.launch import Tiers
-from tests.vllm.live import ENV, MARKS, MODEL, get_command, get_free_port
+from tests.support.processes import get_free_port
+from tests.vllm.live import ENV, MARKS, MODEL, get_command
 from tests.vllm.tiny_models import make_model
 
 NAMES = os.environ.get("TENUTO_TEST_HYBRIDS", "").split(",")

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 from tenuto import cli
 from tenuto.client.ab import LocalServer, run_server
-from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command, get_free_port, make_text
+from tests.support.processes import get_free_port
+from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command, make_text
 
 pytestmark = MARKS
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}

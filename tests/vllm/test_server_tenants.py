@@ -17,7 +17,8 @@ from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
 from tenuto.client.metrics import parse_page
 from tenuto.vllm import tenants
-from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command, get_free_port
+from tests.support.processes import get_free_port
+from tests.vllm.live import ADMIN_KEY, ENV_INSIDE, MARKS, WORKER_INSIDE, get_command
 
 pytestmark = MARKS
 
