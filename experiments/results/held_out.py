@@ -9,14 +9,13 @@ best step size. Every fourth row of each table runs. Nothing is kept; the table 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterable, Iterator
 
 from experiments.results.rows import TABLES, Row
 from experiments.results.runs import Place, run_place
 from experiments.results.screen import read_records
 from experiments.results.settings import OURS, Record, Runs, Setting, get_settings
-from experiments.results.verdicts import TIE, Seeds, Verdict, compare, judge
+from experiments.results.verdicts import TIE, Verdict, get_relative, judge
 from tenuto.records.metrics import get_geometric_mean
 
 MOST = 3
@@ -28,15 +27,10 @@ def find_rivals(row: str, runs: Runs) -> list[Setting]:
     verdict = judge(row, settings)
     if verdict is None:
         return []
-    best = sorted(verdict.best.values(), key=lambda setting: _get_lead(settings[OURS], settings[setting]))
-    least = _get_lead(settings[OURS], settings[verdict.rival])
-    close = [each for each in best if _get_lead(settings[OURS], settings[each]) <= TIE * least]
+    best = sorted(verdict.best.values(), key=lambda setting: get_relative(settings[OURS], settings[setting]))
+    least = get_relative(settings[OURS], settings[verdict.rival])
+    close = [each for each in best if get_relative(settings[OURS], settings[each]) <= TIE * least]
     return list(dict.fromkeys([verdict.rival, *close]))[:MOST]
-
-
-def _get_lead(ours: Seeds, theirs: Seeds) -> float:
-    ratio = compare(ours, theirs)
-    return math.inf if ratio is None else 1 / ratio.mean
 
 
 def judge_again(table: str, rows: Iterable[Row], seeds: list[int]) -> Iterator[Verdict]:

@@ -57,7 +57,7 @@ def format_race(table: Table, rows: Sequence[Row], runs: Runs) -> str:
             "figure / the best other's.",
             format_details(verdicts, by_row),
             "One step size for all rows of this table: mean job time over that of the row's best.",
-            format_one_setting(by_row),
+            format_one_setting(by_row, ["one setting", "geometric mean", "worst row", ""], 16),
             *([table.notes] if table.notes else []),
         ]
     )
@@ -155,13 +155,13 @@ def _show(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def format_one_setting(by_row: Mapping[str, Mapping[Setting, Seeds]]) -> str:
-    """Who never tunes: the geometric mean and the worst row of each setting that ran in all rows."""
+def format_one_setting(by_row: Mapping[str, Mapping[Setting, Seeds]], heads: Sequence[str], most: int) -> str:
+    """Who never tunes: the geometric mean and the worst row of the best settings that ran in all rows."""
     lines = [
         [setting.label + (" (adaptive)" if setting == OURS else ""), f"{mean:.2f}", f"{worst:.2f}", row]
         for setting, (mean, worst, row) in get_one_setting(by_row, by_row).items()
     ]
-    return format_markdown(["one setting", "geometric mean", "worst row", ""], lines[:16])
+    return format_markdown(heads, lines[:most])
 
 
 def describe_losses(verdict: Verdict) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.decision_code import CODE
-from experiments.results.race_tables import describe_harm, describe_losses, judge_rows
+from experiments.results.race_tables import describe_harm, describe_losses, format_one_setting, judge_rows
 from experiments.results.row import ROOT
 from experiments.results.rows import TABLES
 from experiments.results.runs import say_code_of
-from experiments.results.settings import OURS, Runs, Setting, get_settings, group
-from experiments.results.tables import format_markdown
-from experiments.results.verdicts import Ratio, Seeds, Verdict, get_one_setting
+from experiments.results.settings import Runs, Setting, get_settings, group
+from experiments.results.tables import format_markdown, put_section
+from experiments.results.verdicts import Ratio, Seeds, Verdict
 from tenuto.records.metrics import get_geometric_mean
 
 RECORDS = ROOT / "experiments" / "records"
@@ -155,21 +155,15 @@ def _format_one_for_all(by_table: dict[str, dict[str, Verdict]], all_runs: dict[
     for name, verdicts in by_table.items():
         for row in verdicts:
             by_row[f"{name}, {row}"] = dict(get_settings(all_runs[name], row))
-    lines = [
-        [setting.label + (" (adaptive)" if setting == OURS else ""), f"{mean:.2f}", f"{worst:.2f}", row]
-        for setting, (mean, worst, row) in get_one_setting(by_row, by_row).items()
-    ]
     head = (
         "**Without tuning**: one setting for all rows; mean job time over that of each row's best setting. "
         "Where a policy was left out at a size because it was far behind, its best known figure is used, "
         "which is too good for it:"
     )
-    return head + "\n\n" + format_markdown(["", "geometric mean", "worst", ""], lines[:12])
+    return head + "\n\n" + format_one_setting(by_row, ["", "geometric mean", "worst", ""], 12)
 
 
 def write_screen(page: Path) -> None:
     """Put the screen into the page."""
-    from experiments.results.tables import put_section
-
     text = put_section(page.read_text(encoding="utf-8"), "screen", format_screen())
     page.write_text(text, encoding="utf-8")

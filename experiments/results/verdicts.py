@@ -91,7 +91,6 @@ class Verdict:
     """The setting of stock that `harm` is against."""
     bound: Ratio | None
     """Mean job time over the clairvoyant policy's at its best size."""
-    num_seeds: int
 
     @property
     def outcome(self) -> Outcome:
@@ -122,7 +121,7 @@ def judge(row: str, settings: Mapping[Setting, Seeds]) -> Verdict | None:
     best = find_best(ours, rivals)
     # One seed more or less makes a few per cent: verdicts are on those that ran as many as any.
     full = _keep_full(ours, rivals)
-    rival = min(full, key=lambda setting: _get_relative(ours, full[setting]))
+    rival = min(full, key=lambda setting: get_relative(ours, full[setting]))
     ratio = compare(ours, rivals[rival])
     assert ratio is not None
     has_plain = next(iter(ours.values()))["workload"] in PLAIN
@@ -139,7 +138,6 @@ def judge(row: str, settings: Mapping[Setting, Seeds]) -> Verdict | None:
         harm=harm,
         harm_by=harm_by,
         bound=max(known, key=lambda bound: bound.mean, default=None),
-        num_seeds=len(ours),
     )
 
 
@@ -148,12 +146,12 @@ def find_best(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> dict[str, Setting
     best: dict[str, Setting] = {}
     for setting, seeds in rivals.items():
         before = best.get(setting.policy)
-        if before is None or _get_relative(ours, seeds) < _get_relative(ours, rivals[before]):
+        if before is None or get_relative(ours, seeds) < get_relative(ours, rivals[before]):
             best[setting.policy] = setting
     return best
 
 
-def _get_relative(ours: Seeds, theirs: Seeds) -> float:
+def get_relative(ours: Seeds, theirs: Seeds) -> float:
     """Theirs over ours. Seeds differ in their load, so means of different seeds cannot be compared."""
     ratio = compare(ours, theirs)
     return math.inf if ratio is None else 1 / ratio.mean

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from statistics import fmean
 
+from experiments.results.tables import put_section
 from tenuto.core.errors import clean
 from tenuto.records.files import read_first
 from tenuto.records.load import read_validation
@@ -22,7 +23,6 @@ from tenuto.records.text import MIN_PAIRS, format_validation, name_arm, name_mac
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "field"
 PAGE = ROOT / "docs" / "field-results.md"
-BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 MAX_NAME = 60
 
 
@@ -113,23 +113,14 @@ def _escape(text: str, most: int = MAX_NAME * 3) -> str:
     return re.sub(r"[\\`*\[\]<>|&]", lambda match: f"&#{ord(match[0])};", clean(text)[:most])
 
 
-def write_page(path: Path = PAGE, folder: Path = RECORDS) -> None:
-    """Put the records between the marks of the page. Raises ValueError if the page lacks them."""
-    head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{path} has no {BEGIN} and {END}")
-    text = format_page(read_records(folder))
-    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write it into docs/field-results.md")
     if parser.parse_args().write:
-        write_page()
+        page = put_section(PAGE.read_text(encoding="utf-8"), "records", format_page(read_records()))
+        PAGE.write_text(page, encoding="utf-8")
     else:
         print(format_page(read_records()))
     return 0
