@@ -33,6 +33,7 @@ from tenuto.core.types import (
 )
 from tenuto.policies.published.contextserve import ContextServe, Speed
 from tenuto_predict import FEATURES, FORMAT
+from tests.policies.toy_turns import OUTPUT, pinned, prompt_of, run
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
@@ -302,28 +303,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage) -> None:
 # On an engine.
 
 
-def prompt_of(number: int) -> list[int]:
-    return make_tokens(10_000 * (number + 1), 18)
-
-
-OUTPUT = make_tokens(500, 3)
-
-
-def run(engine: ToyEngine, number: int, now_s: float, command: str) -> None:
-    """Turn `t<number>` of job `j<number>`: 18 prompt and 3 output tokens, 20 computed, 5 blocks of 4."""
-    engine.arrive(f"t{number}", now_s, prompt_of(number), OUTPUT, Hints(job_id=f"j{number}"))
-    assert engine.start_first(now_s) == f"t{number}"
-    engine.finish(f"t{number}", now_s, tool=make_call(command))
-
-
-def pinned(engine: ToyEngine) -> list[str]:
-    return [lease.job_id for lease in engine.driver.leases]
-
-
 def test_fast_is_pinned_slow_is_stored_and_freed_and_so_is_a_pin_that_ran_out() -> None:
     engine = ToyEngine(ContextServe(), 40)
-    run(engine, 0, 0.0, "ls")
-    run(engine, 1, 0.5, "make")
+    run(engine, 0, 0.0, tool=make_call("ls"))
+    run(engine, 1, 0.5, tool=make_call("make"))
     assert pinned(engine) == ["j0"]
     assert len(engine.stored) == 1
     assert engine.driver.expire(2.9) == 0
@@ -341,7 +324,7 @@ def test_its_known_weakness_a_rule_that_is_wrong_here_costs_the_cache_for_20_cal
     hits = []
     for number in range(30):
         now_s = 10.0 * number
-        run(engine, number, now_s, "pytest -q tests/quick")
+        run(engine, number, now_s, tool=make_call("pytest -q tests/quick"))
         engine.arrive("other", now_s, make_tokens(900_000 + number, 48), (), Hints(job_id=f"o{number}"))
         if engine.start_first(now_s) == "other":
             engine.finish("other", now_s + 0.2, is_last=True)
@@ -359,8 +342,8 @@ def test_its_known_weakness_a_rule_that_is_wrong_here_costs_the_cache_for_20_cal
 def test_its_known_weakness_pins_starve_a_new_job() -> None:
     for always_yield, expected in ((False, None), (True, "new")):
         engine = ToyEngine(ContextServe(), 15, limits=Limits(always_yield=always_yield))
-        run(engine, 0, 0.0, "ls")
-        run(engine, 1, 0.5, "cat x")
+        run(engine, 0, 0.0, tool=make_call("ls"))
+        run(engine, 1, 0.5, tool=make_call("cat x"))
         engine.arrive("long", 1.0, make_tokens(90_000, 20), (), Hints(job_id="long"))
         assert engine.start_first(1.0) == "long"
         engine.arrive("new", 1.0, prompt_of(7), OUTPUT, Hints(job_id="new"))

@@ -34,10 +34,10 @@ from tenuto.policies.published.continuum import Continuum
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.workload import load_workload
 from tests.policies.simulated import count_recomputed, get_ends_s, simulate
+from tests.policies.toy_turns import OUTPUT, come_back, pinned, prompt_of, run
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
-OUTPUT = make_tokens(500, 3)
 LS, MAKE = ToolCall("ls"), ToolCall("make")
 
 
@@ -230,27 +230,6 @@ def test_an_expired_pin_stays_only_for_a_turn_that_waits(is_waiting: bool) -> No
     lease = Lease(make_turn(), 8.0, 10.0, 0.0, 5, next_turn_waiting=is_waiting)
     answer = make_policy().reconsider(lease, VIEW)
     assert isinstance(answer, Keep if is_waiting else Offload)
-
-
-def run(engine: ToyEngine, number: int, now_s: float, **finish) -> None:
-    """Turn `t<number>` of job `j<number>` arrives, starts and finishes at once."""
-    engine.arrive(f"t{number}", now_s, prompt_of(number), OUTPUT, Hints(job_id=f"j{number}"))
-    assert engine.start_first(now_s) == f"t{number}"
-    engine.finish(f"t{number}", now_s, **{"tool": LS, **finish})
-
-
-def come_back(engine: ToyEngine, number: int, now_s: float) -> None:
-    """The next turn of job `j<number>`: 18 + 3 + 7 prompt and 3 output tokens, 8 blocks."""
-    prompt = prompt_of(number) + OUTPUT + make_tokens(600, 7)
-    engine.arrive(f"t{number}b", now_s, prompt, OUTPUT, Hints(job_id=f"j{number}"))
-
-
-def prompt_of(number: int) -> list[int]:
-    return make_tokens(10_000 * (number + 1), 18)
-
-
-def pinned(engine: ToyEngine) -> list[str]:
-    return [lease.job_id for lease in engine.driver.leases]
 
 
 def make_engine(num_blocks: int, **options) -> ToyEngine:

@@ -14,11 +14,11 @@ from tenuto.core.limits import Limits
 from tenuto.core.requests import Hints
 from tenuto.core.types import EngineView, Job, Keep, Lease, Release, ToolCall, Turn, Yields
 from tenuto.policies.published.continuum_fixed import ContinuumFixed
+from tests.policies.toy_turns import OUTPUT, come_back, pinned, prompt_of, run
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 VIEW = EngineView(10.0, 16, 100, 90, 1, 2, 2048)
 PIN = Keep(12.0, yields=Yields.ON_DEADLOCK)  # finished at 10 s + 2 s
-OUTPUT = make_tokens(500, 3)
 
 
 def make_turn(tool: str | None = "ls", **facts) -> Turn:
@@ -122,27 +122,6 @@ def test_of_two_pins_the_one_with_the_latest_deadline_yields_first() -> None:
 
 
 # On an engine.
-
-
-def run(engine: ToyEngine, number: int, now_s: float, **finish) -> None:
-    """Turn `t<number>` of job `j<number>` arrives, starts and finishes at once."""
-    engine.arrive(f"t{number}", now_s, prompt_of(number), OUTPUT, Hints(job_id=f"j{number}"))
-    assert engine.start_first(now_s) == f"t{number}"
-    engine.finish(f"t{number}", now_s, **{"tool": ToolCall("ls"), **finish})
-
-
-def come_back(engine: ToyEngine, number: int, now_s: float) -> None:
-    """The next turn of job `j<number>`: 18 + 3 + 7 prompt and 3 output tokens, 30 computed, 8 blocks."""
-    prompt = prompt_of(number) + OUTPUT + make_tokens(600, 7)
-    engine.arrive(f"t{number}b", now_s, prompt, OUTPUT, Hints(job_id=f"j{number}"))
-
-
-def prompt_of(number: int) -> list[int]:
-    return make_tokens(10_000 * (number + 1), 18)
-
-
-def pinned(engine: ToyEngine) -> list[str]:
-    return [lease.job_id for lease in engine.driver.leases]
 
 
 def occupy(engine: ToyEngine, num_blocks: int, now_s: float) -> str:
