@@ -83,9 +83,8 @@ class VllmRun:
     """At each turn's first start, by job and turn (from 0)."""
     preemptions: dict[tuple[str, int], int] = field(default_factory=dict)
     finish_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    num_queries: int = 0
-    """vLLM's counters of its prefix cache: prompt tokens looked up, and those found."""
     num_hits: int = 0
+    """vLLM's counter of its prefix cache: prompt tokens found."""
     step_tokens: list[int] = field(default_factory=list)
     """Of each step."""
     stats: Any = None
@@ -257,7 +256,6 @@ class VllmClient:
         def make_and_add() -> Any:
             stats = make_stats()
             if stats is not None:
-                record.num_queries += stats.queries
                 record.num_hits += stats.hits
             return stats
 

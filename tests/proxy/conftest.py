@@ -119,12 +119,10 @@ class Model:
         self.tokenizes = tokenizes
         self.packs = packs
         self.usage = usage
-        self.num_tokenize = 0
         self.gate: asyncio.Event | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/tokenize":
-            self.num_tokenize += 1
             if not self.tokenizes:
                 return web.Response(status=404)
             body = await request.json()

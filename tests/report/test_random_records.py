@@ -65,7 +65,6 @@ VERDICTS = st.fixed_dictionaries(
 )
 
 
-JOB_TIMES = st.fixed_dictionaries(dict.fromkeys("xy", SOME_TIME))
 RESULTS = st.fixed_dictionaries(
     {
         "job_s": values_of(Stats),

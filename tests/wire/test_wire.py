@@ -40,7 +40,6 @@ from tenuto.wire.response import (
 HEAD = Head("r-1", "tiny", 1_700_000_000)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 COUNTS = st.integers(0, 2**40)
-WITH_CALLS = [openai_chat, openai_responses, anthropic_messages]
 
 
 @st.composite

@@ -162,8 +162,6 @@ class DiskTier(SecondaryTier):
         self._reads: dict[int, float] = {}  # by job, the oldest first: when it was asked for
         self._speed = LinkSpeed(self.block_size_bytes, 1)
         self._write_complaints, self._read_complaints = Complaints(), Complaints()
-        self.num_damaged = 0
-        self.num_not_written = 0
 
     def open(self, model: str, rank: int, origin: str | None) -> None:
         """Use the files whose KV has the same origin, and no others.
@@ -261,7 +259,6 @@ class DiskTier(SecondaryTier):
         if self._space is None:
             self._write_complaints.add("not open, so nothing is written")
         if job is None or not is_taken:
-            self.num_not_written += len(job_metadata.keys)
             self._refuse(job_metadata)
             return
         self._start(job)
@@ -500,7 +497,6 @@ class DiskTier(SecondaryTier):
                 read_chunk(path, name, chunk, each.space.origin)
                 each.good.add(key)
             except (DamagedError, OSError) as error:
-                self.num_damaged += 1
                 self._read_complaints.add(f"{path} is not used: {error}")
                 # If it is not a file, it belongs to another program.
                 with contextlib.suppress(OSError):
