@@ -595,6 +595,20 @@ FAULTS = (
         "if not isinstance(value, int) or not low <= value <= high:",
         ("workload/test_hostile_rows.py::test_one_hostile_field_refuses_the_whole_file",),
     ),
+    Fault(
+        "bound on waits: who leaves makes those before it overdue",
+        "core/stock_queue.py",
+        "heapq.heappush(self._gone, (wait.place, work))",
+        "self._began += work",
+        ("core/test_stock_queue.py::test_aborted_turns_do_not_shorten_the_wait_of_those_before_them",),
+    ),
+    Fault(
+        "bound on waits: who leaves still makes those behind it wait",
+        "core/stock_queue.py",
+        "self._skipped += work",
+        "pass",
+        ("core/test_stock_queue.py::test_aborted_turns_do_not_lengthen_the_wait_of_those_behind_them",),
+    ),
     # Tiers and pinned prefixes.
     Fault(
         "tiers: a failed store is loaded",

@@ -175,6 +175,37 @@ def test_aborted_turns_do_not_lengthen_the_wait_of_those_behind_them() -> None:
     assert num_started <= 3
 
 
+def test_aborted_turns_do_not_shorten_the_wait_of_those_before_them() -> None:
+    """Else whoever sends long prompts and leaves, at no cost, would make the order that of arrival."""
+    queue = StockQueue(Limits(), 100_000)
+    teach_agents(queue)
+    turns = [make_turn(f"old{number}", 1000, make_agent(f"old{number}")) for number in range(20)]
+    for turn in turns:
+        queue.arrive(turn)
+    num_overdue = 0
+    for number, turn in enumerate(turns):
+        gone = make_turn(f"gone{number}", 100_000)
+        queue.arrive(gone)
+        queue.leave(gone, 0, 0.0)
+        num_overdue += len(list(queue.pop_overdue(0.0)))
+        queue.start(turn, 0, 0.0)
+    assert num_overdue == 0
+
+
+def test_turns_that_ended_are_not_remembered() -> None:
+    queue = StockQueue(Limits(), 100_000)
+    teach_agents(queue)
+    for number in range(60):
+        queue.arrive(make_turn(f"old{number}", 1000, make_agent(f"old{number}")))
+    for number in range(2000):
+        turn = make_turn(f"new{number}", 1000, make_agent(f"new{number}"))
+        queue.arrive(turn)
+        queue.start(turn, 0, 0.0)
+        queue.leave(turn, 10, 0.0)
+    assert len(queue._waiting) == 60
+    assert sum(map(len, (queue._places, *queue._due.values()))) < 3 * (2 * 61 + stock_queue.LEAST_REBUILT)
+
+
 @dataclass
 class Miser(KeepFor):
     """No lease yields to a turn that waits."""
@@ -240,15 +271,18 @@ def measure_second_turn(num_between: int) -> float:
 def test_a_short_prompt_may_be_made_to_wait_less(num_tokens: int, wait: float, service: float) -> None:
     """The usual turn: a tenth and one turn of service longer than in stock; the shortest: no longer."""
     queue = StockQueue(Limits(), 100_000)
-    turns = [make_turn(f"t{number}", 1000) for number in range(400)]
+    turns = [make_turn(f"t{number}", 1000) for number in range(401)]
     for turn in turns:
         queue.arrive(turn)
+    queue.start(turns[0], 0, 0.0)
     backlog = 400 * 1000.0
     turn = make_turn("asks", num_tokens)
     queue.arrive(turn)
     wait_of = queue._live["asks"]
     alone = wait_of.work
-    assert wait_of.due == pytest.approx(wait * backlog + service * alone, rel=0.01)
+    assert wait_of.place + wait_of.extra - queue._began == pytest.approx(
+        wait * backlog + service * alone, rel=0.01
+    )
 
 
 def make_turn(name: str, num_tokens: int, job: JobState | None = None) -> TurnState:
@@ -308,7 +342,9 @@ def wait_for_others(queue: StockQueue, num_others: int) -> dict[str, float]:
         list(queue.pop_overdue(0.0))
         turn = next((wait.turn for wait in queue._overdue.values()), latest)
         if turn.turn_id in waits:
-            over[turn.turn_id] = (queue._began - began) / (waits[turn.turn_id].due - began)
+            over[turn.turn_id] = (queue._began - began) / (
+                waits[turn.turn_id].place + waits[turn.turn_id].extra - began
+            )
         queue.start(turn, 0, 0.0)
     return over
 
@@ -341,7 +377,7 @@ def get_wait_of_known_kind(share_of_strangers: float) -> float:
     turn = make_turn("asks", 1000, JobState("asks", 0.0, None, "agents", num_turns=1))
     began, backlog = queue._began, queue._backlog
     queue.arrive(turn)
-    return (queue._live["asks"].due - began - queue._service.value) / backlog
+    return (queue._live["asks"].place + queue._live["asks"].extra - began - queue._service.value) / backlog
 
 
 def serve_alone(queue: StockQueue, turn: TurnState) -> None:

@@ -5,9 +5,14 @@ before it, the *backlog*, have started. The queue measures time as the work that
 therefore needs no step times, and it advances exactly as fast as the engine:
 
     began     work of all turns that have started so far, in prefill tokens
+    reached   how far stock vLLM would be: `began`, and the work of turns that left before it came to them
     backlog   work that stock vLLM would have to do for the turns that wait now
     saved     further work of stock vLLM, which the policy's leases saved here by hits
-    due       began + 1.1 × turns to come × (backlog + saved) + one turn of service, fixed on arrival
+    place     where stock would start the turn, fixed on arrival: reached + backlog
+    extra     1.1 × turns to come × (backlog + saved) − backlog + one turn of service, fixed on arrival
+    due       `began` when stock would reach the place + extra
+
+So a turn that leaves without starting brings forward only those that arrived after it.
 
 In stock vLLM, every turn of a job waits. A policy that completes jobs one after the other makes a job wait
 only once, before its first turn. So a turn may wait as long as all the turns together that its job is
@@ -16,8 +21,8 @@ most of the engine, no turn may wait longer than in stock, because the extra tim
 back.
 
 A turn with a short prompt delays others little if it starts on time. So the shorter its prompt, the smaller
-the share of the extra time (beyond `began` + backlog) that it may wait. A prompt is short in comparison with
-the latest turns, so a flood of short turns gets no advantage.
+the share of the extra time that it may wait. A prompt is short in comparison with
+the latest turns that started, so neither a flood of short turns nor one of cancelled turns gets an advantage.
 
 A turn that still waits when `began` reaches its `due` is *overdue*: the turns that went before it took more
 work than their prefix hits saved. In stock, a preempted turn goes before all others, so its backlog is empty.
@@ -70,6 +75,13 @@ def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> S
     return StockQueue(limits, num_cache_tokens) if delays and is_bounded else None
 
 
+LEAST_REBUILT = 64
+"""Smaller heaps are not rebuilt without the turns that no longer wait."""
+
+_Entry = tuple[float, int, str]
+"""A value to order by, `_Wait.fixed`, and the turn's id."""
+
+
 @dataclass(slots=True)
 class _Wait:
     """What the queue knows of one turn in the engine."""
@@ -81,14 +93,16 @@ class _Wait:
     """When it arrived, or when it was last preempted."""
     work: float = 0.0
     """The work that stock vLLM would do for this turn, in prefill tokens."""
-    due: float = math.inf
-    """The value of `began` from which this turn has waited too long."""
+    place: float = math.inf
+    """The value of `reached` at which stock vLLM would start it."""
+    extra: float = 0.0
+    """Work that may begin after that before the turn has waited too long."""
     fixed: int = 0
-    """The number of the latest `due`; heaps also hold earlier ones."""
+    """The number of the latest `place` and `extra`; heaps also hold earlier ones."""
     is_agents: bool = False
     """Whether its job is expected to send `LEAST_TURNS` turns, and the turn was not preempted."""
     began: float = 0.0
-    """Work that the engine had begun before this turn started."""
+    """Work that the engine had begun before this turn started; until then, before it arrived."""
     start_s: float = 0.0
     """When it got its first step, in seconds."""
     started_overdue: bool = False
@@ -122,6 +136,11 @@ class StockQueue:
         self._max_running = 0
         """Largest number of turns seen running at once; an estimate of the engine's limit."""
         self._began = 0.0
+        self._skipped = 0.0
+        """`reached` less `began`."""
+        self._gone: list[tuple[float, float]] = []
+        """A heap of turns that left before stock came to them: `place`, and the work to skip there."""
+        self._gone_work = 0.0
         self._backlog = 0.0
         self._saved = 0.0
         """Sum of the work that the latest turn of each job saved in this period."""
@@ -131,7 +150,7 @@ class StockQueue:
         """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
         self._prompt = MovingMean()
-        """Mean prompt tokens of a turn."""
+        """Mean prompt tokens of a turn that started."""
         self._output = MovingMean()
         """Mean output tokens of a turn; used for turns whose output is not known yet."""
         self._service = MovingMean()
@@ -142,9 +161,12 @@ class StockQueue:
         self._live: dict[str, _Wait] = {}
         """The turns in the engine."""
         self._jobs: dict[str, _JobMark] = {}
-        self._due: dict[bool, list[tuple[float, int, _Wait]]] = {False: [], True: []}
-        """Heaps by `due`, then by insertion: of turns that are overdue from then on, and of agents' turns, if
-        they are within the share. Turns that no longer wait are skipped."""
+        self._places: list[_Entry] = []
+        """A heap of waiting turns by `place`. Turns that no longer wait are skipped, here and in the next two.
+        """
+        self._due: dict[bool, list[_Entry]] = {False: [], True: []}
+        """Heaps by `due`, of turns that stock would have started: those that are overdue from then on, and
+        agents' turns, if they are within the share."""
         self._credit = 0.0
         """Below 0 while agents' overdue turns took more than `FORCED_SHARE` of the begun work."""
         self._num_fixed = 0
@@ -162,9 +184,8 @@ class StockQueue:
         self._num_arrived += 1
         self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
-        self._prompt.observe(num_prompt_tokens)
         self._num_live_tokens += num_prompt_tokens
-        wait = _Wait(turn, self._num_arrived, turn.arrival_s)
+        wait = _Wait(turn, self._num_arrived, turn.arrival_s, began=self._began)
         self._live[turn.turn_id] = self._waiting[turn.turn_id] = wait
         if self._over is None:
             return
@@ -173,7 +194,8 @@ class StockQueue:
         if turn.job.num_turns > 1:
             self._to_come.follow(turn.job)
         wait.is_agents = self._to_come.get(turn.job) >= LEAST_TURNS
-        self._wait_until(wait, self._get_due(wait, self._over, num_leased_tokens))
+        extra = self._get_extra(wait, self._over, num_leased_tokens)
+        self._place(wait, self._backlog + self._gone_work, extra)
         self._backlog += work
         num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
         self._num_allocated += num_tokens
@@ -183,6 +205,7 @@ class StockQueue:
         """A turn got its first step."""
         self._count_running(now_s)
         wait = self._live[turn.turn_id]
+        self._prompt.observe(turn.arrival.num_prompt_tokens)
         wait.began, wait.start_s = self._began, now_s
         self._began += (work := self._get_work(turn, num_hit_tokens))
         self._work.observe(work)
@@ -199,7 +222,8 @@ class StockQueue:
         wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
         wait.work, wait.since_s, wait.is_agents = 0.0, now_s, False
         if self._over is not None:
-            self._wait_until(wait, self._get_due_again(wait))
+            # In stock it would go first.
+            self._place(wait, 0.0, self._get_share(turn) * self._get_service(wait))
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
@@ -212,8 +236,11 @@ class StockQueue:
         self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
-            # In stock vLLM, the turns after this one would now start earlier, by this turn's work.
-            self._began += (1 + (self._over or 0.0)) * wait.work
+            if self._over is not None and wait.place > self._began + self._skipped:
+                # With its part in the extra time of those behind it.
+                work = (1 + self._over) * wait.work
+                heapq.heappush(self._gone, (wait.place, work))
+                self._gone_work += work
             self._stop_waiting(wait)
             return
         if not self._stop_waiting(wait):
@@ -275,22 +302,17 @@ class StockQueue:
             return latest_s
         return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
 
-    # The bound. Another bound needs other versions of only the next two methods.
+    # The bound. Another bound needs another version of only the next method.
 
-    def _get_due(self, wait: _Wait, over: float, num_leased_tokens: int) -> float:
-        """`due` of a turn that arrives now."""
+    def _get_extra(self, wait: _Wait, over: float, num_leased_tokens: int) -> float:
+        """`extra` of a turn that arrives now."""
         turn = wait.turn
         # A turn with a lease gets no extra time: while it waits, its leased memory is idle.
         saved = 0.0 if turn.num_reusable_tokens else min(self._saved, num_leased_tokens)
         # In stock, every turn of a job waits. Here a job may wait for all of them at once, before its first.
         num_waits = 1 + self._get_trust() * (self._to_come.get(turn.job) - 1)
         most = (1 + over) * num_waits * (self._backlog + saved)
-        more = most - self._backlog + self._get_service(wait)
-        return self._began + self._backlog + self._get_share(turn) * more
-
-    def _get_due_again(self, wait: _Wait) -> float:
-        """`due` of a turn that is preempted now: in stock it would go first."""
-        return self._began + self._get_share(wait.turn) * self._get_service(wait)
+        return self._get_share(turn) * (most - self._backlog + self._get_service(wait))
 
     def _get_service(self, wait: _Wait) -> float:
         """The work of one turn of service. Until a turn has ended, the turn itself is the best guess."""
@@ -309,22 +331,51 @@ class StockQueue:
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
-    def _wait_until(self, wait: _Wait, due: float) -> None:
+    def _place(self, wait: _Wait, before: float, extra: float) -> None:
+        """A turn begins to wait, behind so much work of stock vLLM's."""
         self._num_fixed += 1
-        wait.due, wait.fixed = due, self._num_fixed
-        heapq.heappush(self._due[wait.is_agents], (due, self._num_fixed, wait))
-        if wait.is_agents:
-            latest = self._began + AGENTS_LIMIT * (due - self._began)
-            heapq.heappush(self._due[False], (latest, self._num_fixed, wait))
+        wait.fixed = self._num_fixed
+        wait.place, wait.extra = self._began + self._skipped + before, extra
+        self._push(self._places, wait.place, wait)
+
+    def _follow_stock(self) -> None:
+        """Fix `due` of the turns that stock vLLM would have started by now."""
+        while True:
+            gone = self._gone[0][0] if self._gone else math.inf
+            place = self._places[0][0] if self._places else math.inf
+            if min(gone, place) > self._began + self._skipped:
+                return
+            if gone <= place:
+                _, work = heapq.heappop(self._gone)
+                self._skipped += work
+                self._gone_work -= work
+            elif (wait := self._try_get(heapq.heappop(self._places))) is not None:
+                due = place - self._skipped + wait.extra
+                self._push(self._due[wait.is_agents], due, wait)
+                if wait.is_agents:
+                    self._push(self._due[False], wait.began + AGENTS_LIMIT * (due - wait.began), wait)
 
     def _find_due(self) -> _Wait | None:
         """A waiting turn that is overdue now, and was not before; None if there is none."""
+        self._follow_stock()
         for is_agents, heap in self._due.items():
             while heap and heap[0][0] <= self._began and not (is_agents and self._credit < 0.0):
-                _, fixed, wait = heapq.heappop(heap)
-                if wait.fixed == fixed and self._waiting.get(wait.turn.turn_id) is wait:
+                if (wait := self._try_get(heapq.heappop(heap))) is not None:
                     return wait
         return None
+
+    def _push(self, heap: list[_Entry], value: float, wait: _Wait) -> None:
+        heapq.heappush(heap, (value, wait.fixed, wait.turn.turn_id))
+        # The rest is of turns that no longer wait. O(1) amortised.
+        if len(heap) > 2 * len(self._waiting) + LEAST_REBUILT:
+            heap[:] = [entry for entry in heap if self._try_get(entry) is not None]
+            heapq.heapify(heap)
+
+    def _try_get(self, entry: _Entry) -> _Wait | None:
+        """The turn of an entry, if it still waits, is not overdue, and the entry is its latest."""
+        _, fixed, turn_id = entry
+        wait = self._waiting.get(turn_id)
+        return wait if wait is not None and wait.fixed == fixed else None
 
     def _count_hits(self, turn: TurnState) -> int:
         """Tokens that stock vLLM would hit: all reusable ones, until it evicts the earlier turn's blocks."""
@@ -361,8 +412,10 @@ class StockQueue:
         if not self._waiting and not self._overdue:
             self._backlog = self._saved = 0.0
             self._period += 1
-            for heap in self._due.values():
+            for heap in (self._places, *self._due.values()):
                 heap.clear()
+            self._gone.clear()
+            self._gone_work = self._skipped = 0.0
         return True
 
 
