@@ -212,6 +212,17 @@ def test_while_memory_is_short_decoding_weighs_more() -> None:
     assert choose_step_tokens(times, 10, full._replace(again=0.5), 1.0, BUDGET) == 512
 
 
+def test_while_memory_is_short_steps_are_not_so_slow_that_they_make_a_queue() -> None:
+    """Where the host launches each kernel, a step of 512 tokens takes half as long as one of 8,192."""
+    times = StepTimes()
+    for n in range(160):
+        size = (0, 512, 2000, 8000)[n % 4]
+        times.observe(10 + size, 10, 0.02 + 2e-6 * size)
+    work = Work(24_000.0, 0.011, 0.997, again=0.64)
+    assert choose_step_tokens(times, 10, work, 1.0, BUDGET) == 4096
+    assert choose_step_tokens(times, 10, work._replace(again=0.0), 1.0, BUDGET) >= 4096
+
+
 @pytest.mark.parametrize(("pass_s", "wanted"), [(0.002, 256), (0.01, 512)])
 def test_while_memory_is_short_steps_may_be_shorter_where_they_are_fast(pass_s: float, wanted: int) -> None:
     """Beside few who decode, a pass of 2 ms is little more than a tenth of what 256 tokens take."""

@@ -116,11 +116,14 @@ def choose_step_tokens(
     sizes = [size for size in _get_sizes(least, budget) if size >= 2 * num_decoding]
     sizes.append(budget)
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
-    prompt_weight /= 1 + work.again / AGAIN
+    usual_weight, prompt_weight = prompt_weight, prompt_weight / (1 + work.again / AGAIN)
     if share >= prompt_weight * (work.busy - share):
         balances = [size * work.answer_share for size in sizes]
         speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
         enough = min(SLACK * rate, max(speeds) / SLACK**2)
+        if share < usual_weight * (work.busy - share):
+            # Only because memory is short. Much slower steps would make a queue, and so make memory shorter.
+            enough = max(enough, max(speeds) / 2)
         delays = {
             size: get_delay(size, n)
             for size, n, speed in zip(sizes, balances, speeds, strict=True)
