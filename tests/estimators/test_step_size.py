@@ -314,14 +314,18 @@ def arrive(chooser: AdaptiveSteps, turn_id: str, num_new_tokens: int, kind: str 
 
 
 def test_a_plain_request_is_computed_in_one_step_beside_what_the_step_has() -> None:
+    """A token for each of the ten that decode, another prompt's part, and the request."""
     chooser, usual = make_busy()
     arrive(chooser, "short", 100)
-    assert chooser.choose(*BUSY) == (usual.num_tokens + 100, usual.num_tokens)
+    assert chooser.choose(*BUSY) == (usual.num_tokens + 100 + 10, usual.num_tokens)
     arrive(chooser, "longer", 3000)
     # No prompt may take the room of another, so the bound of one prompt is the longest of them.
-    assert chooser.choose(*BUSY) == (3000 + 3100, 3000)
-    for turn_id in ("short", "longer"):
-        chooser.observe_start(turn_id)
+    assert chooser.choose(*BUSY) == (3000 + 3100 + 10, 3000)
+    assert [chooser.observe_start(turn_id) for turn_id in ("short", "longer", "longer")] == [
+        True,
+        True,
+        False,
+    ]
     assert chooser.choose(*BUSY) == usual
 
 

@@ -174,15 +174,16 @@ class Driver:
 
     def start(
         self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
-    ) -> None:
+    ) -> bool:
         """A turn got its first step, or its first step after a preemption.
 
         If a lease waited for the turn, the lease ends. `short_hit`: the layer group that cut the hit short,
-        if one did.
+        if one did. Returns whether the rest of its prompt goes before those of other running turns, if one
+        step can compute it: it is a plain request, which had room of its own in its first step only.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
-            return
+            return False
         self.stats.num_events += 1
         turn.num_held_tokens = turn.run_from = num_hit_tokens
         if turn.started:
@@ -195,10 +196,9 @@ class Driver:
                 self._history.record(
                     "resumed", turn, now_s, num_hit_tokens=num_hit_tokens, num_lost_tokens=num_lost_tokens
                 )
-            return
+            return False
         self._fairness.start(turn, num_hit_tokens, now_s)
-        if self._step_chooser is not None:
-            self._step_chooser.observe_start(turn_id)
+        is_plain = self._step_chooser is not None and self._step_chooser.observe_start(turn_id)
         turn.started = True
         self._order.start(turn)
         turn.num_hit_tokens = num_hit_tokens
@@ -228,6 +228,7 @@ class Driver:
         self._tell("on_turn_started", turn, now_s)
         if self._history is not None:
             self._history.record_start(turn, now_s, short_hit)
+        return is_plain
 
     def preempt(self, turn_id: str, now_s: float, num_computed_tokens: int) -> None:
         """A running turn lost its blocks and waits again."""

@@ -176,8 +176,8 @@ class StepChooser(Protocol):
     def observe_arrival(self, turn: Turn, num_new_tokens: int) -> None:
         """A turn arrived; this many tokens of its prompt are new to its job."""
 
-    def observe_start(self, turn_id: str) -> None:
-        """A turn got its first step, or left before it."""
+    def observe_start(self, turn_id: str) -> bool:
+        """A turn got its first step, or left before it. Returns whether it is a plain request."""
 
     def observe_turn(self, turn: Turn, num_missed_tokens: int, pause_s: float | None) -> None:
         """A turn finished; it was not aborted.

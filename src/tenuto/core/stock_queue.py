@@ -162,8 +162,7 @@ class StockQueue:
         """The turns in the engine."""
         self._jobs: dict[str, _JobMark] = {}
         self._places: list[_Entry] = []
-        """A heap of waiting turns by `place`. Turns that no longer wait are skipped, here and in the next two.
-        """
+        """A heap of waiting turns by `place`. Turns that no longer wait are skipped, also below."""
         self._due: dict[bool, list[_Entry]] = {False: [], True: []}
         """Heaps by `due`, of turns that stock would have started: those that are overdue from then on, and
         agents' turns, if they are within the share."""

@@ -191,9 +191,9 @@ class AdaptiveSteps:
         if self._kinds.is_plain(turn.job):
             self._plain[turn.turn_id] = num_new_tokens
 
-    def observe_start(self, turn_id: str) -> None:
-        """Note that a turn waits no more."""
-        self._plain.pop(turn_id, None)
+    def observe_start(self, turn_id: str) -> bool:
+        """Note that a turn waits no more. Returns whether it is a plain request."""
+        return self._plain.pop(turn_id, None) is not None
 
     def observe_step(self, step: StepView) -> None:
         """Learn how long steps take."""
@@ -271,4 +271,5 @@ class AdaptiveSteps:
         if not fitting:
             return StepSize(chosen)
         longest = max(chosen, *fitting)
-        return StepSize(min(most, longest + sum(fitting)), longest)
+        num_decoding = most - room
+        return StepSize(min(most, num_decoding + longest + sum(fitting)), longest)

@@ -29,6 +29,7 @@ from tenuto.vllm.compat.scheduler import (
     is_by_priority,
     is_running,
     make_waiting_queue,
+    put_first,
 )
 from tenuto.vllm.engine import VllmEngine
 from tenuto.vllm.metrics import Metrics
@@ -179,7 +180,8 @@ class Hooks:
             if self._scheduler.connector is not None and not self.driver.has_started(request_id):
                 self.driver.load(request_id, get_hit_tokens(self._scheduler.requests[request_id])[1])
             short_hit = self._scheduler.short_hits.found.get(request_id)
-            self.driver.start(request_id, now_s, num_hit_tokens, short_hit)
+            if self.driver.start(request_id, now_s, num_hit_tokens, short_hit):
+                put_first(self._scheduler, request_id)
 
     def look(self, output: Any) -> None:
         """A step was scheduled: check which blocks of its prompts can be kept, if leases are possible."""

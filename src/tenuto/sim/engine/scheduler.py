@@ -177,8 +177,15 @@ class Scheduler:
             step.copies_s = max(0.0, step.copies_done_s - copied_s)
         for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
             short_hit = _get_short_hit(state.requests[turn_id], num_hit_tokens)
-            driver.start(turn_id, now_s, num_hit_tokens, short_hit)
+            if driver.start(turn_id, now_s, num_hit_tokens, short_hit):
+                self._put_first(state.requests[turn_id])
         return step
+
+    def _put_first(self, request: Request) -> None:
+        """Compute the rest of a prompt before those of other running requests, if one step can."""
+        if 0 < request.num_prompt_tokens - request.num_computed_tokens < self.config.max_step_tokens:
+            self.state.running.remove(request)
+            self.state.running.insert(0, request)
 
     def abort(self, turn_id: str, now_s: float) -> None:
         """The client of a turn disconnected. Nothing happens if the turn is done."""

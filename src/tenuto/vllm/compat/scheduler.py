@@ -195,6 +195,16 @@ def is_running(request: Any) -> bool:
     return bool(request.status == RequestStatus.RUNNING)
 
 
+def put_first(scheduler: Any, request_id: str) -> None:
+    """Compute the rest of a prompt before those of other running requests, if one step can."""
+    request = scheduler.requests.get(request_id)
+    if request is None or not is_running(request):
+        return
+    if 0 < request.num_prompt_tokens - request.num_computed_tokens < scheduler.max_num_scheduled_tokens:
+        scheduler.running.remove(request)
+        scheduler.running.insert(0, request)
+
+
 def get_end(request: Any) -> str:
     """How a request ended: stopped (by a token), cut (by a limit), aborted (from outside) or failed."""
     return _ENDS.get(request.status, "failed")
