@@ -57,8 +57,8 @@ class NoStanding(Tenuto):
 
 
 class _AllAreAlike(Standing):
-    def get_lead(self, job: Job) -> float:
-        return 0.0
+    def get_lead(self, job: Job, *, goes_first: bool = False) -> float:
+        return 1.0 if goes_first else 0.0
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         return True

@@ -33,12 +33,12 @@ def test_a_kind_that_calls_tools_is_not_plain_and_another_is() -> None:
 def test_a_kind_whose_jobs_are_soon_back_is_not_plain_though_its_calls_are_not_recognised() -> None:
     standing = Standing()
     for kind, pause_s in (("agent", 0.5), ("person", 2 * PERSON_S)):
-        standing.observe(make_turn(kind))
+        standing.observe(make_turn(kind), fits_step=True)
         standing.come_back(make_turn(kind), None, pause_s)
     assert not standing.is_plain(make_turn("agent").job)
     assert standing.is_plain(make_turn("person").job)
     # Of a tool call, the turn itself tells; an id for unrelated prompts is no agent's.
-    standing.observe(make_turn("other"))
+    standing.observe(make_turn("other"), fits_step=True)
     standing.come_back(dataclasses.replace(make_turn("other"), is_parted=True), None, 0.5)
     assert standing.is_plain(make_turn("other").job)
 

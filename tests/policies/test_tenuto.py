@@ -351,6 +351,33 @@ def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> N
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
+def test_plain_requests_of_several_steps_are_no_flood() -> None:
+    policy = Tenuto()
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
+    policy.on_turn_finished(agent, 1.0)
+    for _ in range(20):
+        policy.on_turn_finished(make_plain("seen", 100_000), 1.0)
+    assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
+
+
+def test_during_a_flood_of_plain_requests_jobs_that_came_back_still_go_before_new_ones() -> None:
+    policy = Tenuto()
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    agent = make_turn("agent", 2, arrival_s=50.0, num_prompt_tokens=9000)
+    policy.on_turn_finished(dataclasses.replace(agent, num_prompt_tokens=1000), 1.0)
+    policy.on_tool_returned(agent, ToolCall("ls"), 1.0)
+    for n in range(150):
+        policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
+    for _ in range(100):
+        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    stranger, plain = make_turn("stranger", num_prompt_tokens=100), make_plain("seen", 100)
+    keys = [policy.queue_key(turn, 100.0) for turn in (agent, stranger, plain)]
+    assert keys == sorted(keys)
+
+
 def test_a_flood_of_jobs_that_never_come_back_lets_those_go_first_that_did() -> None:
     policy = Tenuto()
     teach_steps(policy)

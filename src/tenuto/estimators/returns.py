@@ -205,7 +205,7 @@ class PlainKinds:
 
 @dataclass(eq=False)
 class PlainShare:
-    """Plain requests' share of the engine's recent work."""
+    """The share of the engine's recent work that plain requests had that fit into one step."""
 
     _plain: float = 0.0
     _all: float = 0.0
@@ -229,9 +229,9 @@ class PlainShare:
 class Standing:
     """Which jobs go before all others, and whose KV is held, regardless of their remaining work.
 
-    Plain requests that fit into one step go first, unless they recently had over half of the engine. Then all
-    jobs go before them, because the jobs' KV would fill the memory while they wait. While most new jobs do
-    not come back, jobs that did come back go before new ones.
+    Plain requests that fit into one step go first, unless they recently had over half of the engine. Then
+    plain requests go after all jobs, because the jobs' KV would fill the memory while they wait. While most
+    new jobs do not come back, jobs that did come back go before new ones.
     """
 
     returns: Returns = field(default_factory=Returns)
@@ -242,12 +242,11 @@ class Standing:
         """See `PlainKinds`."""
         return self._kinds.is_plain(job)
 
-    def get_lead(self, job: Job) -> float:
-        """By how many classes a job goes ahead; plain requests that fit into one step go ahead by one."""
-        if self._share.is_flood and not self._kinds.is_plain(job):
-            return 2.0
+    def get_lead(self, job: Job, *, goes_first: bool = False) -> float:
+        """By how many classes a job goes ahead. `goes_first`: it is a plain request that fits into one step."""
         is_ahead = self.returns.share_of_new < FAIR_SHARE and self.returns.came_back(job.job_id)
-        return 0.5 if is_ahead else 0.0
+        lead = 1.0 if goes_first else 0.5 if is_ahead else 0.0
+        return lead - 2.0 if self._share.is_flood and self._kinds.is_plain(job) else lead
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding.
@@ -265,11 +264,11 @@ class Standing:
                 self._kinds.come_back(turn.job)
             self.returns.come_back(turn.job.job_id)
 
-    def observe(self, turn: Turn) -> None:
-        """Count a finished turn."""
+    def observe(self, turn: Turn, *, fits_step: bool) -> None:
+        """Count a finished turn. `fits_step`: one step computed its prompt."""
         job, work = turn.job, get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
         self._kinds.observe(turn)
-        self._share.observe(work, is_plain=self._kinds.is_plain(job))
+        self._share.observe(work, is_plain=fits_step and self._kinds.is_plain(job))
         if turn.is_parted:
             self.returns.end(job.job_id)
         if not turn.is_last:

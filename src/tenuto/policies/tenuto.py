@@ -85,7 +85,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         """The place of a turn in the order, in seconds. The smallest goes first."""
         new_tokens = self._work.count_new_tokens(turn)
         if self._goes_first(turn.job, new_tokens):
-            return turn.arrival_s - AHEAD_S
+            return turn.arrival_s - AHEAD_S * self._standing.get_lead(turn.job, goes_first=True)
         return self._get_place_of(turn.job, self._work.get_rank(turn, new_tokens))
 
     def _goes_first(self, job: Job, new_tokens: int) -> bool:
@@ -160,7 +160,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """Learn the work of a turn, and the kind of its job."""
         if not turn.is_aborted:
-            self._standing.observe(turn)
+            fits_step = turn.num_prompt_tokens - turn.num_hit_tokens <= self._step_tokens
+            self._standing.observe(turn, fits_step=fits_step)
             self._work.observe(turn)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
