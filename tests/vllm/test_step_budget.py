@@ -74,6 +74,20 @@ def test_a_step_may_bound_each_prompt_and_what_the_operator_set_comes_first(
     engine.run()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_left_of_a_plain_request_goes_before_other_prompts(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}, is_async=depth > 1))
+    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_, **__: StepSize(60, 40))
+    engine.scheduler.add_request(make_request("long", [5] * 200, max_tokens=3))
+    engine.step()
+    engine.scheduler.add_request(make_request("asks", [6] * 50, max_tokens=3))
+    assert engine.step().num_scheduled_tokens == {"long": 40, "asks": 20}
+    assert engine.step().num_scheduled_tokens == {"asks": 30, "long": 30}
+    engine.run()
+
+
 def test_only_steps_that_may_have_prefill_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
     only_decodes = []
