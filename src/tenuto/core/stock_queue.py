@@ -21,8 +21,8 @@ most of the engine, no turn may wait longer than in stock, because the extra tim
 back.
 
 A turn with a short prompt delays others little if it starts on time. So the shorter its prompt, the smaller
-the share of the extra time that it may wait. A prompt is short in comparison with
-the latest turns that started, so neither a flood of short turns nor one of cancelled turns gets an advantage.
+the share of the extra time that it may wait. A prompt is short in comparison with the latest turns that
+started, so neither a flood of short turns nor one of cancelled turns gets an advantage.
 
 A turn that still waits when `began` reaches its `due` is *overdue*: the turns that went before it took more
 work than their prefix hits saved. In stock, a preempted turn goes before all others, so its backlog is empty.
