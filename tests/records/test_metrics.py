@@ -213,8 +213,9 @@ def test_turns_that_keep_all_limits() -> None:
         ("tftt:5", r"names are ttft, tpot, e2el.*did you mean ttft\?"),
         ("ttft", "number of milliseconds, got ''"),
         ("ttft:soon", "number of milliseconds, got 'soon'"),
-        ("ttft:-1", "must be 0 ms or more"),
-        ("ttft:nan", "must be 0 ms or more"),
+        ("ttft:-1", "must be from 0 to 1e\\+09 ms"),
+        ("ttft:nan", "must be from 0 to"),
+        ("ttft:1e12", "must be from 0 to"),
     ],
 )
 def test_limits_that_make_no_sense(text: str, words: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.errors import ConfigError
+from tenuto.records.codec import Fields
+from tenuto.records.load import read_run
 from tenuto.records.schema import RunRecord
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
@@ -45,6 +47,22 @@ def test_a_job_alone_has_a_slowdown_of_one() -> None:
     record = run(SMALL, LoadOptions(jps=0.05, window_s=20, arrival="fixed")).record
     assert record["jobs"] == 1
     assert record["slowdown"]["max"] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("load", "beyond"),
+    [
+        ({"users": 1, "max_jobs": 1, "seed": 2**53}, {"seed": 2**53 + 1}),
+        ({"users": 1, "max_jobs": 1, "seed": 0}, {"seed": -1}),
+        ({"window_s": 1e-6, "max_jobs": 1, "jps": 1e9}, {"jps": 1.1e9}),
+    ],
+)
+def test_a_load_is_one_that_its_record_can_hold(load: dict[str, Any], beyond: dict[str, Any]) -> None:
+    """Or no command could read what took hours."""
+    record = run(SMALL, LoadOptions(**load)).record
+    assert read_run(Fields("result.json", record)).to_json() == record
+    with pytest.raises(ConfigError, match=f"--{next(iter(beyond))} must be at"):
+        LoadOptions(**load | beyond)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tenuto.client.address import api_key_option, check_api_key, check_url
 from tenuto.core.console import Progress
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
+from tenuto.records.codec import MAX_COUNT
 from tenuto.sim.compare import Cell, check_cells
 from tenuto.sim.estimate import (
     MAX_JOBS,
@@ -54,7 +55,11 @@ class EstimateOptions(Options):
     )
     machines: int = option(1, "servers that share the traffic, each with --tp GPUs", minimum=1)
     seeds: tuple[int, ...] = option(
-        (42, 43, 44), "seeds of the arrivals and of generated jobs", alias="--seed"
+        (42, 43, 44),
+        "seeds of the arrivals and of generated jobs",
+        minimum=0,
+        maximum=MAX_COUNT,
+        alias="--seed",
     )
     limit_s: float = option(110.0, "leave out parts that are not done after S seconds", above=0)
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")

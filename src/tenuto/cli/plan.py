@@ -13,6 +13,7 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
+from tenuto.records.codec import MAX_COUNT
 from tenuto.records.text import write_csv
 from tenuto.sim.compare import Cell, check_cells
 from tenuto.sim.fidelity import get_margin
@@ -76,7 +77,11 @@ class PlanOptions(GridOptions):
     )
     jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
     seeds: tuple[int, ...] = option(
-        (42, 43, 44), "a machine must be steady with each of these seeds", alias="--seed"
+        (42, 43, 44),
+        "a machine must be steady with each of these seeds",
+        minimum=0,
+        maximum=MAX_COUNT,
+        alias="--seed",
     )
     prices: dict[str, float] = option(
         dict,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import ConfigError, suggest
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
+from tenuto.records.codec import MAX_SECONDS
 from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
 
 K = TypeVar("K")
@@ -297,8 +298,8 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
             limits_ms[name] = float(value)
         except ValueError:
             raise ConfigError(f"--goodput {name} wants a number of milliseconds, got {value!r}") from None
-        if not 0 <= limits_ms[name] < math.inf:
-            raise ConfigError(f"--goodput {name} must be 0 ms or more and finite, got {value}")
+        if not 0 <= limits_ms[name] <= MAX_SECONDS:
+            raise ConfigError(f"--goodput {name} must be from 0 to {MAX_SECONDS:g} ms, got {value}")
     return limits_ms
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.settings import Options, option
-from tenuto.records.codec import Fields
+from tenuto.records.codec import MAX_COUNT, MAX_SECONDS, Fields
 from tenuto.records.files import read_objects
 from tenuto.records.load import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
 from tenuto.records.metrics import parse_limits
@@ -84,7 +84,7 @@ class LoadOptions(Options):
         "`tenuto convert` reads",
         metavar="NAME|FILE",
     )
-    jps: float | None = option(None, JPS_HELP, above=0, alias="--request-rate")
+    jps: float | None = option(None, JPS_HELP, above=0, maximum=MAX_SECONDS, alias="--request-rate")
     users: int | None = option(
         None,
         "at most N jobs (not: requests) at a time; without --jps each begins when one ends, and the "
@@ -95,7 +95,7 @@ class LoadOptions(Options):
     window_s: float | None = option(
         None, "jobs arrive for S seconds", above=0, shown_default="45 for generators, else all of the trace"
     )
-    seed: int = option(42, "seed of the arrivals and of generated jobs")
+    seed: int = option(42, "seed of the arrivals and of generated jobs", minimum=0, maximum=MAX_COUNT)
     arrival: str = option(
         DEFAULT_ARRIVAL,
         "how jobs arrive at the rate of --jps: poisson, gamma:CV (a CV above 1 is burstier than poisson) or "
