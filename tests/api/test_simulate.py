@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,6 +163,25 @@ def test_objects_that_have_changed_are_compared_again(
     assert (second[0] == first[0], second[1] == first[1]) == (True, False)
     third = run(replace(jobs, jobs=jobs.jobs[:-1]))
     assert not set(second) & set(third)
+
+
+def test_a_policy_without_a_file_is_always_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+    cell = (
+        "from dataclasses import dataclass\nfrom tenuto import Policy\n@dataclass\nclass Mine(Policy):\n"
+        "    def queue_key(self, turn, now_s):\n        return (SIGN * turn.arrival_s,)\n"
+    )
+    settings = {"step_cost": "roofline", "kv_tokens": 30_000, "window_s": 4.0, "split": False}
+    found = []
+    for sign in ("1", "-1"):
+        exec(cell.replace("SIGN", sign), notebook.__dict__)
+        policies = ["stock", notebook.Mine()]
+        found.append(tenuto.compare(policies, gpu="A100-40", jps=2.0, out=tmp_path, **settings).records)
+    (stock, first), (again, second) = found
+    assert stock == again and first["job_s"] != second["job_s"]
+    # The new record takes the place of the old one.
+    assert len((tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()) == 2
 
 
 def test_rates_and_seeds_may_come_from_numpy() -> None:
