@@ -52,14 +52,17 @@ def test_what_named_a_file_that_has_changed_is_run_again(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     policy, trace, out = tmp_path / "mine_to_change.py", tmp_path / "jobs.jsonl", tmp_path / "out"
+    table = tmp_path / "table.json"
+    table.write_text("{}")
     policy.write_text(
-        "from dataclasses import dataclass\nfrom tenuto import Policy\n"
-        "@dataclass\nclass Mine(Policy):\n    'Mine.'\n"
+        "from dataclasses import dataclass\nfrom tenuto import Policy, setting\n"
+        "@dataclass\nclass Mine(Policy):\n    'Mine.'\n    table: str = setting('', 'a file')\n"
     )
     row = {"session": "a", "timestamp": 0, "input_length": 2000, "output_length": 10}
     trace.write_text(json.dumps(row) + "\n")
     machine = ["--gpu", "L40S", "--step-cost", "roofline", "--workers", "1", "--no-split"]
-    policies = ["--policies", f"stock,{policy.stem if by_module else policy}:Mine"]
+    mine = f"{policy.stem if by_module else policy}:Mine"
+    policies = ["--policies", f"stock,{mine}", "--option", f"{mine}:table={table}"]
 
     def run() -> str:
         sweep = ["compare", *machine, *policies, "--workload", str(trace), "--out", str(out)]
@@ -71,6 +74,8 @@ def test_what_named_a_file_that_has_changed_is_run_again(
     assert "there already" not in run()
     assert "2 of 2 runs are there already" in run()
     policy.write_text(policy.read_text() + "\n# Another one.\n")
+    assert "1 of 2 runs are there already" in run()
+    table.write_text("[]")
     assert "1 of 2 runs are there already" in run()
     trace.write_text("".join(json.dumps({**row, "session": name}) + "\n" for name in "ab"))
     assert "there already" not in run()

@@ -70,7 +70,13 @@ class Cell:
         """
         setup, load, given = self.setup, self.load, self.extras.workload
         router = "" if setup.fleet is None else setup.fleet.router
+        of_router = {} if setup.fleet is None else setup.fleet.router_options
         named = {
+            f"{whose} option {key}": value
+            for whose, options in (("policy", setup.options), ("router", of_router))
+            for key, value in options.items()
+            if isinstance(value, str) and os.path.isfile(value)
+        } | {
             "policy": find_file(setup.policy),
             "router": find_file(router),
             "model": setup.model,
