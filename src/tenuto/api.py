@@ -138,9 +138,9 @@ def compare(  # noqa: PLR0913 - as above
 
     `workers`: processes; None takes one per core. With more than one, a script must call this below
     `if __name__ == "__main__":`, as processes import it. `out`: a folder for results.jsonl; runs that it has
-    already are not run again, unless the file of a policy or the workload has changed, or a policy has no
-    file, as in a notebook. Two policies of one class are told apart by their options. All else, and the
-    errors, are as in `simulate`.
+    already are not run again, unless the file of a policy, the workload or the version of Tenuto has changed,
+    or a policy has no file, as in a notebook. Two policies of one class are told apart by their options. All
+    else, and the errors, are as in `simulate`.
     """
     setup, load = _split(settings)
     gpus = [gpu] if isinstance(gpu, str) else list(gpu)

@@ -82,6 +82,19 @@ def test_what_named_a_file_that_has_changed_is_run_again(
     assert "2 of 2 runs are there already" in run()
 
 
+def test_what_another_version_ran_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--out", str(tmp_path)]) == 0
+    *kept, last = map(json.loads, (tmp_path / RESULTS).read_text().splitlines())
+    last["versions"]["tenuto"] = "0.1"
+    last["job_s"]["mean"] = 999.0
+    (tmp_path / RESULTS).write_text("".join(json.dumps(record) + "\n" for record in [*kept, last]))
+    capsys.readouterr()
+    assert main([*COMPARE, "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert "3 of 4 runs are there already" in output.err and "999" not in output.out
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 4
+
+
 def test_a_policy_whose_file_cannot_be_looked_for_is_an_error_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """What `tenuto compare` does: a grid of runs, further runs that explain the gains, and the table.
 
 *The grid.* Cells run on all cores, or on a Ray cluster. Cells with a result are not run again, unless a file
-that they name has changed, or a workload that is given.
+that they name has changed, or a workload that is given, or the version of Tenuto.
 
 *Where a gain over stock comes from*: smaller steps, another order, or KV that is kept. One thing changes from
 each run to the next, so the three ratios of mean job times multiply to the whole:
@@ -33,6 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from tenuto.core import __version__
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
@@ -92,8 +93,8 @@ class Cell:
 
     @cached_property
     def key(self) -> str:
-        """Its configuration as text, with its files: equal runs have equal keys."""
-        return _make_key(get_config(self.setup, self.load), self.files)
+        """Its configuration as text, with its files and the version: equal runs have equal keys."""
+        return _make_key(get_config(self.setup, self.load), self.files, __version__)
 
     @property
     def title(self) -> str:
@@ -115,8 +116,8 @@ def _digest_workload(workload: Workload) -> str:
     return digest.hexdigest()[:16]
 
 
-def _make_key(config: Mapping[str, Any], files: object) -> str:
-    return json.dumps({**config, "files": files} if files else config, sort_keys=True)
+def _make_key(config: Mapping[str, Any], files: object = None, version: object = None) -> str:
+    return json.dumps([config, files or {}, version], sort_keys=True)
 
 
 def make_grid(
@@ -169,8 +170,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Record]]:
     """Run the cells that are not done yet. Yields each record as it comes and appends it to the results.
 
-    It replaces the record of a cell that named a file which has changed since. Raises ConfigError if that
-    cannot be written.
+    It replaces the record of a cell that another version made, or that named a file which has changed since.
+    Raises ConfigError if that cannot be written.
     """
     done = read_results(folder)
     missing = []
@@ -180,9 +181,9 @@ def run_cells(
         else:
             missing.append(cell)
     path = folder / RESULTS
-    again = {_make_key(get_config(cell.setup, cell.load), {}) for cell in missing}
-    kept = [record for record in done.values() if _make_key(record["config"], {}) not in again]
-    if len(kept) < len(done):  # a file has changed
+    again = {_make_key(get_config(cell.setup, cell.load)) for cell in missing}
+    kept = [record for record in done.values() if _make_key(record["config"]) not in again]
+    if len(kept) < len(done):
         with writing(path):
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
     for cell, record in _run(missing, workers, ray):
@@ -295,7 +296,8 @@ def read_results(folder: Path) -> dict[str, Record]:
         objects = []  # the first record was cut off
     for fields in objects:
         _check_record(fields)
-        done[_make_key(fields.part("config").values, fields.values.get("files"))] = fields.values
+        version = fields.optional_part("versions").values.get("tenuto")
+        done[_make_key(fields.part("config").values, fields.values.get("files"), version)] = fields.values
     if data != whole:
         path.write_bytes(whole if cut or not objects else data + b"\n")
     return done
