@@ -291,5 +291,17 @@ def test_seeds_are_averaged_as_ratios_are() -> None:
     assert (row["seeds"], row["lowest_mean_job_s"], row["highest_mean_job_s"]) == (2, 4.0, 9.0)
 
 
+def test_a_seed_without_goodput_counts_in_its_mean() -> None:
+    """Or the worst runs would make the mean better."""
+    goods: list[list[float | None]] = [[0.0, 0.3], [0.0, 0.0], [None, None]]
+    for good, mean in zip(goods, (0.15, 0.0, None), strict=True):
+        records = [
+            make_record("a", 4.0, seed) | {"goodput": {"turns_per_s": each}} for seed, each in enumerate(good)
+        ]
+        rows = make_rows(records)
+        assert rows[0]["goodput_turns_per_s"] == mean
+        assert ("goodput" in format_rows(rows)) == (mean is not None)
+
+
 def strip(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {key: {k: v for k, v in record.items() if k != "wall_s"} for key, record in records.items()}

@@ -39,7 +39,7 @@ from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
 from tenuto.records.files import RESULTS, digest_files, read_objects, write_whole, writing
 from tenuto.records.load import read_run
-from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean
+from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_known_mean
 from tenuto.records.schema import get_config
 from tenuto.records.text import is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
@@ -477,7 +477,7 @@ Row = dict[str, Any]
 
 
 def make_rows(records: Sequence[dict[str, Any]], arms: Sequence[dict[str, Any]] = ()) -> list[Row]:
-    """One row per GPU, load and policy: geometric means over seeds, with the lowest marked.
+    """One row per GPU, load and policy: means over seeds, geometric ones of times, with the lowest marked.
 
     `arms`: records of the runs that `make_arms` asks for. With them each cell has a row of stock with its
     best step size, and rows say where a policy's gain comes from.
@@ -538,11 +538,13 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
         "lowest_mean_job_s": min(each["job_s"]["mean"] for each in group),
         "highest_mean_job_s": max(each["job_s"]["mean"] for each in group),
         "p95_job_s": get_geometric_mean([each["job_s"]["p95"] for each in group]),
-        "p99_job_s": _mean_known(each["job_s"].get("p99") for each in group),
-        "p95_ttft_s": _mean_known((each.get("ttft_s") or {}).get("p95") for each in group),
-        "offered_jps": _mean_known(each.get("offered_jps") for each in group),
-        "finished_jps": _mean_known(each.get("finished_jps") for each in group),
-        "goodput_turns_per_s": _mean_known((each.get("goodput") or {}).get("turns_per_s") for each in group),
+        "p99_job_s": _mean_times(each["job_s"].get("p99") for each in group),
+        "p95_ttft_s": _mean_times((each.get("ttft_s") or {}).get("p95") for each in group),
+        "offered_jps": get_known_mean(each.get("offered_jps") for each in group),
+        "finished_jps": get_known_mean(each.get("finished_jps") for each in group),
+        "goodput_turns_per_s": get_known_mean(
+            (each.get("goodput") or {}).get("turns_per_s") for each in group
+        ),
         "overloaded": any(is_overloaded(each) for each in group),
         **{figure.name: figure.get(group) for figure in FIGURES},
         "marks": ", ".join(_find_marks(group)),
@@ -666,8 +668,8 @@ def _get_cell(row: Row) -> tuple[Any, ...]:
     return (row["gpu"], row["model"], row["workload"], row["jps"])
 
 
-def _mean_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value]
+def _mean_times(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return get_geometric_mean(known) if known else None
 
 
