@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,12 +236,7 @@ def _place(
     if options:
         raise ConfigError("options are for a policy that is named; this one has its own")
     policy = _check_given(policy)
-    changed = {
-        field.name: value
-        for field in dataclasses.fields(policy)
-        if field.init and (value := getattr(policy, field.name)) != field.default
-    }
-    name = get_policy_name(type(policy))
+    name, changed = get_policy_name(type(policy)), _get_changed(policy)
     label = name.rpartition(":")[2].rpartition(".")[2]
     if changed:
         label += f"({', '.join(f'{key}={value}' for key, value in changed.items())})"
@@ -248,6 +244,26 @@ def _place(
         dataclasses.replace(setup, policy=name, options=changed),
         dataclasses.replace(given, policy=policy, label=label),
     )
+
+
+def _get_changed(policy: Policy) -> dict[str, Any]:
+    """The parameters that are not at their defaults. Raises ConfigError for one that no record can hold."""
+    changed = {}
+    for field in dataclasses.fields(policy):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        if not field.init or (value := getattr(policy, field.name)) == default:
+            continue
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            name = get_policy_name(type(policy))
+            raise ConfigError(
+                f"policy {name!r}: key {field.name!r} must be a JSON value, got {value!r}; if it holds "
+                "state, declare it with init=False"
+            ) from None
+        changed[field.name] = value
+    return changed
 
 
 def _check_given(policy: object) -> Policy:

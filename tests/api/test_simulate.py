@@ -43,6 +43,14 @@ class Endless(Policy):
 
 
 @dataclass
+class Seeing(Policy):
+    """Forgot that state is not a parameter."""
+
+    seen: dict[str, int] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+
+@dataclass
 class Failing(Policy):
     """Raises when it is asked what to retain."""
 
@@ -105,6 +113,15 @@ def test_a_policy_given_may_hold_what_is_infinite() -> None:
         tenuto.simulate(policy, jps=1.0, strict=True, **SMALL)
     with pytest.raises(ConfigError, match="Endless': key 'keep_s' must be finite, got -inf"):
         tenuto.check_policy(Endless(keep_s=-math.inf))
+
+
+def test_a_parameter_that_has_changed_is_one_that_a_record_can_hold() -> None:
+    compare: dict[str, Any] = {"jps": 1.0, "window_s": 4.0, "step_cost": "roofline", "split": False}
+    records = tenuto.compare([Seeing(), Seeing(seen={"a": 1})], **compare).records
+    assert [each["policy"] for each in records] == ["Seeing", "Seeing(seen={'a': 1})"]
+    for run in (lambda policy: tenuto.compare([policy], **compare), tenuto.simulate):
+        with pytest.raises(ConfigError, match=r"Seeing': key 'names' must be a JSON value, got \{'a'\}; if"):
+            run(Seeing(names={"a"}))
 
 
 def test_faults_are_counted_or_stop_the_run() -> None:
