@@ -129,6 +129,9 @@ def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:
     assert isinstance(kept, Keep) and kept.value > -AHEAD_S
     later = policy.reconsider(make_lease(make_turn(), idle_s=1.5), busy)
     assert isinstance(later, Keep) and later.value == -AHEAD_S
+    # When the job's next turn waits, it is still the price that gives up the KV.
+    back = policy.reconsider(make_lease(make_turn(), idle_s=2.0, value=later.value, waiting=True), busy)
+    assert isinstance(back, Keep) and (back.value, back.why) == (-AHEAD_S, LeaseRefusal.PRICE)
     # While nobody decodes it stays.
     empty = dataclasses.replace(IDLE, num_free_blocks=1000, num_running=0)
     assert policy.reconsider(make_lease(make_turn(), idle_s=1.5), empty).value > -AHEAD_S

@@ -2,7 +2,7 @@
 
 Jobs are counted in nested classes:
 
-    turns with a tool call, turns without one
+    turns with a tool call, turns without one, turns without one of jobs that came back
       └ tenant
           └ kind: jobs whose prompts begin alike
               └ tool, or the number of the job's turns if no call was seen

@@ -106,7 +106,8 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """Decide again while the tool still runs."""
         if lease.next_turn_waiting:
-            return Keep(view.now_s + LOOK_S[1], value=lease.value)
+            why = LeaseRefusal.PRICE if lease.value == -AHEAD_S else None
+            return Keep(view.now_s + LOOK_S[1], value=lease.value, why=why)
         return self._keep(lease.turn, view.now_s - lease.granted_s, view)
 
     def _keep(self, turn: Turn, idle_s: float, view: EngineView) -> Decision:
