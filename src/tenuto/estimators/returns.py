@@ -243,7 +243,7 @@ class Standing:
         return self._kinds.is_plain(job)
 
     def get_lead(self, job: Job, *, goes_first: bool = False) -> float:
-        """By how many classes a job goes ahead. `goes_first`: it is a plain request that fits into one step."""
+        """By how many classes a job goes ahead. `goes_first`: a plain request that fits into one step."""
         is_ahead = self.returns.share_of_new < FAIR_SHARE and self.returns.came_back(job.job_id)
         lead = 1.0 if goes_first else 0.5 if is_ahead else 0.0
         return lead - 2.0 if self._share.is_flood and self._kinds.is_plain(job) else lead
