@@ -112,6 +112,17 @@ def test_what_a_killed_run_leaves_in_a_folder_stops_no_report(tmp_path: Path) ->
             read_sources([path])
 
 
+def test_a_link_that_leads_to_no_file_is_left_out_of_a_folder(tmp_path: Path) -> None:
+    write_lines(tmp_path / "results.jsonl", [make_record("a")])
+    for name, target in (("broken.json", "nowhere"), ("loop.json", "loop.json")):
+        (tmp_path / name).symlink_to(target)
+    sources = read_sources([tmp_path])
+    assert [run.policy for run in sources.runs] == ["a"]
+    assert [note.endswith("; it was left out.") for note in sources.notes] == [True, True]
+    with pytest.raises(DataError, match=r"loop\.json: cannot be read: Too many levels"):
+        read_sources([tmp_path / "loop.json"])
+
+
 def test_compressed_files_in_a_folder_are_read_as_others_are(tmp_path: Path) -> None:
     plain, packed = write_run(tmp_path / "plain"), tmp_path / "packed"
     write_lines(plain / "metrics.jsonl", [{"at_s": 1}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -386,7 +387,7 @@ def _read_ab(fields: Fields) -> AbRun | None:
 
 def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """Every file once, and whether it was named itself."""
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for path in paths:
         found = [path]
         if path.is_dir():
@@ -395,7 +396,8 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
             # `gzip -k` leaves the file beside its compressed copy.
             found = [each for each in found if each.suffix != ".gz" or not each.with_suffix("").exists()]
         for each in found:
-            if (key := each.resolve()) not in seen:
+            # `resolve` raises for links in a circle, before the file can be left out.
+            if (key := os.path.realpath(each)) not in seen:
                 seen.add(key)
                 yield each, each == path
 
