@@ -12,10 +12,12 @@ import pytest
 from tenuto.client.ab_verdict import MEASURES, format_verdict
 from tenuto.client.ab_verdict import compare as compare_arms
 from tenuto.core.errors import DataError
+from tenuto.records.codec import Fields
+from tenuto.records.load import read_run
 from tenuto.report.html.compare import Group, Winner, group_runs
 from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_recipe, make_report, render_page
-from tenuto.report.html.sources import Sources, read_sources
+from tenuto.report.html.sources import Sources, make_run, read_sources
 from tests.report.data import make_record, write_lines
 
 
@@ -138,6 +140,12 @@ def test_pages_say_what_is_simulated(tmp_path: Path) -> None:
     assert "On a simulated server: stock ran alone" in old
     live = draw(simulated=False, client={"metrics_growth": {"vllm:prompt_tokens_total": 5}})
     assert "simulated" not in live.lower().split("<main>")[0].split("<header>")[1]
+
+
+def test_a_speed_that_makes_no_sense_is_not_named() -> None:
+    for speed in (10**400, -3, float("inf"), True, "fast"):
+        record = make_record("stock", simulated=False, client={"simulated_server": {"speed": speed}})
+        assert make_run(read_run(Fields("r:1", record)), "here").setting.kind == "simulated server"
 
 
 def test_a_comparison_comes_with_its_one_command(tmp_path: Path) -> None:

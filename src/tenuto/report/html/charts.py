@@ -10,16 +10,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
-from tenuto.records.codec import MAX_COUNT
 from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile, group_by
 from tenuto.records.schema import Sample, ValidationRecord
 from tenuto.records.text import name_arm, name_machine
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
-from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources
+from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources, is_number
 from tenuto.report.html.spec import (
     SOLID,
     TIME,
@@ -610,7 +609,7 @@ def _get_engines(run: Run) -> list[Mapping[str, Any]]:
 
 
 def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
-    known = (each for each in _ENGINE_MEASURES if all(_is_number(engine.get(each)) for engine in engines))
+    known = (each for each in _ENGINE_MEASURES if all(is_number(engine.get(each)) for engine in engines))
     measure = next(known, "")
     values = [float(engine[measure]) if measure else 0.0 for engine in engines]
     mean = sum(values) / len(values) or 1.0
@@ -638,7 +637,7 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def _describe_router(fleet: Mapping[str, Any]) -> str:
-    numbers = {key: int(number) for key, number in fleet.items() if _is_number(number)}
+    numbers = {key: int(number) for key, number in fleet.items() if is_number(number)}
     parts = []
     if "moves" in numbers:
         tokens, copied = (numbers.get(key, 0) for key in ("moved_tokens", "copied_tokens"))
@@ -654,17 +653,12 @@ def _describe_router(fleet: Mapping[str, Any]) -> str:
 
 def _make_engine_row(engine: Mapping[str, Any]) -> tuple[str, ...]:
     numbers = (engine.get(key) for key in ("jobs", "turns", "computed_tokens", "output_tokens", "busy_s"))
-    shown = (f"{number:,.0f}" if _is_number(number) else "–" for number in numbers)
+    shown = (f"{number:,.0f}" if is_number(number) else "–" for number in numbers)
     return (_name_engine(engine, 48), *shown, "yes" if engine.get("died") else "")
 
 
 def _name_engine(engine: Mapping[str, Any], most: int) -> str:
     return shorten(clean(str(engine.get("name"))), most)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a count or a time. Another server's figures may be anything."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def plot_occupancy(detail: Detail) -> Chart | None:

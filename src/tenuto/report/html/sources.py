@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
 from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError, clean
 from tenuto.records import load
-from tenuto.records.codec import Fields
+from tenuto.records.codec import MAX_COUNT, Fields
 from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
 from tenuto.records.metrics import summarise
@@ -198,9 +198,14 @@ def _find_sim_speed(client: Mapping[str, object]) -> float | None:
     server, growth = client.get("simulated_server"), client.get("metrics_growth")
     if isinstance(server, dict):
         speed = server.get("speed")
-        return float(speed) if isinstance(speed, int | float) else 0.0
+        return float(speed) if is_number(speed) else 0.0
     # Records of older versions show it by the counters of the simulated server.
     return 0.0 if isinstance(growth, dict) and "tenuto:sim_lag_seconds_count" in growth else None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a count or a time. Another server's figures may be anything."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 @dataclass(frozen=True)
