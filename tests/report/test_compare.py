@@ -157,6 +157,19 @@ def test_the_words_for_small_sets(records: list[dict[str, Any]], said: str) -> N
     assert said in sentences(records)
 
 
+def test_seeds_without_a_common_job_are_left_out_and_counted() -> None:
+    def lose(seed: int) -> list[dict[str, Any]]:
+        return [make_record(policy, 1, seed, job_s=None, job_times_s={policy: 9.0}) for policy in "ab"]
+
+    text = sentences([*lose(1), *lose(2)])
+    assert "no job that took any time finished with all policies, so there is nothing to compare" in text
+    assert "Left out: 2 seeds with which no job finished with all policies." in text
+    text = sentences([make_record("a", 1, 1), make_record("b", 1, 1), *lose(2)])
+    assert "a against b: mean job time" in text
+    assert "Left out: 1 seed with which" in text
+    assert "Left out" not in sentences([make_record("a", 1, 1), make_record("b", 1, 1), make_record("a", 1, 2)])
+
+
 def test_the_spread_between_seeds() -> None:
     # (12 - 8) / 10 = 0.4 and nothing for a cell of one seed.
     cells = group(make_record("a", 1, 1, mean_s=8), make_record("a", 1, 2, mean_s=12), make_record("a", 2, 1))

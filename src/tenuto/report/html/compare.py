@@ -297,6 +297,12 @@ class Group:
         runs = tuple(run for run in self.arms if run.jps == load and _get_arm(run) == best)
         return PolicyCell(BEST_STOCK, load, runs) if runs else None
 
+    def count_lost_seeds(self, load: Load) -> int:
+        """How many seeds make no pair, although several policies ran: no job finished with all of them."""
+        _, pairs = self._get_pairs(load)
+        cells = [cell.mean_s_by_seed for cell in self.cells if cell.load == load]
+        return sum(len(pair) < 2 <= sum(seed in each for each in cells) for seed, pair in pairs.items())
+
     def get_doubts(self, load: Load) -> tuple[str, ...]:
         """What a reader must know about the numbers at a load."""
         runs = [run for cell in self.cells if cell.load == load for run in cell.runs]

@@ -250,6 +250,8 @@ def _describe_no_comparison(groups: Sequence[Group]) -> str:
     policies = sort_policies(cell.policy for group in groups for cell in group.cells)
     if not any(cell.mean_s_by_seed for group in groups for cell in group.cells):
         return "no record has a job completion time: no job finished, or none was measured."
+    if _count_lost_seeds(groups):
+        return "no job that took any time finished with all policies, so there is nothing to compare."
     if len(policies) > 1:
         return "no two policies ran in the same setting at the same load, so there is nothing to compare."
     cells = [(group, cell) for group in groups for cell in group.cells if cell.mean_s_by_seed]
@@ -263,6 +265,10 @@ def _describe_no_comparison(groups: Sequence[Group]) -> str:
         for group, cell in (cells[0], cells[-1])
     ]
     return f"{alone} from {' to '.join(ends)}. There is nothing to compare it with."
+
+
+def _count_lost_seeds(groups: Sequence[Group]) -> int:
+    return sum(group.count_lost_seeds(load) for group in groups for load in group.loads)
 
 
 def _describe_times(cell: PolicyCell) -> str:
@@ -367,6 +373,8 @@ def _find_caveats(runs: Sequence[Run], groups: Sequence[Group], places: Sequence
             f"{count(len(faults), 'run')}; the engine's default was used instead. Its label ends in"
             f"{FAULT_MARK}."
         )
+    if lost := _count_lost_seeds(groups):
+        yield f"Left out: {count(lost, 'seed')} with which no job finished with all policies."
     if any(place.winner.is_open and not place.winner.against.is_simulated for place in places):
         yield (
             "A policy wins if the 95 % interval of the ratio leaves 1 out. Measured runs need "
