@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.records.codec import Fields
+from tenuto.records.load import read_sample, read_turn
 from tenuto.report.html import charts
-from tenuto.report.html.charts import OF_A_SETTING, map_winners
+from tenuto.report.html.charts import OF_A_SETTING, make_sections, map_winners
 from tenuto.report.html.compare import Group, group_runs
 from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
-from tenuto.report.html.sources import Sources
+from tenuto.report.html.sources import AbVerdict, Detail, Sources
 from tenuto.report.html.spec import Axis, Bars, Chart, Grid, Looks, Panel, Series, make_looks
-from tests.report.data import make_record
+from tests.report.data import make_record, make_sample, make_turn
 from tests.report.test_compare import read
+from tests.report.test_validation import RECORD
 
 RECORDS = [make_record(policy, load, seed) for policy in "ab" for load in (1.0, 2.0) for seed in (1, 2)]
 
@@ -59,3 +62,26 @@ def test_every_spec_says_what_it_shows() -> None:
                 assert isinstance(mark, Series) and len(mark.at) == len(mark.values) > 0
                 for ends in (mark.ranges, mark.bands):
                     assert not ends or len(ends) == len(mark.values)
+
+
+def test_whatever_is_not_drawn_is_said() -> None:
+    engines = {"engines": [{"name": name, "turns": 1} for name in "ab"]}
+    runs = read(*(make_record("a", workload=f"w{n}", fleet=engines) for n in range(13)))
+    turns = [read_turn(Fields("t:1", make_turn("job", 1, 0)))]
+    samples = [read_sample(Fields("s:1", make_sample(at_s))) for at_s in (0, 1)]
+    sources = Sources(
+        runs=runs,
+        details=[Detail("run", turns, samples)] * 13,
+        verdicts=[AbVerdict("here", "a", 6, ())] * 13,
+        validations=[RECORD] * 13,
+    )
+    _, notes = make_sections(sources, group_runs(runs), make_looks(["a"]))
+    assert [note.partition(" are drawn; give fewer")[0] for note in notes] == [
+        "Measured and simulated: 12 of 13 validations",
+        "Winners: 12 of 13 maps",
+        "A/B comparison: 12 of 13 verdicts",
+        "Charts of a setting: 12 of 13 settings",
+        "Several engines: 8 of 13 runs",
+        "KV cache over time: 8 of 13 runs",
+        "A few jobs: 8 of 13 runs",
+    ]

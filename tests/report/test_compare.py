@@ -143,6 +143,8 @@ def test_many_winners_make_no_wall_of_words() -> None:
         ([make_record("a", job_s=None, job_times_s={})], "no record has a job completion time"),
         ([make_record(policy, 1, seed, mean_s=mean_s) for policy, mean_s in (("a", 10), ("b", 20))
           for seed in (1, 2)], "a is faster than b at 1 job/s on H200: mean"),
+        ([make_record(policy, 1, seed, mean_s=mean_s) for policy, mean_s in (("a", 10), ("b", 20), ("c", 20))
+          for seed in (1, 2)], "(50 % shorter than b's; 95 % interval: "),
         ([make_record(policy, 1, seed) for policy in "ab" for seed in (1, 2)],
          "no difference between a and b was seen at 1 job/s on H200"),
         ([make_record("a", mean_s=mean_s, step_cost="roofline") for mean_s in (10, 20)],

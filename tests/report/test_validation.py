@@ -21,6 +21,8 @@ from tenuto.records.schema import (
     ValidationRecord,
 )
 from tenuto.records.text import format_validation
+from tenuto.report.html.sources import read_sources
+from tenuto.report.html.verdict import describe
 
 HOSTILE = "</script><img src=x onerror=alert(1)>|`x` [a](http://b)\n# h"
 RATIO = ValidatedRatio(
@@ -85,6 +87,19 @@ def test_no_verdict_says_why() -> None:
     wide = replace(RATIO, low=0.5, high=1.1, differs=False)
     lines = format_validation(replace(RECORD, verdict="no verdict", ratios=(wide,)))
     assert "0.61 of stock as it is" in lines[0] and "the interval holds 1" in lines[1]
+
+
+def test_of_several_records_each_sentence_names_its_own_and_copies_count_once(tmp_path: Path) -> None:
+    other = replace(RECORD, machine=replace(RECORD.machine, gpu="L40S"), day="2026-11-26")
+    for number, record in enumerate((RECORD, other, RECORD)):
+        write(tmp_path / f"{number}.json", record)
+    sources = read_sources([tmp_path])
+    assert sources.validations == [RECORD, other]
+    assert sources.notes == ["Copies of 1 records were there; each counts once."]
+    lines = describe([], [], sources.validations).sentences
+    assert "H100, m, 2026-11-25: Noise: identical requests to an idle server differed by 4%." in lines
+    assert all("H100" in line or "L40S" in line for line in lines)
+    assert describe([], [], [RECORD]).sentences == format_validation(RECORD)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
@@ -48,11 +48,14 @@ from tenuto.report.html.spec import (
 )
 from tenuto.report.html.timeline import HEIGHTS, LABELS, CacheVerdict, Life, State, follow_jobs
 
+T = TypeVar("T")
+
 MAX_SETTINGS = 12
 """Maximum number of settings with their own charts; each takes about 300 kB."""
 MAX_OCCUPANCY = 8
 """Maximum number of runs whose KV cache and jobs are drawn."""
 MAX_FLEETS = 8
+"""Maximum number of runs whose engines are drawn."""
 MAX_ENGINES = 64
 """Maximum number of engines that are drawn per run. The table has all."""
 MAX_BANDS = 6
@@ -90,29 +93,34 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
         if found:
             sections.append(Section(name, title, tuple(found)))
 
-    add("validation", "Measured and simulated", map(plot_validation, sources.validations[:MAX_SETTINGS]))
+    def cut(found: Sequence[T], most: int, what: str, noun: str) -> Sequence[T]:
+        """The first `most`, with a note about the others."""
+        if len(found) > most:
+            drawn = f"{what}: {most} of {count(len(found), noun)} are drawn"
+            notes.append(f"{drawn}; give fewer records to see the others.")
+        return found[:most]
+
+    title = "Measured and simulated"
+    records = cut(sources.validations, MAX_SETTINGS, title, "validation")
+    add("validation", title, map(plot_validation, records))
     # A map for each workload, model and origin; GPUs side by side.
-    maps = group_by(groups, lambda group: (*group.setting[:2], *group.setting[3:]))
-    add("winners", "Winners", (map_winners(each, looks) for each in list(maps.values())[:MAX_SETTINGS]))
+    by_place = group_by(groups, lambda group: (*group.setting[:2], *group.setting[3:]))
+    maps = cut(list(by_place.values()), MAX_SETTINGS, "Winners", "map")
+    add("winners", "Winners", (map_winners(each, looks) for each in maps))
     marks = {run.setting.mark for run in sources.runs if run.ab}
     mark = marks.pop() if len(marks) == 1 else ""  # All runs of a comparison have one origin.
-    add("ab", "A/B comparison", (plot_ab(each, looks, mark) for each in sources.verdicts[:MAX_SETTINGS]))
-    for number, group in enumerate(groups[:MAX_SETTINGS], 1):
+    verdicts = cut(sources.verdicts, MAX_SETTINGS, "A/B comparison", "verdict")
+    add("ab", "A/B comparison", (plot_ab(each, looks, mark) for each in verdicts))
+    for number, group in enumerate(cut(groups, MAX_SETTINGS, "Charts of a setting", "setting"), 1):
         charts = (make(group, looks) for make in OF_A_SETTING)
         marked = (chart and replace(chart, mark=group.setting.mark) for chart in charts)
         add(f"setting-{number}", group.setting.words, marked, number)
-    if len(groups) > MAX_SETTINGS:
-        drawn = f"{MAX_SETTINGS} of {len(groups)} settings"
-        notes.append(f"Charts are drawn for {drawn}; give fewer records to see the others.")
-    add("fleet", "Several engines", plot_fleets(sources.runs))
+    add("fleet", "Several engines", cut(plot_fleets(sources.runs), MAX_FLEETS, "Several engines", "run"))
     seen = [detail for detail in sources.details if detail.samples]
-    add("kv", "KV cache over time", map(plot_occupancy, seen[:MAX_OCCUPANCY]))
-    if len(seen) > MAX_OCCUPANCY:
-        notes.append(
-            f"The KV cache is drawn for {MAX_OCCUPANCY} of {len(seen)} runs; give fewer to see the others."
-        )
+    title = "KV cache over time"
+    add("kv", title, map(plot_occupancy, cut(seen, MAX_OCCUPANCY, title, "run")))
     lived = [detail for detail in sources.details if detail.turns]
-    add("lives", "A few jobs", map(plot_lives, lived[:MAX_OCCUPANCY]))
+    add("lives", "A few jobs", map(plot_lives, cut(lived, MAX_OCCUPANCY, "A few jobs", "run")))
     return sections, notes
 
 
@@ -598,9 +606,8 @@ _ENGINE_MEASURES = {"busy_s": "busy time", "computed_tokens": "computed tokens",
 
 
 def plot_fleets(runs: Sequence[Run]) -> list[Chart]:
-    """What each of several engines did, and what moving jobs cost: for each such run, at most eight."""
-    fleets = [(run, engines) for run in runs if len(engines := _get_engines(run)) > 1]
-    return [_plot_fleet(run, engines) for run, engines in fleets[:MAX_FLEETS]]
+    """What each of several engines did, and what moving jobs cost, for each such run."""
+    return [_plot_fleet(run, engines) for run in runs if len(engines := _get_engines(run)) > 1]
 
 
 def _get_engines(run: Run) -> list[Mapping[str, Any]]:

@@ -417,6 +417,7 @@ def _make_unique(details: Sequence[Detail]) -> None:
 
 def _drop_copies(sources: Sources) -> None:
     """Drop duplicates: a sweep's results.jsonl may have records that are also in its runs' folders."""
+    validations = [each for n, each in enumerate(sources.validations) if each not in sources.validations[:n]]
     kept: list[Run] = []
     by_key: dict[tuple[Setting, object], list[object]] = {}
     for run in sources.runs:
@@ -426,9 +427,9 @@ def _drop_copies(sources: Sources) -> None:
         if results not in same:
             same.append(results)
             kept.append(run)
-    if dropped := len(sources.runs) - len(kept):
+    if dropped := len(sources.runs) - len(kept) + len(sources.validations) - len(validations):
         sources.notes.append(f"Copies of {dropped:,} records were there; each counts once.")
-    sources.runs = kept
+    sources.runs, sources.validations = kept, validations
     if repeated := sum(len(same) > 1 and bool(setting.is_simulated) for (setting, _), same in by_key.items()):
         sources.notes.append(
             f"{repeated:,} simulated runs are there with different results under one policy, setting, load "

@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from tenuto.client.ab_verdict import Estimate, describe_change, describe_span
+from tenuto.core.errors import clean
 from tenuto.records.schema import ValidationRecord
-from tenuto.records.text import MIN_PAIRS, format_validation
+from tenuto.records.text import MIN_PAIRS, format_validation, name_machine
 from tenuto.report.html.compare import (
     BEST_STOCK,
     Contrast,
@@ -72,7 +73,7 @@ def describe(
 ) -> ReportVerdict:
     """The results of runs, in sentences. If there are validations, only these are described."""
     if validations:
-        first, *rest = [line for record in validations for line in format_validation(record)]
+        first, *rest = [line for record in validations for line in _describe_validation(record, validations)]
         return ReportVerdict(first, caveats=tuple(rest))
     if not runs:
         return ReportVerdict("There are no result records here, only what happened turn by turn.")
@@ -93,6 +94,15 @@ def describe(
         () if is_one and len(speed_ups) < 2 else tuple(sentence for _, sentence in speed_ups),
         tuple(_find_caveats(runs, groups, places)),
     )
+
+
+def _describe_validation(record: ValidationRecord, every: Sequence[ValidationRecord]) -> list[str]:
+    """Its sentences. If there are several records, all name it; the first sentence does in any case."""
+    first, *others = format_validation(record)
+    if len(every) == 1:
+        return [first, *others]
+    name = clean(f"{name_machine(record)}, {record.server.model}, {record.day}")
+    return [first, *(f"{name}: {line}" for line in others)]
 
 
 def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
@@ -164,7 +174,7 @@ def _describe_difference(each: Contrast) -> str:
 def _describe_values(each: Contrast, than: str = "") -> str:
     mean = (
         f"mean job time {format_seconds(each.values.mean_s)} against "
-        f"{format_seconds(each.other_values.mean_s)} ({_describe_estimate(each.mean)}{than})"
+        f"{format_seconds(each.other_values.mean_s)} ({_describe_estimate(each.mean, than)})"
     )
     if each.p95 is None or each.values.p95_s is None:
         return mean
@@ -174,8 +184,8 @@ def _describe_values(each: Contrast, than: str = "") -> str:
     )
 
 
-def _describe_estimate(estimate: Estimate) -> str:
-    change = describe_change(estimate.ratio, is_time=True)
+def _describe_estimate(estimate: Estimate, than: str) -> str:
+    change = describe_change(estimate.ratio, is_time=True) + than
     if estimate.low is None or estimate.high is None:
         return f"{change}; one pair"
     span = describe_span(estimate.low, estimate.high, is_time=True)
