@@ -132,6 +132,21 @@ def test_flags_lose_what_may_name_a_file_or_a_host() -> None:
     assert describe_flags(words) == ("--dtype", "--max-num-seqs=8", "--x", "--y=0.5", "--hf-token", "-tp=2")
 
 
+@pytest.mark.parametrize("model", [".", "./", "../my-model", "owner/my-model", "my-model"])
+def test_the_record_names_the_model_however_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
+) -> None:
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    state = SimpleNamespace(engines=("0",), block_size=16, num_blocks=9)
+    monkeypatch.setattr(module, "read_model", lambda client: ("m", 100))
+    monkeypatch.setattr(module, "read_cache_state", lambda client: state)
+    monkeypatch.setattr(module, "_get_json", lambda client, path: {})
+    flags = ("--max-num-batched-tokens", "512", "--max-num-seqs", "8")
+    server = module.read_server("http://127.0.0.1:1", ValidateOptions(model=model, serve_args=flags), None)
+    assert server.model == "my-model"
+
+
 def test_keys_for_the_servers_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave --api-key out"):
         ValidateOptions(model="m", serve_args=("--api-key", "k"))

@@ -210,7 +210,7 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
     return ValidatedServer(
         engine=options.engine,
         version=str(version) if version is not None else None,
-        model=Path(options.model).name,
+        model=os.path.basename(os.path.abspath(options.model)),  # of "." too
         block_size=state.block_size,
         # vLLM includes its null block in the cache's size.
         kv_tokens=(state.num_blocks + 1) * state.block_size,
