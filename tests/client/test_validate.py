@@ -27,6 +27,7 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_validation
 from tenuto.records.schema import (
+    ValidatedArm,
     ValidatedLoad,
     ValidatedMachine,
     ValidatedRatio,
@@ -320,6 +321,38 @@ def test_a_run_that_takes_much_longer_than_planned_is_given_up(
     assert (record.stopped, is_interrupted) == ("time was up", False)
 
 
+def continue_record(record: ValidationRecord, out: Path, **options: Any) -> module._Validation:
+    (out / "costs.json").touch()
+    (out / "validation.json").write_text(json.dumps(record.to_json()))
+    given = ValidateOptions(**{"model": "llama-3.1-8b", "engine": "sim", "seed": 1, "out": out, **options})
+    run = module._Validation(given, IDLE, ["others compute"])
+    run.prepare()
+    return run
+
+
+def test_a_call_that_measures_nothing_leaves_the_record_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arms = (ValidatedArm(name="stock"), ValidatedArm(name="tenuto"))
+    record = replace(RECORD, arms=arms, machine=replace(IDLE, load_mean=1.5), disturbances=("heat",))
+    assert continue_record(record, tmp_path).finish() == record
+    # The mean is over all runs: 1.5 of two, and 4.5.
+    monkeypatch.setattr("os.getloadavg", lambda: (4.5, 1.0, 1.0))
+    run = continue_record(record, tmp_path)
+    run._note_load(3)
+    after = run.finish()
+    assert (after.machine.load_mean, after.disturbances) == (2.5, ("heat", "others compute"))
+    monkeypatch.setattr("os.getloadavg", lambda: (12.1, 1.0, 1.0))
+    said = "the load average was {} on 2 cores, with the servers and the client"
+    for num_runs, load in ((4, "4.9"), (5, "6.3")):  # said once, as it is now
+        run = continue_record(after, tmp_path)
+        run._note_load(num_runs)
+        after = run.finish()
+        assert after.disturbances == ("heat", "others compute", said.format(load))
+    with pytest.raises(ConfigError, match="holds a comparison with another seed: 1 there, 7 now"):
+        continue_record(record, tmp_path, seed=7).make_runs()
+
+
 def read_record(folder: Path) -> ValidationRecord:
     values = json.loads((folder / "validation.json").read_text())
     return read_validation(Fields("validation.json", values))
@@ -369,7 +402,7 @@ def test_a_whole_short_run_on_simulated_servers(
         probe.bind(("127.0.0.1", port))
     capsys.readouterr()
     again = run_validate(parse(arguments)[1].read(ValidateOptions))[0]
-    assert again.ratios == record.ratios
+    assert again == record
     assert (folder / "ab" / "results.jsonl").read_text() == before
     assert "continuing with" in capsys.readouterr().err
 

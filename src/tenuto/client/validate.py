@@ -456,8 +456,8 @@ class _Validation:
     stopped: str | None = None
     record: ValidationRecord | None = None
     started_s: float = field(default_factory=time.monotonic)
-    loads: list[float] = field(default_factory=list)
-    """The load average after each run."""
+    has_measured: bool = False
+    """Whether this call has added to the record. If not, how it began says nothing about the runs."""
 
     @property
     def passed_s(self) -> float:
@@ -505,8 +505,9 @@ class _Validation:
     @property
     def load(self) -> LoadOptions:
         found = self.record.load if self.record else None
-        chosen = {"jps": 1.0, "seed": self.options.seed} if found is None else asdict(found)
-        return LoadOptions(**{**chosen, "workload": self.options.workload})
+        chosen = {"jps": 1.0} if found is None else asdict(found)
+        # As given now: the folder of the runs refuses others.
+        return LoadOptions(**{**chosen, "workload": self.options.workload, "seed": self.options.seed})
 
     @cached_property
     def forecast(self) -> Forecast:
@@ -558,6 +559,7 @@ class _Validation:
             starting_s = time.monotonic()
             with self._explaining(), servers.open(ab.arms[0]) as server:
                 start_s = time.monotonic() - starting_s
+                self.has_measured = True
                 self.record = ValidationRecord(
                     verdict="no verdict",
                     day=date.today().isoformat(),
@@ -701,8 +703,8 @@ class _Validation:
         with AbFolder(ab.out, describe(ab)) as folder, self._explaining():
 
             def after(slot: Slot, server: Ready) -> bool:
+                self._note_load(sum(map(folder.has_run, slots)))
                 self._ask_more(folder, slot, server)
-                self.loads.append(os.getloadavg()[0])
                 if slot.repeat and (why := self._find_hopeless(folder, slots)):
                     self.stopped = why
                 elif self.left_s < END_S and slot != slots[-1]:
@@ -710,6 +712,15 @@ class _Validation:
                 return self.stopped is None
 
             run_slots(ab, folder, slots, after)
+
+    def _note_load(self, num_runs: int) -> None:
+        """Add the load average to the mean over all runs, of earlier calls too. `num_runs`: with this one."""
+        assert self.record is not None
+        self.has_measured = True
+        machine, load = self.record.machine, os.getloadavg()[0]
+        before = load if machine.load_mean is None else machine.load_mean
+        mean = round(before + (load - before) / num_runs, 2)
+        self.record = replace(self.record, machine=replace(machine, load_mean=mean))
 
     def _ask_more(self, folder: AbFolder, slot: Slot, server: Ready) -> None:
         """Send plain requests to measure the hook's cost. Once, verify that leases are held."""
@@ -757,12 +768,6 @@ class _Validation:
         """Compare the arms, predict with the simulator, and write the record."""
         assert self.record is not None
         record = self.record
-        if self.stopped is not None and self.stopped.startswith("noise"):
-            self.disturbances += find_throttling()
-        load, cores = statistics.fmean(self.loads or [os.getloadavg()[0]]), self.machine.cores or 1
-        if load > MAX_LOAD * cores:
-            what = "with the servers and the client"
-            self.disturbances.append(f"the load average was {load:.1f} on {cores} cores, {what}")
         ratios: list[ValidatedRatio] = []
         if record.load is not None:
             ab = self.ab
@@ -784,13 +789,29 @@ class _Validation:
             record,
             verdict=judge(ratios),
             stopped=self.stopped,
-            minutes=round(record.minutes + self.passed_s / 60, 1),
-            machine=replace(record.machine, load_mean=round(load, 2)),
             ratios=tuple(ratios),
-            disturbances=tuple(dict.fromkeys((*record.disturbances, *self.disturbances))),
         )
+        if self.has_measured:
+            self.record = self._describe_call(self.record)
         self._write()
         return self.record
+
+    def _describe_call(self, record: ValidationRecord) -> ValidationRecord:
+        """Add to a record how long this call took, and what disturbed it."""
+        if self.stopped is not None and self.stopped.startswith("noise"):
+            self.disturbances += find_throttling()
+        machine, cores = record.machine, self.machine.cores or 1
+        load = os.getloadavg()[0] if machine.load_mean is None else machine.load_mean
+        what = "with the servers and the client"
+        found = [each for each in (*record.disturbances, *self.disturbances) if not each.endswith(what)]
+        if load > MAX_LOAD * cores:
+            found.append(f"the load average was {load:.1f} on {cores} cores, {what}")
+        return replace(
+            record,
+            minutes=round(record.minutes + self.passed_s / 60, 1),
+            machine=replace(machine, load_mean=round(load, 2)),
+            disturbances=tuple(dict.fromkeys(found)),
+        )
 
     def _predict(self, record: ValidationRecord, found: Conclusion, folder: AbFolder) -> ValidationRecord:
         """Add each arm's measurements, and the simulator's predictions for the same seeds, to the record."""
