@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
+from tenuto.cli import parse
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_run
-from tenuto.report.html.charts import plot_fleets
+from tenuto.report.html.charts import plot_fleets, plot_speed_ups
+from tenuto.report.html.compare import group_runs
 from tenuto.report.html.draw import draw
+from tenuto.report.html.page import make_recipe
 from tenuto.report.html.sources import Run, make_run
+from tenuto.report.html.spec import make_looks
 from tests.report.data import make_record
+from tests.report.test_compare import read
 
 NAMES = ("name", "jobs", "turns", "computed_tokens", "output_tokens", "busy_s", "died")
 ENGINES = [
@@ -47,3 +53,75 @@ def test_what_makes_no_sense_draws_nothing_or_little() -> None:
     assert plot_fleets([make({"engines": 3}), make({}), make({"engines": [1, "x"]})]) == []
     (chart,) = plot_fleets([make({"engines": [{}, {}]})])
     assert draw(chart).axes
+
+
+def make_behind(policy: str, router: str, seed: int, mean_s: float, **fleet: Any) -> dict[str, Any]:
+    """A simulated run behind a router, with the configuration that the simulator writes."""
+    named = {} if router == "tenuto" else {"router": router}
+    config = {
+        "gpu": "H100", "policy": policy, "workload": "ab8", "jps": 6.0, "seed": seed,
+        "async_scheduling": True, "fleet": {"servers": ["", ""], **named, **fleet},
+    }  # fmt: skip
+    return make_record(f"{policy}@{router}", 6.0, seed, gpu="2xH100", mean_s=mean_s, config=config)
+
+
+SWEEP = [
+    make_behind(policy, router, seed, mean_s)
+    for policy, router, mean_s in (
+        ("stock", "random", 10.0), ("stock", "tenuto", 8.0),
+        ("tenuto", "random", 5.0), ("tenuto", "tenuto", 2.0),
+    )
+    for seed in (1, 2)
+]  # fmt: skip
+
+
+def test_routers_are_compared_and_stock_behind_the_same_one_is_the_baseline() -> None:
+    (group,) = group_runs(read(*SWEEP))
+    assert group.setting.variant == "async_scheduling true, servers 2"
+    winner = group.try_winner(6.0)
+    assert winner is not None and (winner.policies, winner.against.other) == (
+        ("tenuto@tenuto",),
+        "stock@tenuto",
+    )
+    speed_ups = {
+        policy: found.middle for policy in group.policies if (found := group.try_speed_up(policy, 6.0))
+    }
+    assert speed_ups == {"stock@random": 1, "stock@tenuto": 1, "tenuto@random": 2, "tenuto@tenuto": 4}
+    chart = plot_speed_ups(group, make_looks(group.policies))
+    assert chart is not None and chart.title.startswith(
+        "How many times faster than stock behind the same router"
+    )
+    assert [row[0] for row in chart.table.rows] == ["tenuto@random", "tenuto@tenuto"]
+
+
+def test_the_only_stock_is_the_baseline_behind_every_router() -> None:
+    (group,) = group_runs(read(*(each for each in SWEEP if each["policy"] != "stock@tenuto")))
+    assert group.baseline == group.get_baseline("tenuto@tenuto") == "stock@random"
+
+
+def test_a_router_s_options_are_part_of_the_policy_s_name() -> None:
+    options = {"by_metrics": True}
+    runs = read(
+        make_behind("stock", "least-loaded", 1, 4.0, router_options=options),
+        make_behind("tenuto", "least-loaded", 1, 2.0, router_options=options),
+        make_behind("stock", "least-loaded", 1, 8.0),
+    )
+    (group,) = group_runs(runs)
+    name = "{}@least-loaded (least-loaded:by_metrics=true)"
+    assert group.get_baseline(name.format("tenuto")) == name.format("stock")
+    assert "stock@least-loaded" in group.policies
+
+
+def test_the_commands_that_make_a_fleet_s_runs_again() -> None:
+    fleet = {"servers": ["H100", "H100", "L40S"], "router_options": {"by_metrics": True}, "copy_gb_s": 25.0}
+    alone = make_behind("tenuto", "least-loaded", 3, 5.0, **fleet, faults=["die:0@30", "join@60"])
+    commands = make_recipe(read(*SWEEP, alone), {}).commands
+    assert commands == (
+        "tenuto compare --gpu H100 --policies stock,tenuto --jps 6 --seed 1,2 --router random,tenuto "
+        "--servers 2 --workload ab8 --out sweep",
+        "tenuto simulate --router least-loaded --servers H100:2,L40S:1 --router-option by_metrics=true "
+        "--copy-gb-s 25 --fault die:0@30 --fault join@60 --gpu H100 --policy tenuto --workload ab8 --jps 6 "
+        "--seed 3",
+    )
+    for command in commands:
+        parse(shlex.split(command)[1:])

@@ -11,7 +11,7 @@ import pytest
 from tenuto.core.errors import ConfigError
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Extras, Outcome, prepare, run
-from tenuto.sim.setup import Fleet, Setup, read_servers
+from tenuto.sim.setup import Fleet, Setup, read_servers, write_servers
 from tenuto.workload import Job, LoadOptions, Span, TurnSpec, Workload
 
 SMALL = Setup(step_cost="roofline", kv_tokens=100_000, host_gb=0.0, offload="none")
@@ -271,7 +271,7 @@ def test_events_grow_with_turns_and_not_with_engines() -> None:
     [("3", ("", "", "")), ("H100:2,l40s", ("H100", "H100", "L40S")), ("A100-80:1", ("A100-80",))],
 )
 def test_servers_are_a_number_or_a_list(text: str, gpus: tuple[str, ...]) -> None:
-    assert read_servers(text) == gpus
+    assert read_servers(text) == read_servers(write_servers(gpus)) == gpus
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "H100:0", "H100:x", "nogpu:2", "99999", "2,", "1.5"])

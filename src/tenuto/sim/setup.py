@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 from tenuto.core.engine import StepTokens, check_step_tokens, read_step_tokens
@@ -216,6 +217,12 @@ def read_servers(text: str) -> tuple[str, ...]:
     if len(gpus) > MAX_SERVERS:
         raise ConfigError(f"--servers: at most {MAX_SERVERS} engines, got {len(gpus)}")
     return tuple(gpus)
+
+
+def write_servers(gpus: Sequence[str]) -> str:
+    """The text that `read_servers` reads as these GPUs."""
+    runs = ((gpu, len(list(same))) for gpu, same in groupby(gpus))
+    return ",".join(f"{gpu}:{number}" if gpu else str(number) for gpu, number in runs)
 
 
 Kind = Literal["die", "drain", "join", "rejoin", "restart"]

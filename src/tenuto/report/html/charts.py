@@ -187,10 +187,11 @@ def plot_speed_ups(group: Group, looks: Looks) -> Chart | None:
     """How many times faster than the baseline each policy is, and whether that is proved."""
     points, rows = [], []
     for policy in group.policies:
+        baseline = group.get_baseline(policy)
         for load in group.loads:
             speed_up = group.try_speed_up(policy, load)
-            contrast = group.contrast(policy, group.baseline, load)
-            if policy == group.baseline or speed_up is None or contrast is None:
+            contrast = group.contrast(policy, baseline, load)
+            if policy == baseline or speed_up is None or contrast is None:
                 continue
             points.append(_Point(policy, load, speed_up, is_proved=contrast.differs))
             low, high = contrast.mean.low, contrast.mean.high
@@ -202,12 +203,13 @@ def plot_speed_ups(group: Group, looks: Looks) -> Chart | None:
     if not points:
         return None
     at, baseline = _describe_loads(group, (point.load for point in points)), shorten(group.baseline)
+    which = baseline if group.baseline in group.policies else f"{baseline} behind the same router"
     label = f"mean JCT of {shorten(baseline, 16)} / policy"
     ends = stretch([1.0, *(end for point in points for end in point.value)], 0.05) if at.is_one else None
     return Chart(
         name="speed-up",
-        title=f"How many times faster than {baseline}" + (at.words if at.is_one else ""),
-        caption=f"Mean job completion time of {baseline} over the policy's, seed by seed: marker at the "
+        title=f"How many times faster than {which}" + (at.words if at.is_one else ""),
+        caption=f"Mean job completion time of {which} over the policy's, seed by seed: marker at the "
         "geometric mean, whiskers to the lowest and highest seed. Above 1× the policy is faster. A marker "
         "with a light centre is no proof: its 95 % interval holds 1×, or it has too few pairs for one.",
         panels=[

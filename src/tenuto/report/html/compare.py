@@ -247,11 +247,23 @@ class Group:
         cells = (self.try_cell(policy, load) for policy in self.policies for load in self.loads)
         return [cell for cell in cells if cell and cell.mean_s_by_seed]
 
+    def get_baseline(self, policy: str) -> str:
+        """The policy that another is compared with: the first arm of a `tenuto ab`, else stock.
+
+        Behind a router it is stock behind the same router, or else the only stock that there is.
+        """
+        named = (run.ab.baseline for cell in self.cells for run in cell.runs if run.ab)
+        if (first := next(filter(None, named), None)) is not None:
+            return first
+        own = next((cell.runs[0].stock for cell in self.cells if cell.policy == policy), BASELINE)
+        stocks = {cell.policy for cell in self.cells if cell.policy == cell.runs[0].stock}
+        return own if own in stocks or len(stocks) != 1 else stocks.pop()
+
     @property
     def baseline(self) -> str:
-        """The policy that others are compared with: the first arm of a `tenuto ab`, else stock."""
-        named = (run.ab.baseline for cell in self.cells for run in cell.runs if run.ab)
-        return next(filter(None, named), BASELINE)
+        """The baseline of all policies; `stock` if each router has its own."""
+        found = set(map(self.get_baseline, self.policies))
+        return found.pop() if len(found) == 1 else BASELINE
 
     def contrast(self, policy: str, other: str, load: Load) -> Contrast | None:
         """Compare two policies at a load; None if one of them has no JCT there."""
@@ -263,7 +275,7 @@ class Group:
 
         Without a common seed it is the ratio of the means, without range.
         """
-        found = self.contrast(policy, self.baseline, load)
+        found = self.contrast(policy, self.get_baseline(policy), load)
         if found is None:
             return None
         return Spread(1 / found.mean.ratio, 1 / max(found.ratios), 1 / min(found.ratios))
@@ -282,7 +294,7 @@ class Group:
         best, *others = sorted(runs, key=lambda policy: (typical_s[policy], policy))
         found = [each for other in others if (each := contrast(runs, pairs, best, other))]
         level = [each for each in found if not (each.differs and each.mean.ratio < 1)]
-        baseline = self.baseline
+        baseline = self.get_baseline(best)
         against = next((each for each in found if each.other == baseline), found[0])
         return Winner((best, *(each.other for each in level)), any(each.is_open for each in level), against)
 
@@ -377,8 +389,8 @@ def _get_arm(run: Run) -> Arm:
 
 
 def sort_policies(policies: Iterable[str]) -> list[str]:
-    """Each once, stock first, then by name."""
-    return sorted(set(policies), key=lambda policy: (policy != BASELINE, policy))
+    """Each once, stock first, behind any router, then by name."""
+    return sorted(set(policies), key=lambda policy: (policy.partition("@")[0] != BASELINE, policy))
 
 
 def sort_loads(loads: Iterable[Load]) -> list[Load]:

@@ -33,7 +33,7 @@ from tenuto.report.html.sources import AbRun, Run, Sources, read_sources
 from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, count, format_seconds, make_looks, shorten
 from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import LoadOptions
 
 MAX_SENTENCES = 4
@@ -242,15 +242,17 @@ def _write_figures(report: Report, folder: Path, say: Say) -> int:
 
 MAX_COMMANDS = 12
 MAX_RUNS = 500
-_FLAGS = {
-    field.name: get_flag(field)
-    for options in (Setup, LoadOptions, BenchOptions)
+_FIELDS = {
+    field.name: field
+    for options in (Setup, FleetOptions, LoadOptions, BenchOptions)
     for field in dataclasses.fields(options)
 }
-"""The flags of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
+"""The options of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
 _ON_BY_DEFAULT = {field.name for field in dataclasses.fields(Setup) if field.default is True}
-GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed"}
-"""Fields for which `tenuto compare` takes lists, and their options."""
+GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed", "router": "--router"}
+"""Fields for which `tenuto compare` takes lists, and their options. Only several engines have a router."""
+OF_KEYS = {"options": "--option", "router_options": "--router-option"}
+"""Fields that hold options by key, and the flag for each of these."""
 BENCH_USUAL = {
     "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
     "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,
@@ -295,9 +297,8 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
     by_rest: dict[str, list[Run]] = {}
     left = []
     for run in runs:
-        if run.record.config.get("options") or not all(
-            isinstance(run.record.config.get(name), str | int | float) for name in GRID
-        ):
+        has_options = any(run.record.config.get(name) for name in OF_KEYS)
+        if has_options or not all(isinstance(each, str | int | float) for each in _get_point(run)):
             left.append(run)
         else:
             rest = {name: value for name, value in run.record.config.items() if name not in GRID}
@@ -309,7 +310,8 @@ def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
             if (axes := _try_grid(part)) is None:
                 left += part
                 continue
-            words = [word for name, option in GRID.items() for word in (option, _join(axes[name]))]
+            lists = {option: _join(axes[name]) for name, option in GRID.items()}
+            words = [word for option, values in lists.items() if values for word in (option, values)]
             config = {"async_scheduling": False, **json.loads(rest_text)}
             words += [*_make_options(config), "--out", "sweep"]
             commands.append(shlex.join(["tenuto", "compare", *words]))
@@ -337,10 +339,15 @@ def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
 
 def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
     """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
-    axes = {name: list(dict.fromkeys(run.record.config[name] for run in runs)) for name in GRID}
-    points = {tuple(run.record.config[name] for name in GRID) for run in runs}
+    points = dict.fromkeys(map(_get_point, runs))
+    axes = {name: list(dict.fromkeys(point[n] for point in points)) for n, name in enumerate(GRID)}
     is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
     return axes if is_grid else None
+
+
+def _get_point(run: Run) -> tuple[Any, ...]:
+    """Its values on the axes of `GRID`; without a router an empty text."""
+    return tuple({"router": "", **run.record.config}.get(name) for name in GRID)
 
 
 def _get_file(run: Run) -> str:
@@ -353,6 +360,11 @@ def _join(values: Sequence[object]) -> str:
     if all(isinstance(value, int | float) for value in values):
         values = sorted(values)  # type: ignore[type-var]
     return ",".join(map(_to_word, values))
+
+
+def _to_json(value: object) -> str:
+    """A value of an option, as `parse_option` reads it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _to_word(value: object) -> str:
@@ -401,8 +413,10 @@ def _make_ab_command(run: Run, ab: AbRun) -> str:
 def _make_options(values: Mapping[str, object]) -> list[str]:
     words = []
     for name, value in values.items():
-        if name == "options" and isinstance(value, dict):
-            words += [word for key, each in value.items() for word in ("--option", f"{key}={each}")]
+        if name in OF_KEYS and isinstance(value, dict):
+            words += [word for key in value for word in (OF_KEYS[name], f"{key}={_to_json(value[key])}")]
+        elif name in _FIELDS and _FIELDS[name].metadata.get("is_repeatable") and isinstance(value, list):
+            words += [word for each in value for word in (_get_flag(name), _to_word(each))]
         elif name in _ON_BY_DEFAULT:
             words += [] if value else ["--no-" + _get_flag(name).removeprefix("--")]
         elif value is True:
@@ -416,7 +430,7 @@ def _make_options(values: Mapping[str, object]) -> list[str]:
 
 def _get_flag(name: str) -> str:
     """How the command line names a field; a field that is no longer there keeps its name."""
-    return _FLAGS.get(name) or "--" + name.replace("_", "-")
+    return get_flag(_FIELDS[name]) if name in _FIELDS else "--" + name.replace("_", "-")
 
 
 def _describe_versions(runs: Sequence[Run]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
 from tenuto.client.options import THRESHOLD_PERCENT
@@ -21,10 +21,14 @@ from tenuto.records.metrics import summarise
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord
 from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
 from tenuto.records.text import is_overloaded
-from tenuto.report.html.spec import format_load, shorten
+from tenuto.report.html.spec import BASELINE, format_load, shorten
+from tenuto.sim.setup import write_servers
 
 NO_POLICY, NO_GPU = "unnamed policy", "unnamed GPU"
-IDENTITY = ("policy", "options", "gpu", "model", "workload", "jps", "seed", "step_tokens", "keep_kv")
+IDENTITY = (
+    *("policy", "options", "router", "router_options"),
+    *("gpu", "model", "workload", "jps", "seed", "step_tokens", "keep_kv"),
+)
 """The fields that runs are compared by. All other fields of the configuration must be equal."""
 COUNTED = ("goodput",)
 """Options that change what is counted, and not the run."""
@@ -95,8 +99,10 @@ class Run:
     record: RunRecord
     place: str
     policy: str
-    """The policy with its options. Two settings of one policy are two policies."""
+    """The policy with its options and its router. Two settings of one policy are two policies."""
     setting: Setting
+    stock: str = BASELINE
+    """The name of stock in its place: `stock`, or behind the same router `stock@random`."""
     ab: AbRun | None = None
     """Set for the runs of a `tenuto ab`."""
 
@@ -165,9 +171,11 @@ class Run:
 
 def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
     """A result record as the report shows it."""
-    given = record.config.get("options")
+    record = replace(record, config=_spread_fleet(record.config))
+    given, router = record.config.get("options"), record.config.get("router")
     options = given if isinstance(given, dict) else {}
-    shown = [f"{clean(key)}={_to_text(options[key])}" for key in sorted(options)]
+    given = record.config.get("router_options")
+    of_router = {f"{router}:{key}": given[key] for key in given} if isinstance(given, dict) else {}
     setting = Setting(
         clean(record.workload),
         clean(record.model),
@@ -176,9 +184,26 @@ def make_run(record: RunRecord, place: str, ab: AbRun | None = None) -> Run:
         _describe_variant(record),
         _find_sim_speed(record.client or {}),
     )
-    policy = (clean(record.policy or "") or NO_POLICY) + (f" ({', '.join(shown)})" if shown else "")
+    policy = _name_policy(clean(record.policy or "") or NO_POLICY, {**options, **of_router})
+    stock = _name_policy(BASELINE if router is None else clean(f"{BASELINE}@{router}"), of_router)
     record = replace(record, job_s=record.job_s or summarise(record.job_times_s.values()))
-    return Run(record, clean(place), policy, setting, ab)
+    return Run(record, clean(place), policy, setting, stock, ab)
+
+
+def _spread_fleet(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run's options as on the command line, where those of a fleet are beside the others."""
+    fleet = config.get("fleet")
+    if not isinstance(fleet, dict):
+        return config
+    servers = fleet.get("servers")
+    if isinstance(servers, list) and all(isinstance(each, str) for each in servers):
+        fleet = {**fleet, "servers": write_servers(servers)}
+    return {"router": "tenuto", **fleet, **{name: config[name] for name in config if name != "fleet"}}
+
+
+def _name_policy(policy: str, options: Mapping[str, Any]) -> str:
+    shown = [f"{clean(key)}={_to_text(options[key])}" for key in sorted(options)]
+    return policy + (f" ({', '.join(shown)})" if shown else "")
 
 
 def _describe_variant(record: RunRecord) -> str:

@@ -225,7 +225,7 @@ def _describe_range(policy: str, places: Sequence[Place]) -> str:
     """How much faster or slower a policy is than the baseline, over all comparisons with it."""
     found: list[tuple[Place, Contrast]] = []
     for place in places:
-        baseline = place.group.baseline
+        baseline = place.group.get_baseline(policy)
         each = place.group.contrast(policy, baseline, place.load) if policy != baseline else None
         if each is None and place.winner.policies[0] == policy:
             each = place.winner.against
@@ -346,9 +346,9 @@ def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str
     found: list[tuple[Contrast, Group, Load]] = [
         (each, group, load)
         for group in groups
-        if policy != group.baseline
+        if policy != (baseline := group.get_baseline(policy))
         for load in group.loads
-        if (each := group.contrast(policy, group.baseline, load))
+        if (each := group.contrast(policy, baseline, load))
     ]
     if not found:
         return None
