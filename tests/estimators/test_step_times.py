@@ -42,6 +42,13 @@ def test_it_forgets() -> None:
     assert times.get_token_s() == pytest.approx(8e-5, rel=0.02)
 
 
+def test_where_larger_steps_take_no_longer_a_token_still_costs_its_mean_time() -> None:
+    times = StepTimes()
+    for n in range(80):
+        times.observe(200 + 10 * (n % 30), 1, 0.02 - 1e-6 * (n % 30))
+    assert times.get_token_s() == pytest.approx(0.02 / 345, rel=0.03)
+
+
 def test_noise_makes_nothing_negative() -> None:
     times = StepTimes()
     for n in range(1, 41):

@@ -200,12 +200,15 @@ class StepTimes:
         """Both fits, computed at most once per step, because many turns end with one step."""
         if self._lines is None:
             fit = self._prefill
-            prefill = fit.try_get_line() or (0.0, fit.y / fit.x if fit.x else 0.0)
+            _, token_s = fit.try_get_line() or (0.0, 0.0)
+            if token_s == 0 and fit.x:
+                # Steps of all sizes take as long, or the sizes are equal: the mean time of a token.
+                token_s = fit.y / fit.x
             fit = self._decode
             # No line while all steps decode for equally many: most of their time is the pass over the
             # weights.
             decode = fit.try_get_line() or ((fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0))
-            self._lines = prefill[1], decode
+            self._lines = token_s, decode
         return self._lines
 
     def __repr__(self) -> str:
