@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,25 +113,25 @@ def simulate(  # noqa: PLR0913 - what a user chooses, all by keyword
     load, jobs = _choose_workload(load, workload, [jps])
     given = Extras(strict=strict, workload=jobs)
     setup, extras = _place(dataclasses.replace(setup, gpu=gpu), policy, options, given)
-    load = dataclasses.replace(load, jps=jps, seed=operator.index(seed))
+    load = dataclasses.replace(load, jps=_from_numpy(jps), seed=_from_numpy(seed))
     outcome = run(setup, load, extras=extras, watch=watch, log=log)
     return SimulationResult(outcome.record, outcome.turns, outcome)
 
 
 def compare(  # noqa: PLR0913 - as above
-    policies: Sequence[str | Policy] = ("stock", "tenuto"),
+    policies: str | Policy | Sequence[str | Policy] = ("stock", "tenuto"),
     *,
     gpu: str | Sequence[str] = "H100",
     workload: str | Workload = "ab8",
     jps: float | Sequence[float] | None = None,
-    seeds: Sequence[int] = (42,),
+    seeds: int | Sequence[int] = (42,),
     strict: bool = False,
     workers: int | None = 1,
     out: str | Path | None = None,
     split: bool = True,
     **settings: Any,
 ) -> Comparison:
-    """Run every policy on every GPU, under every load, with every seed.
+    """Run every policy on every GPU, under every load, with every seed. Of each, give one or several.
 
     `split`: where stock is among the policies, also run it with smaller steps, and each other policy without
     the KV that it keeps, to say how much of the gain comes from steps, order and cache.
@@ -144,11 +143,12 @@ def compare(  # noqa: PLR0913 - as above
     else, and the errors, are as in `simulate`.
     """
     setup, load = _split(settings)
-    gpus = [gpu] if isinstance(gpu, str) else list(gpu)
-    rates = list(jps) if isinstance(jps, Iterable) else [jps]
-    seeds = list(map(operator.index, seeds))
+    policies, gpus, rates, seeds = map(_make_list, (policies, gpu, jps, seeds))
+    rates, seeds = list(map(_from_numpy, rates)), list(map(_from_numpy, seeds))
     if not (policies and gpus and rates and seeds):
         raise ConfigError("compare needs a policy, a GPU, a load and a seed at least")
+    if workers is not None and not (isinstance(workers, int) and workers >= 1):
+        raise ConfigError(f"workers must be at least 1, or None for one per core; got {workers!r}")
     load, jobs = _choose_workload(load, workload, rates)
     given = Extras(strict=strict, workload=jobs)
     placed = (
@@ -221,10 +221,24 @@ def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
     for name in settings:
         if name not in of_setup | of_load:
             raise ConfigError(f"no option {name!r}{suggest(name, of_setup | of_load)}")
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else _from_numpy(value)
+        for name, value in settings.items()
+    }
     return (
-        Setup(**{name: value for name, value in settings.items() if name in of_setup}),
-        LoadOptions(**{name: value for name, value in settings.items() if name in of_load}),
+        Setup(**{name: value for name, value in given.items() if name in of_setup}),
+        LoadOptions(**{name: value for name, value in given.items() if name in of_load}),
     )
+
+
+def _make_list(given: Any) -> list[Any]:
+    """One value or several, as a list."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+
+
+def _from_numpy(value: Any) -> Any:
+    """A number of numpy's as Python's own; any other value as it is."""
+    return getattr(value, "item", lambda: value)()
 
 
 def _place(
@@ -285,6 +299,8 @@ def _choose_workload(
 ) -> tuple[LoadOptions, Workload | None]:
     if isinstance(workload, str):
         return dataclasses.replace(load, workload=workload), None
+    if not isinstance(workload, Workload):
+        raise ConfigError(f"workload must be a name, a file's path as text, or a Workload; got {workload!r}")
     if any(rate is not None for rate in rates):
         raise ConfigError("jps is for a workload that is named; this one has its arrivals")
     return dataclasses.replace(load, workload=workload.name), workload

@@ -95,6 +95,38 @@ def test_settings_are_those_of_the_command() -> None:
         tenuto.simulate(Holding(), options={"keep_s": 3.0}, jps=1.0, **SMALL)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_gb": "10"}, "--host-gb must be float or None, got '10'"),
+        ({"window_s": "3"}, "--window must be float or None, got '3'"),
+        ({"window_s": 10**400}, "--window is too large a number"),
+        ({"jps": "2"}, "--jps must be float or None, got '2'"),
+        ({"tp": True}, "--tp must be int, got True"),
+        ({"async_scheduling": None}, "--async-scheduling must be bool, got None"),
+        ({"limits": None}, "--limits must be str, got None"),
+        ({"fleet": 2}, "--fleet must be Fleet or None, got 2"),
+        ({"goodput": "ttft:500"}, "--goodput must be tuple, got 'ttft:500'"),
+        ({"gpu": 5}, "--gpu must be str, got 5"),
+        ({"workload": 5}, "workload must be a name"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    for run in (lambda **given: tenuto.simulate("stock", **given), tenuto.compare):
+        with pytest.raises(ConfigError, match=message):
+            run(**{"jps": 1.0, "window_s": 4.0, **settings})
+
+
+def test_a_comparison_takes_one_or_several_of_each() -> None:
+    settings: dict[str, Any] = {"window_s": 4.0, "step_cost": "roofline", "goodput": ["ttft:500"]}
+    for policy in ("stock", Holding()):
+        [record] = tenuto.compare(policy, gpu="A100-40", jps=1, seeds=3, split=False, **settings).records
+        assert (record["seed"], record["goodput"]["limits_ms"]) == (3, {"ttft": 500.0})
+    for wrong in ({"workers": 0}, {"workers": "2"}, {"seeds": ["a"]}, {"seeds": 1.5}):
+        with pytest.raises(ConfigError):
+            tenuto.compare("stock", jps=1, **settings, **wrong)
+
+
 def test_a_policy_given_is_an_object_within_its_bounds() -> None:
     calls: list[Callable[[Any], object]] = [
         lambda policy: tenuto.simulate(policy, jps=1.0, **SMALL),
@@ -204,9 +236,9 @@ def test_a_policy_without_a_file_is_always_run_again(tmp_path: Path, monkeypatch
 def test_rates_and_seeds_may_come_from_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     settings: dict[str, Any] = {"step_cost": "roofline", "window_s": 4.0, "split": False}
-    rates, seeds = numpy.array([0.5, 1.0]), numpy.arange(2)
+    rates, seeds = numpy.array([1, 2]), numpy.arange(2)
     records = tenuto.compare(["stock"], gpu="A100-40", jps=rates, seeds=seeds, **settings).records
-    assert [(each["jps"], each["seed"]) for each in records] == [(0.5, 0), (0.5, 1), (1.0, 0), (1.0, 1)]
+    assert [(each["jps"], each["seed"]) for each in records] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     one = tenuto.simulate("stock", jps=rates[0], **(SMALL | {"window_s": 4.0, "seed": seeds[1]})).record
     assert forget_what_differs(one) == forget_what_differs(records[1])
 

@@ -112,6 +112,9 @@ class Told(Options):
         ({"link_gb_s": -1}, "--link-gb-s must be at least 0"),
         ({"loop": "opne"}, "--loop must be one of open, closed; got 'opne'; did you mean open?"),
         ({"jps": (1.0, 100.0)}, "--jps must be below 100, got 100.0"),
+        ({"jps": (1.0, "2")}, "--jps must be float, got '2'"),
+        ({"jps": [1.0]}, "--jps must be tuple, got [1.0]"),
+        ({"window_s": True}, "--window must be float or None, got True"),
     ],
 )
 def test_an_option_out_of_bounds_is_refused_by_its_flag(given: dict[str, Any], words: str) -> None:

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import ConfigError, suggest
@@ -92,13 +92,14 @@ class Options:
         """Check each field against its `option` and its type. Raises ConfigError naming the flag."""
         kinds = _get_kinds(type(self))  # type: ignore[arg-type]  # a type is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            if not field.metadata.get("is_option"):
-                continue
-            metadata = {**field.metadata, "choices": get_choices(field, kinds[field.name])}
-            value = getattr(self, field.name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if problem := find_problem(each, metadata):
-                    raise ConfigError(f"{get_flag(field)} {problem}")
+            kind, values = kinds[field.name], (getattr(self, field.name),)
+            if get_origin(kind) is tuple and isinstance(values[0], tuple):
+                kind, values = get_args(kind)[0], values[0]
+            for each in values:
+                try:
+                    _check_value(each, kind, field)
+                except ConfigError as error:
+                    raise ConfigError(f"{get_flag(field)} {error}") from None
 
 
 _get_kinds = cache(get_type_hints)
@@ -187,24 +188,25 @@ def check_settings(cls: type, given: Mapping[str, Any], where: str) -> dict[str,
             near = suggest(key, fields)
             raise ConfigError(f"{where}: unknown key {key!r}; known keys: {known}{near}")
         try:
-            checked[key] = _check_value(value, types[key], fields[key].metadata)
+            checked[key] = _check_value(value, types[key], fields[key])
         except ConfigError as error:
             raise ConfigError(f"{where}: key {key!r} {error}") from None
     return checked
 
 
-def _check_value(value: Any, kind: Any, metadata: Mapping[str, Any]) -> Any:
-    # An int is accepted as a float; a bool is never accepted as a number.
-    allowed = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    allowed = tuple(get_origin(one) or one for one in allowed)
+def _check_value(value: Any, kind: Any, field: dataclasses.Field[Any]) -> Any:
+    """The value of a field, or of one of its tuple; an int as a float. Raises ConfigError."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    allowed = tuple(str if get_origin(one) is Literal else get_origin(one) or one for one in kinds)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         try:
             value = float(value)
         except OverflowError:
             raise ConfigError("is too large a number") from None
-    if not any(type(value) is one for one in allowed):
-        wanted = " or ".join(getattr(one, "__name__", str(one)) for one in allowed)
+    # A bool is never accepted as a number.
+    if not (bool in allowed if isinstance(value, bool) else isinstance(value, allowed)):
+        wanted = " or ".join("None" if one is NoneType else one.__name__ for one in allowed)
         raise ConfigError(f"must be {wanted}, got {value!r}")
-    if problem := find_problem(value, metadata):
+    if problem := find_problem(value, {**field.metadata, "choices": get_choices(field, kind)}):
         raise ConfigError(problem)
     return value
