@@ -218,9 +218,11 @@ def _stop_if_endless(now_s: float, num_done: int, num_turns: int) -> None:
 def _split(settings: Mapping[str, Any]) -> tuple[Setup, LoadOptions]:
     """Give each setting to the dataclass that has it. Raises ConfigError for one that none has."""
     of_setup, of_load = ({field.name for field in dataclasses.fields(cls)} for cls in (Setup, LoadOptions))
+    # What `simulate` takes by name, `compare` takes for several runs, or of each policy.
+    known = {*of_setup, *of_load, "policies", "seeds"}
     for name in settings:
-        if name not in of_setup | of_load:
-            raise ConfigError(f"no option {name!r}{suggest(name, of_setup | of_load)}")
+        if name not in of_setup | of_load or name in ("policy", "options", "seed"):
+            raise ConfigError(f"no option {name!r}{suggest(name, known - {name})}")
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else _from_numpy(value)
         for name, value in settings.items()

@@ -122,6 +122,10 @@ def test_a_comparison_takes_one_or_several_of_each() -> None:
     for policy in ("stock", Holding()):
         [record] = tenuto.compare(policy, gpu="A100-40", jps=1, seeds=3, split=False, **settings).records
         assert (record["seed"], record["goodput"]["limits_ms"]) == (3, {"ttft": 500.0})
+    # They were taken and not used.
+    for name, near in (("seed", "; did you mean seeds"), ("options", "")):
+        with pytest.raises(ConfigError, match=f"no option '{name}'{near}"):
+            tenuto.compare("stock", jps=1, **settings, **{name: 3})
     for wrong in ({"workers": 0}, {"workers": "2"}, {"seeds": ["a"]}, {"seeds": 1.5}):
         with pytest.raises(ConfigError):
             tenuto.compare("stock", jps=1, **settings, **wrong)
