@@ -46,7 +46,7 @@ def test_where_larger_steps_take_no_longer_a_token_still_costs_its_mean_time() -
     times = StepTimes()
     for n in range(80):
         times.observe(200 + 10 * (n % 30), 1, 0.02 - 1e-6 * (n % 30))
-    assert times.get_token_s() == pytest.approx(0.02 / 345, rel=0.03)
+    assert times.get_token_s() == pytest.approx(0.02 / 345, rel=0.05)
 
 
 def test_noise_makes_nothing_negative() -> None:
