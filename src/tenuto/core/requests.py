@@ -15,8 +15,9 @@ for an application; `user`, `safety_identifier` and `metadata.user_id` stand for
 distinguish conversations that begin alike. The other hints are read from `vllm_xargs`, then from the top
 level.
 
-Requests are untrusted input. A bad hint never raises an error. Hints are bounded: they can only change how
-much Tenuto retains for the job that sent them.
+Requests are untrusted input. A bad hint never raises an error. Hints are bounded: they can only change what
+Tenuto retains for the job that sent them, and which turns it takes for one job. So a client that calls each
+turn its last, or gives each an id of its own, has the place of single requests, and retains nothing.
 """
 
 from __future__ import annotations

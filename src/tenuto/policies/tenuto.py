@@ -5,7 +5,8 @@
 3. Any turn that needs memory may reclaim KV that will stay idle for longer than it is worth.
 4. A job whose kind rarely comes back keeps no KV; while few new jobs come back, jobs that did come back go
    first.
-5. Plain requests that fit into one step go before all jobs, while they take less than half of the engine.
+5. Plain requests whose new tokens fit into one step go before all jobs, while they take less than half of
+   the engine.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         return self._get_place_of(turn.job, self._work.get_rank(turn, new_tokens))
 
     def _goes_first(self, job: Job, new_tokens: int) -> bool:
-        """Whether this is a plain request that stock vLLM would compute in one step."""
+        """Whether this is a plain request whose new tokens stock vLLM would compute in one step.
+
+        Tokens of its job's last turn that have been evicted meanwhile do not count.
+        """
         return new_tokens <= self._step_tokens and self._standing.is_plain(job)
 
     def _get_place_of(self, job: Job, work: float) -> float:
