@@ -389,6 +389,8 @@ def test_usage_is_asked_for_without_the_client_s_seeing_it(
         ({"messages": [{"role": "user", "content": "x"}], "prompt_cache_key": "app"}, {}, "conv-"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"X-Session-ID": "own"}, "own"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"x-litellm-session-id": "lite"}, "lite"),
+        ({"messages": [{"role": "user", "content": "x"}]}, {"X-Session-ID": ""}, "conv-"),
+        ({"messages": [{"role": "user", "content": "x"}], "job_id": "läufe-3"}, {}, "digest-"),
         ({"prompt": "no conversation"}, {}, None),
         ({"messages": 3}, {}, None),
         (["odd"], {}, None),
@@ -397,7 +399,7 @@ def test_usage_is_asked_for_without_the_client_s_seeing_it(
 def test_jobs_are_named_for_routers_that_pin_by_a_header(
     recording: Any, body: Any, headers: dict[str, str], session: str | None
 ) -> None:
-    """The name is the conversation's in every turn, and nothing else is changed."""
+    """The name is the same in every turn, and nothing else is changed."""
 
     async def run() -> None:
         seen: list[tuple[str | None, bytes]] = []
@@ -421,6 +423,9 @@ def test_jobs_are_named_for_routers_that_pin_by_a_header(
         names = {name for name, _ in seen}
         assert len(names) == 1
         name = names.pop()
-        assert name == session or (session == "conv-" and name is not None and name.startswith(session))
+        if session in ("conv-", "digest-"):
+            assert name is not None and name.startswith(session) and name.isascii()
+        else:
+            assert name == session
 
     asyncio.run(run())

@@ -195,9 +195,16 @@ def get_bounded_id(value: Any) -> str | None:
     text = str(value).strip()
     if not text:
         return None
-    if len(text) > MAX_ID_CHARS or not text.isprintable():
-        return "digest-" + hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return text
+    return _digest(text) if len(text) > MAX_ID_CHARS or not text.isprintable() else text
+
+
+def get_header_id(job_id: str) -> str:
+    """A job's id as the value of a header, by which routers pin it: a digest if it is not plain ASCII."""
+    return job_id if job_id.isascii() and job_id.isprintable() else _digest(job_id)
+
+
+def _digest(text: str) -> str:
+    return "digest-" + hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _get_bool(value: Any) -> bool | None:

@@ -26,7 +26,7 @@ from yarl import URL
 from tenuto.client.http import KEEP_ALIVE_S, SESSION_HEADER
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests import read_hints
+from tenuto.core.requests import get_header_id, read_hints
 from tenuto.proxy import RecordOptions
 from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.recorder import Recorder, RecordingFile
@@ -247,12 +247,12 @@ async def _send_bytes(body: bytes) -> AsyncIterator[bytes]:
 
 
 def find_job_name(exchange: Exchange, body: bytes) -> str | None:
-    """The name of a request's job, as the server will find it. None if the client names a session already."""
-    if SESSION_HEADER.lower() in exchange.headers:
+    """The name of a request's job, for a header. None if the client names a session already."""
+    if exchange.headers.get(SESSION_HEADER.lower()):
         return None
     request = _parse_object(body)
     name = None if request is None else read_hints(request, exchange.headers, exchange.path).name
-    return name if name is not None and name.isascii() and name.isprintable() else None
+    return None if name is None else get_header_id(name)
 
 
 def ask_for_usage(path: str, body: bytes) -> bytes | None:
