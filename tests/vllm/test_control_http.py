@@ -20,6 +20,7 @@ import httpx
 from tenuto.client.control import ControlOptions, LedgerOptions, control, format_rows, read_ledger
 from tenuto.core.control import ADMIN_VARIABLE, UNKNOWN_JOB
 from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.requests import get_header_id
 from tenuto.vllm import Middleware, control_http, tenants
 from tests.vllm.asgi import App
 from tests.vllm.test_control import start
@@ -506,6 +507,16 @@ def test_what_is_no_status_is_one_line(answer: str, words: str) -> None:
     other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=answer)))
     with pytest.raises(TenutoError, match=words):
         run_command(other, "status")
+
+
+@pytest.mark.parametrize(("job", "value"), [("j 1", "j 1"), ("läufe", get_header_id("läufe"))])
+def test_a_router_that_pins_jobs_by_a_header_can_pass_a_release_on(job: str, value: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        is_there = request.headers.get("X-Session-ID") == value
+        return httpx.Response(200, json={"job": job, "released": is_there})
+
+    released = run_command(httpx.Client(transport=httpx.MockTransport(answer)), "release", job=job)
+    assert released == (0, f"job {job}: released")
 
 
 @pytest.mark.parametrize("answer", ['{"error": "gone"}', '{"released": true}', '{"ranks": []}'])

@@ -15,6 +15,7 @@ import pytest
 from experiments.routers.processes import ENGINE, WATCH, kill, run_engine, run_router
 from tenuto.client.ab import LocalServer
 from tenuto.client.bench import measure
+from tenuto.client.control import ControlOptions, control
 from tenuto.client.options import BenchOptions
 from tenuto.client.verify import format_verdict, verify
 from tenuto.records.files import RunFiles
@@ -59,6 +60,15 @@ def test_hints_in_the_body_arrive(fleet: Start) -> None:
     started = fleet(*HASH)
     started.run_agents(1, 1, vllm_xargs={"job_id": "named", "tool": "pytest"}, prompt_cache_key="other")
     assert len(started.find_engine("named")) == 1
+
+
+def test_a_job_is_released_through_the_router(fleet: Start) -> None:
+    started = fleet(*HASH)
+    agents = started.run_agents(8, 1, vllm_xargs={"tool": "ls", "is_last_step": 0})
+    for agent in agents:
+        job = agent.headers["X-Session-ID"]
+        options = ControlOptions(action="release", job=job, url=str(started.client.base_url))
+        assert control(options) == (0, f"job {job}: released")
 
 
 def test_no_job_is_lost_when_an_engine_dies_under_load(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from tenuto.client.address import check_api_key, check_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
+from tenuto.core.requests import SESSION_HEADER, get_header_id
 from tenuto.core.settings import Options, option, parse_option
 from tenuto.records.files import writing
 from tenuto.records.text import format_count, format_table
@@ -69,6 +70,8 @@ class _ServerOptions(Options):
 
         url = f"{self.base_url}/tenuto/{path}"
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        # A router passes this on to the engine that has the job, as it does the job's turns.
+        headers |= {} if self.job is None else {SESSION_HEADER: get_header_id(self.job)}
         with client or connect(self.url, None, self.timeout_s) as http:
             try:
                 return http.request("GET" if body is None else "POST", url, headers=headers, json=body)

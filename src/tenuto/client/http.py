@@ -31,7 +31,7 @@ import aiohttp
 
 from tenuto.client.address import get_base_url
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.requests import get_bounded_id, make_fields
+from tenuto.core.requests import SESSION_HEADER, get_bounded_id, make_fields
 from tenuto.wire import Format, get_format, openai_chat, openai_completions
 from tenuto.wire.request import Message, write_openai_request
 from tenuto.wire.response import (
@@ -290,10 +290,6 @@ def make_printable(text: str) -> str:
 def _show(data: bytes) -> str:
     text = data.decode(errors="replace")
     return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")
-
-
-SESSION_HEADER = "X-Session-ID"
-"""The header by which routers pin sessions."""
 
 
 @dataclass(frozen=True, slots=True)

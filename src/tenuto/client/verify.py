@@ -37,6 +37,7 @@ from tenuto.client.metrics import (
 )
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.loader import get_policy_names, load_policy
+from tenuto.core.requests import SESSION_HEADER
 from tenuto.core.types import WORDS, EngineView, Job, Keep, ToolCall, Turn
 from tenuto.wire.response import Usage, as_text, read_usage
 
@@ -323,7 +324,7 @@ class _Check:
             "vllm_xargs": {"job_id": self._job_id, "tool": TOOLS[number], "is_last_step": int(is_last)},
         }
         # Routers pin sessions by this header. Tenuto uses `job_id`, which has the same value.
-        headers = {"X-Session-ID": self._job_id}
+        headers = {SESSION_HEADER: self._job_id}
         if self.rank is not None:
             headers["X-data-parallel-rank"] = self.rank
         response = self.client.post("/v1/chat/completions", json=body, headers=headers)

@@ -275,6 +275,8 @@ def read_hints(
     )
 
 
+SESSION_HEADER = "X-Session-ID"
+"""The request header by which routers pin sessions."""
 JOB_HEADER = "X-Tenuto-Job"
 """The response header that names the request's job."""
 

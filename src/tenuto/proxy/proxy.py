@@ -23,10 +23,10 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from tenuto.client.http import KEEP_ALIVE_S, SESSION_HEADER
+from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
-from tenuto.core.requests import get_header_id, read_hints
+from tenuto.core.requests import SESSION_HEADER, get_header_id, read_hints
 from tenuto.proxy import RecordOptions
 from tenuto.proxy.exchange import Exchange, is_recorded
 from tenuto.proxy.recorder import Recorder, RecordingFile
