@@ -38,6 +38,8 @@ class Server:
     keeps_released: bool = False
     faults: int = 0
     mode: str = "on"
+    engine_urls: tuple[str, ...] = ()
+    """The engines that it lists as a router; the mode is that of the last one."""
     longest: int | None = None
     short: bool = False
     has_tenants: bool = False
@@ -59,9 +61,11 @@ class Server:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": self.longest}]})
         if request.url.path == "/list_workers":
-            return httpx.Response(404)
+            return httpx.Response(200, json={"urls": self.engine_urls})
         if request.url.path == "/metrics":
-            return httpx.Response(200, text="".join(map(self.show, "01")))
+            is_last = str(request.url).removesuffix("/metrics") in self.engine_urls[-1:]
+            mode = "on" if self.engine_urls and not is_last else self.mode
+            return httpx.Response(200, text="".join(self.show(rank, mode) for rank in "01"))
         if request.url.path.startswith("/tenuto/jobs/"):
             return self.tell(request.method, request.url.path.split("/")[3])
         return self.complete(json.loads(request.content), request.headers.get("x-data-parallel-rank"))
@@ -95,7 +99,7 @@ class Server:
             rank["ledger"] = {"turns": 1, "prompt_tokens": 10**6}
         return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
-    def show(self, rank: str) -> str:
+    def show(self, rank: str, mode: str) -> str:
         at = f'engine="{rank}"'
         used = self.noise.random()
         short = self.noise.randrange(10**6) if self.has_ledger else self.num_short
@@ -109,7 +113,7 @@ class Server:
             f"vllm:kv_cache_usage_perc{{{at}}} {used}\n"
             + (f'tenuto:info{{{at},policy="{self.policy}"}} 1\n' if self.policy else "")
             + f'tenuto:info{{{at},policy="earlier"}} 0\n'
-            f'tenuto:mode{{{at},mode="{self.mode}"}} 1\n'
+            f'tenuto:mode{{{at},mode="{mode}"}} 1\n'
             f"tenuto:retained_blocks{{{at}}} {self.noise.randrange(1000)}\n"
             f"vllm:prefix_cache_hits_total{{{at}}} {self.noise.randrange(10**6)}\n"
             f"tenuto:policy_faults_total{{{at}}} {self.faults * self.num_answers}\n"
@@ -244,6 +248,9 @@ def test_stock_holds_nothing_and_tenuto_without_its_middleware_cannot_be_asked(
 def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=f"an operator set its mode to {mode}"):
         check(Server("tenuto", mode=mode), monkeypatch)
+    server = Server("tenuto", mode=mode, engine_urls=("http://a", "http://b"))
+    with pytest.raises(DataError, match=r"^http://b holds nothing.* on --url http://b`"):
+        check(server, monkeypatch)
 
 
 def test_a_server_that_is_too_small_for_the_check_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,9 @@ def make_client(*engines: Any, keys: list[str] | None = None, dp_size: int = 0) 
     server = make_server(*engines, keys=keys, dp_size=dp_size)
 
     def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/list_workers":
+            return httpx.Response(404)  # it is no router
+
         async def ask() -> httpx.Response:
             async with open_client(server) as client:
                 return await client.request(
@@ -507,6 +510,23 @@ def test_what_is_no_status_is_one_line(answer: str, words: str) -> None:
     other = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, text=answer)))
     with pytest.raises(TenutoError, match=words):
         run_command(other, "status")
+
+
+def test_a_router_is_not_asked_for_what_concerns_one_engine() -> None:
+    """It would pass the call on to one of its engines, which is not the one that is meant."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/list_workers"
+        return httpx.Response(200, json={"urls": ["http://a:8000", "http://b:8000"]})
+
+    def make_router() -> httpx.Client:
+        return httpx.Client(transport=httpx.MockTransport(answer))
+
+    said = r"^http://server is a router; .*: --url http://a:8000, --url http://b:8000$"
+    with pytest.raises(TenutoError, match=said):
+        run_command(make_router(), "off")
+    with pytest.raises(TenutoError, match=said):
+        read_ledger(LedgerOptions(url="http://server", admin_key="k"), make_router())
 
 
 @pytest.mark.parametrize(("job", "value"), [("j 1", "j 1"), ("läufe", get_header_id("läufe"))])

@@ -63,10 +63,13 @@ class _ServerOptions(Options):
     def ask(
         self, client: httpx.Client | None, path: str, key: str | None, body: Any = None, **headers: str
     ) -> httpx.Response:
-        """The answer to a POST; to a GET if there is no body. Raises TenutoError if there is none."""
+        """The answer to a POST; to a GET if there is no body. Raises TenutoError if there is none.
+
+        What concerns a whole engine is not sent to a router, which would pass it on to one of its engines.
+        """
         import httpx
 
-        from tenuto.client.metrics import connect
+        from tenuto.client.metrics import LIST_PATH, connect, parse_engines
 
         url = f"{self.base_url}/tenuto/{path}"
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -74,6 +77,13 @@ class _ServerOptions(Options):
         headers |= {} if self.job is None else {SESSION_HEADER: get_header_id(self.job)}
         with client or connect(self.url, None, self.timeout_s) as http:
             try:
+                if self.job is None:
+                    answer = http.get(self.base_url + LIST_PATH, headers=headers)
+                    if engines := parse_engines(answer.text):
+                        raise TenutoError(
+                            f"{self.base_url} is a router; ask its engines one by one: "
+                            + ", ".join(f"--url {each}" for each in engines)
+                        )
                 return http.request("GET" if body is None else "POST", url, headers=headers, json=body)
             except httpx.HTTPError as error:
                 raise TenutoError(

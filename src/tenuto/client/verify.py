@@ -169,12 +169,14 @@ def verify(
             say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
         # Send a request first: some of vLLM's metrics appear only after the first request.
         _Check(client, engines or [client], gap_s, say).warm_up(*engines)
-        state = add_states([read_cache_state(each) for each in engines or [client]])
-        if state.mode != "on":
-            raise DataError(
-                f"{url} holds nothing, because an operator set its mode to {state.mode}; "
-                f"`tenuto control on --url {url}` switches it on"
-            )
+        states = {get_base_url(str(each.base_url)): read_cache_state(each) for each in engines or [client]}
+        for name, own in states.items():
+            if own.mode != "on":
+                raise DataError(
+                    f"{name} holds nothing, because an operator set its mode to {own.mode}; "
+                    f"`tenuto control on --url {name}` switches it on"
+                )
+        state = add_states([*states.values()])
         ranks = state.engines if len(state.engines) > 1 else (None,)
         verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
         return replace(
