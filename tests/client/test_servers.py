@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.client import load as servers_module
+from tenuto.client.bench import Engines
 from tenuto.client.http import Answer, Client, RequestFailed
 from tenuto.client.load import RoutedServers
 from tenuto.client.options import BenchOptions
@@ -132,6 +133,33 @@ def test_other_failures_leave_the_server_in() -> None:
         assert not any(engine.num_open for engine in servers._dispatcher.engines.ready.values())
 
     run(work)
+
+
+def test_a_server_that_restarts_counts_on() -> None:
+    """Its counters begin anew, perhaps after it did not answer for a while."""
+
+    class Counting(Client):
+        def __init__(self, url: str, *counts: int | None) -> None:
+            super().__init__(url, api_key=None, timeout_s=1.0)
+            self.counts = iter(counts)
+
+        async def get_text(self, path: str) -> str:
+            if (count := next(self.counts)) is None:
+                raise RequestFailed("connect", "no")
+            return f"vllm:request_success_total {count}\nvllm:num_requests_running 1\n"
+
+    async def work() -> None:
+        first = Counting("http://a", 1000, 5000, None, 0, 300, 400, 100)
+        engines = Engines([first, Counting("http://b", *range(7))])
+        totals = [await engines.get_totals() for _ in range(7)]
+        turns = [total["vllm:request_success_total"] - number for number, total in enumerate(totals)]
+        assert turns == [1000, 5000, 5000, 5000, 5300, 5400, 5500]
+        assert [total["vllm:num_requests_running"] for total in totals] == [2, 2, 1, 2, 2, 2, 2]
+        fleet = engines.summarise()
+        assert fleet is not None
+        assert [(each["turns"], each["died"]) for each in fleet["engines"]] == [(4500, False), (6, False)]
+
+    asyncio.run(work())
 
 
 def test_bench_routes_over_several_servers(trace: Any, tmp_path: Any) -> None:

@@ -361,6 +361,8 @@ class Engines:
         self._clients = tuple(clients)
         self._first: dict[str, Totals] = {}
         self._last: dict[str, Totals] = {}
+        self._offsets: dict[str, Totals] = {}
+        """What counters had reached before their engine restarted."""
 
     @property
     def urls(self) -> list[str]:
@@ -394,16 +396,19 @@ class Engines:
     async def get_totals(self) -> Totals:
         """The sum of all engines' metrics. Raises RequestFailed if none answers.
 
-        An engine that does not answer counts with its last counters, so that the sums never decrease.
+        No counter decreases: an engine that does not answer keeps its last counters, and one that has
+        restarted counts on from them.
         """
         pages = await self.get_pages()
         totals: Totals = {}
         for url in self.urls:
-            if url in pages:
-                self._last[url] = parse_totals(pages[url])
-            else:
-                last = self._last.get(url, {})
-                self._last[url] = {name: value for name, value in last.items() if is_counter(name)}
+            last = {name: value for name, value in self._last.get(url, {}).items() if is_counter(name)}
+            read = parse_totals(pages[url]) if url in pages else {}
+            offsets = self._offsets.setdefault(url, {})
+            for name in read.keys() & last.keys():
+                if read[name] + offsets.get(name, 0.0) < last[name]:
+                    offsets[name] = last[name]
+            self._last[url] = last | {name: value + offsets.get(name, 0.0) for name, value in read.items()}
             self._first.setdefault(url, self._last[url])
             for name, value in self._last[url].items():
                 totals[name] = totals.get(name, 0.0) + value
