@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 from rich.console import Console, Group, RenderableType
@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tenuto.client.address import get_base_url
-from tenuto.client.metrics import Buckets, Page, connect, find_engines, join_pages, parse_page
+from tenuto.client.metrics import LIST_PATH, Buckets, Page, connect, join_pages, parse_engines, parse_page
 from tenuto.core.errors import DataError, TenutoError, clean
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
@@ -131,7 +131,7 @@ def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
         "server": {
             **server,
             "models": page.labels("vllm:num_requests_running", "model_name"),
-            "policy": next(iter(page.active("tenuto:info", "policy")), None),
+            "policy": ", ".join(page.active("tenuto:info", "policy")) or None,
             "mode": ", ".join(page.active("tenuto:mode", "mode")) or None,
             "tenuto": next(iter(page.active("tenuto:info", "version")), None),
             "has_tenuto": any(name.startswith("tenuto:") for name in page.samples),
@@ -437,7 +437,8 @@ class Watch:
             name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
         }
         self._given = tuple(clients)
-        self._clients: tuple[httpx.Client, ...] = ()
+        self._engines: dict[httpx.Client, dict[str, httpx.Client]] = {}
+        """For each router that was given: its engines, by address. Empty for a server that has answered."""
         self._window_s = window_s
         self._window = Window(window_s)
         self._answered: set[str] = set()
@@ -451,24 +452,19 @@ class Watch:
 
         Of several servers, those that do not answer are left out. It is an error only if none answers.
         """
+        answers: dict[httpx.Client, _Answer] = {}
+        for found in _ask_all(self._ask, self._given):
+            answers |= found
+        shown = {client: each for client, each in answers.items() if isinstance(each, Page)}
+        if not shown:
+            raise next(each for each in answers.values() if not isinstance(each, Page))
+        pages = {_get_name(client): page for client, page in shown.items()}
+        page = next(iter(pages.values())) if len(answers) == 1 else join_pages(pages)
         if self._server is None:
-            self._clients = tuple(each for client in self._given for each in _find_servers(client))
-        pages: dict[str, Page] = {}
-        for client in self._clients:
-            try:
-                response = client.get("/metrics")
-                response.raise_for_status()
-            except httpx.HTTPError:
-                if client is self._clients[-1] and not pages:
-                    raise
-                continue
-            pages[_get_name(client)] = parse_page(response.text, time.time())
-        page = next(iter(pages.values())) if len(self._clients) == 1 else join_pages(pages)
-        if self._server is None:
-            self._server = {"vllm": self._ask_version()}
+            self._server = {"vllm": _ask_version(next(iter(shown)))}
         self._server["url"] = ", ".join(
-            get_base_url(str(client.base_url)) + ("" if _get_name(client) in pages else " (no answer)")
-            for client in self._clients
+            get_base_url(str(client.base_url)) + ("" if client in shown else " (no answer)")
+            for client in answers
         )
         if pages.keys() != self._answered:
             # Without this, a server that answers again would have computed in one look all it ever did.
@@ -483,14 +479,59 @@ class Watch:
     def forget_server(self) -> None:
         """Forget the server after a failed request, because a different one may answer next time."""
         self._server = None
+        self._engines.clear()
 
-    def _ask_version(self) -> str | None:
+    def _ask(self, given: httpx.Client) -> dict[httpx.Client, _Answer]:
+        """The page of a server, or those of a router's engines."""
+        engines = self._engines.get(given)
         try:
-            answer = self._clients[0].get("/version").raise_for_status().json()
-        except (httpx.HTTPError, ValueError):
-            return None
-        version = answer.get("version") if isinstance(answer, dict) else None
-        return clean(version) if isinstance(version, str) else None
+            # A router's engines join and leave. A server is not asked for them again.
+            urls = () if engines == {} else parse_engines(given.get(LIST_PATH).text)
+        except httpx.HTTPError as error:
+            if not engines:
+                return {given: error}
+            urls = ()
+        known = engines or {}
+        engines = {url: known.get(url) or _connect(url, given) for url in urls or known}
+        clients = tuple(engines.values()) or (given,)
+        answers = dict(zip(clients, _ask_all(_read_page, clients), strict=True))
+        if engines or isinstance(answers[given], Page):
+            self._engines[given] = engines
+        return answers
+
+
+_Answer = Page | httpx.HTTPError | DataError
+T = TypeVar("T")
+
+
+def _ask_all(ask: Callable[[httpx.Client], T], clients: Sequence[httpx.Client]) -> list[T]:
+    """Ask all at the same time, because one may hang. A pool's threads would outlive Ctrl-C."""
+    answers: dict[httpx.Client, T] = {}
+    threads = [
+        threading.Thread(target=lambda each=each: answers.update({each: ask(each)}), daemon=True)
+        for each in clients
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[each] for each in clients]
+
+
+def _read_page(client: httpx.Client) -> _Answer:
+    try:
+        return parse_page(client.get("/metrics").raise_for_status().text, time.time())
+    except (httpx.HTTPError, DataError) as error:
+        return error
+
+
+def _ask_version(client: httpx.Client) -> str | None:
+    try:
+        answer = client.get("/version").raise_for_status().json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return clean(version) if isinstance(version, str) else None
 
 
 def _get_name(client: httpx.Client) -> str:
@@ -498,12 +539,11 @@ def _get_name(client: httpx.Client) -> str:
     return client.base_url.netloc.decode() + client.base_url.path.rstrip("/")
 
 
-def _find_servers(client: httpx.Client) -> list[httpx.Client]:
-    """The client itself; or, if it leads to a router, a client for each of the router's engines."""
-    engines = [connect(url, None, TIMEOUT_S) for url in find_engines(client)]
-    for each in engines:
-        each.headers = client.headers
-    return engines or [client]
+def _connect(url: str, router: httpx.Client) -> httpx.Client:
+    """A client for a router's engine."""
+    client = connect(url, None, TIMEOUT_S)
+    client.headers = router.headers
+    return client
 
 
 def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ class FakeServer:
     def __init__(self, metrics: FakeMetrics) -> None:
         self.metrics = metrics
         self.body: str | None = None
+        self.engines: list[str] | None = None
+        """If it is a router, the engines that it lists."""
         self.delay_s = 0.0
         fake = self
 
@@ -120,6 +123,8 @@ class FakeServer:
         if handler.path == "/version":
             status = 200 if self.metrics.version else 404
             body = f'{{"version": "{self.metrics.version}"}}'
+        elif handler.path == "/list_workers" and self.engines is not None:
+            status, body = self.metrics.status, json.dumps({"urls": self.engines})
         else:
             status, body = self.metrics.status, self.body or self.metrics.text()
         handler.send_response(status)

@@ -76,6 +76,13 @@ def test_waits_and_tenants(metrics: FakeMetrics) -> None:
     assert (state["tenants"]["active"], state["tenants"]["largest_share"]) == (2, 0.75)
 
 
+def test_all_policies_of_a_fleet_are_named() -> None:
+    window = Window(60)
+    text = "".join(f'tenuto:info{{policy="{name}"}} 1\n' for name in ("tenuto", "continuum"))
+    window.add(parse_page(text, 0.0))
+    assert make_state(window, {})["server"]["policy"] == "continuum, tenuto"
+
+
 def test_the_window_forgets(metrics: FakeMetrics) -> None:
     window = Window(10)
     for second in range(0, 31, 2):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, redirect_stdout
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -272,6 +274,47 @@ def test_several_servers_are_one_picture(server: FakeServer) -> None:
     names = [engine["engine"] for engine in both["engines"]]
     assert names == sorted(f"{each.url.removeprefix('http://')}/0" for each in (server, other))
     assert "(no answer)" in one["server"]["url"]
+
+
+def test_a_router_s_engines_join_and_leave(server: FakeServer) -> None:
+    """While the router gives no list, its engines are those that it named last."""
+
+    def see() -> list[str]:
+        return watched.look()["server"]["url"].split(", ")
+
+    with closing(FakeServer(FakeMetrics())) as first, closing(FakeServer(FakeMetrics())) as second:
+        server.engines = [first.url]
+        with closing(connect(server.url, None)) as client:
+            watched = Watch([client], "router", 60)
+            assert see() == [first.url]
+            server.engines = [first.url, second.url]
+            assert see() == [first.url, second.url]
+            server.engines = []
+            assert see() == [first.url, second.url]
+            server.engines = [second.url]
+            assert see() == [second.url]
+
+
+def test_a_server_without_metrics_is_left_out(server: FakeServer) -> None:
+    with closing(FakeServer(FakeMetrics())) as other:
+        other.body = "<html>It works!</html>"
+        with closing(connect(server.url, None)) as first, closing(connect(other.url, None)) as second:
+            state = Watch([first, second], "both", 60).look()
+    assert [each["engine"] for each in state["engines"]] == [f"{server.url.removeprefix('http://')}/0"]
+
+
+def test_servers_are_asked_at_the_same_time(metrics: FakeMetrics) -> None:
+    both = threading.Barrier(2)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics":
+            both.wait(timeout=10)
+        return httpx.Response(200, text=metrics.text())
+
+    clients = [
+        httpx.Client(base_url=f"http://{name}", transport=httpx.MockTransport(answer)) for name in "ab"
+    ]
+    assert len(Watch(clients, "both", 60).look()["engines"]) == 2
 
 
 def test_servers_of_one_host_differ_by_their_paths(server: FakeServer) -> None:
