@@ -181,6 +181,15 @@ def test_every_alert_says_what_to_do(rule: dict[str, Any]) -> None:
     assert "$labels.instance" in rule["annotations"]["summary"]
 
 
+def test_a_runbook_quotes_what_the_log_says() -> None:
+    quotes = [
+        each for rule in RULES for each in re.findall(r'log \("(.+?)"\)', rule["annotations"]["runbook"])
+    ]
+    code = "".join(path.read_text() for path in (Path(__file__).parents[2] / "src").rglob("*.py"))
+    assert quotes
+    assert [each for each in quotes if each not in code] == []
+
+
 def test_alerts_have_names_of_their_own() -> None:
     names = [rule["alert"] for rule in RULES]
     assert len(names) == len(set(names))

@@ -261,10 +261,14 @@ class Metrics:
     def _write(self, file: Path) -> None:
         temporary = file.with_suffix(".tmp")
         try:
+            file.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner of temporary files may have removed it
             temporary.write_bytes(generate_latest(self._registry))
             temporary.replace(file)
         except OSError as error:
             # A failure to write metrics must not stop the engine. The disk may be full only for a while.
+            # Old figures would look like those of an engine where nothing happens.
+            with contextlib.suppress(OSError):
+                file.unlink()
             if not self._has_failed:
                 logger.error("tenuto: metrics are not updated: cannot write %s: %s", file, error)
             self._has_failed = True
