@@ -540,11 +540,18 @@ FAULTS = (
         ("vllm/test_metrics.py::test_metrics_go_on_after_a_full_disk",),
     ),
     Fault(
-        "files: without the metrics' folder the engine ends",
+        "files: without room for the metrics the engine ends",
         "vllm/metrics.py",
         "except OSError as error:\n            # A failure to write",
         "except MemoryError as error:\n            # A failure to write",
-        ("vllm/test_faults.py::test_a_metrics_folder_that_is_removed_ends_no_engine_and_no_page",),
+        ("vllm/test_metrics.py::test_metrics_go_on_after_a_full_disk",),
+    ),
+    Fault(
+        "files: the metrics' folder is not made again",
+        "vllm/metrics.py",
+        "file.parent.mkdir(mode=0o700, exist_ok=True)",
+        "pass",
+        ("vllm/test_faults.py::test_a_metrics_folder_that_is_removed_is_made_again",),
     ),
     Fault(
         "files: the state is written over the old one",
