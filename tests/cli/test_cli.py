@@ -276,6 +276,9 @@ def test_ranks_are_known() -> None:
         (["--data_parallel_external_lb", "--data-parallel-size-local", "1"], None),
         (["--data-parallel-hybrid-lb", "--data-parallel-size-local=2"], "2"),
         (["-dpr", "2", "-dpl", "2"], "2"),
+        # One API server for each of the two ranks of this node.
+        (["--data-parallel-multi-port-external-lb", "--data-parallel-size-local", "2"], None),
+        (["-dpm", "-dpl", "2"], None),
         # One server for all nodes.
         (["--data-parallel-size-local", "2"], "4"),
     ],

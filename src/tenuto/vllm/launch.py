@@ -117,11 +117,13 @@ def find_vllm() -> str:
     return str(beside) if beside.exists() else "vllm"
 
 
-_OWN_RANKS = {
+_ONE_RANK = {
     *("--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"),
-    *("--data-parallel-start-rank", "-dpr", "--data-parallel-hybrid-lb", "-dph"),
+    *("--data-parallel-multi-port-external-lb", "-dpm"),
 }
-"""With these, a balancer chooses among servers, and vLLM refuses ranks that a server does not have."""
+_OWN_RANKS = {"--data-parallel-start-rank", "-dpr", "--data-parallel-hybrid-lb", "-dph"}
+"""With these, a balancer chooses among servers, and vLLM refuses ranks that a server does not have. Each API
+server has one rank, or those of its node."""
 
 
 def get_environment(passed: Sequence[str]) -> dict[str, str]:
@@ -132,6 +134,8 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
         environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
     given = {argument.partition("=")[0].replace("_", "-") for argument in passed}
     given |= _read_config_file(passed).keys()
+    if given & _ONE_RANK:
+        return environment
     names = ("--data-parallel-size-local", "-dpl") if given & _OWN_RANKS else ("--data-parallel-size", "-dp")
     for name in names:
         size = _find_option(passed, name)
