@@ -25,7 +25,7 @@ from tenuto.core.router import (
     Send,
 )
 from tenuto.routers._prefixes import MEAN_PART_TOKENS, Prefixes
-from tenuto.routers.tenuto import Tenuto
+from tenuto.routers.tenuto import MAX_AWAY_S, Tenuto
 
 SYSTEM = Part("system", 400)
 
@@ -258,6 +258,27 @@ def test_ours_counts_a_job_whose_turn_got_no_answer_no_more_until_it_comes_back(
     dispatcher.fail("1", 2.0)
     dispatcher.arrive(Arrival("0/1", "job0", 1000), 3.0)
     assert sum(router._placed.count_jobs(name) for name in "ab") == 7, "one was sent again, one came back"
+
+
+def test_ours_counts_a_job_as_long_as_one_of_its_turns_runs() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0})
+    router = dispatcher.router
+    assert isinstance(router, Tenuto)
+    for number, end in enumerate(
+        (dispatcher.abort, lambda turn_id, now_s: dispatcher.finish(turn_id, now_s, 10))
+    ):
+        job = f"job{number}"
+        engine = send(dispatcher, f"{number}/long", job, 50_000)
+        send(dispatcher, f"{number}/short", job, 1000)
+        end(f"{number}/short", 2.0)
+        dispatcher.tick(2.0 + 2 * MAX_AWAY_S)
+        placed = router._placed.get(job)
+        assert placed is not None and (placed.engine, placed.held) == (engine, 50_000)
+    for number in range(2):
+        dispatcher.finish(f"{number}/long", 100.0, 10)
+    dispatcher.tick(100.0 + MAX_AWAY_S)
+    assert router._placed.get("job0") is router._placed.get("job1") is None
+    assert not router._open
 
 
 def test_ours_counts_silent_jobs_no_more_where_clients_do_not_say_that_a_job_ends() -> None:

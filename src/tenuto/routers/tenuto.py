@@ -222,6 +222,8 @@ class Tenuto(Router):
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _away: AwayJobs = field(init=False, default_factory=AwayJobs)
     _placed: Placements = field(init=False, default_factory=Placements)
+    _open: dict[str, dict[str, int]] = field(init=False, default_factory=dict)
+    """By job: its turns that engines have, and the tokens of their prompts."""
     _pending: dict[str, float] = field(init=False, default_factory=dict)
     """By engine: prompt tokens to compute for its turns that have no first token yet."""
     _unstarted: dict[str, tuple[int, bool, float]] = field(init=False, default_factory=dict)
@@ -327,7 +329,8 @@ class Tenuto(Router):
         """Its job is there now."""
         self._away.come_back(turn.job_id, now_s)
         self.on_tick(now_s)
-        self._put(turn, engine, turn.num_prompt_tokens)
+        self._open.setdefault(turn.job_id, {})[turn.turn_id] = turn.num_prompt_tokens
+        self._put(turn, engine)
         new_tokens = self._count_new(turn, engine, self._prefixes.find(turn.parts))
         self._unstarted[turn.turn_id] = (new_tokens, self._pending.get(engine, 0.0) <= 0, now_s)
         self._pending[engine] = self._pending.get(engine, 0.0) + new_tokens
@@ -342,21 +345,24 @@ class Tenuto(Router):
             self._token_s += weight * (token_s - self._token_s)
 
     def on_turn_failed(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
-        """It is no longer computed there. The job counts again from its next turn on, if one comes."""
+        """It is no longer computed there. Without other turns, the job counts again from its next turn on."""
         self._start(turn, engine)
-        self._placed.remove(turn.job_id)
+        if not self._close(turn):
+            self._placed.remove(turn.job_id)
 
     def on_turn_answered(self, answered: AnsweredTurn, now_s: float) -> None:
-        """Learn the work of a turn. From now on the job is away."""
+        """Learn the work of a turn. From now on the job is away, unless it has other turns."""
         self.on_tick(now_s)
         turn = answered.turn
         self._start(turn, answered.engine)  # first tokens are not always reported
         new_tokens = max(1, turn.num_prompt_tokens - turn.num_context_tokens)
         work = new_tokens + self.decode_tokens * answered.num_output_tokens
         self._work.observe_turn(_get_job(turn), new_tokens, work, is_last=False)
+        has_others = self._close(turn)
         if (placed := self._placed.get(turn.job_id)) is not None:
             self._put(turn, placed.engine, turn.num_prompt_tokens + answered.num_output_tokens)
-        self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
+        if not has_others:
+            self._away.leave(turn.job_id, now_s, will_return=answered.is_last is False)
 
     def on_job_ended(self, job_id: str, now_s: float) -> None:
         """Learn how long jobs are."""
@@ -390,10 +396,19 @@ class Tenuto(Router):
         self._pending[engine] = max(0.0, self._pending.get(engine, 0.0) - known[0])
         return known
 
-    def _put(self, turn: RoutedTurn, engine: str, num_held_tokens: int) -> None:
+    def _close(self, turn: RoutedTurn) -> bool:
+        """A turn left its engine. Whether engines have other turns of its job."""
+        turns = self._open[turn.job_id]
+        del turns[turn.turn_id]
+        if not turns:
+            del self._open[turn.job_id]
+        return bool(turns)
+
+    def _put(self, turn: RoutedTurn, engine: str, num_answered_tokens: int = 0) -> None:
         work = self._work.get_work_left(_get_job(turn))
-        peak = max(self._get_peak(turn), num_held_tokens)
-        self._placed.put(turn.job_id, Placed(engine, work, num_held_tokens, peak))
+        held = max(num_answered_tokens, *self._open.get(turn.job_id, {}).values(), 0)
+        peak = max(self._get_peak(turn), held)
+        self._placed.put(turn.job_id, Placed(engine, work, held, peak))
 
 
 def _get_job(turn: RoutedTurn) -> Job:
