@@ -924,12 +924,19 @@ FAULTS = (
     Fault(
         "routers: a job without an answer counts for ever",
         "routers/tenuto.py",
-        "        self._placed.remove(turn.job_id)\n",
-        "",
+        "            self._placed.remove(turn.job_id)",
+        "            pass",
         (
             "routers/test_routers.py::"
             "test_ours_counts_a_job_whose_turn_got_no_answer_no_more_until_it_comes_back",
         ),
+    ),
+    Fault(
+        "routers: a job counts no more when one of its turns ends",
+        "routers/tenuto.py",
+        "return bool(turns)",
+        "return False",
+        ("routers/test_routers.py::test_ours_counts_a_job_as_long_as_one_of_its_turns_runs",),
     ),
     Fault(
         "routers: every message is read, however many they are",
