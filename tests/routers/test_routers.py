@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -321,8 +322,7 @@ def test_ours_forgets_prefill_of_answers_whose_first_token_nobody_told_of() -> N
         dispatcher.finish(f"{number}", 2.0, 10, is_last=True)
     router = dispatcher.router
     assert isinstance(router, Tenuto)
-    assert set(router._pending.values()) == {0.0}
-    assert router._unstarted == {}
+    assert router._pending == router._unstarted == {}
 
 
 def drive_slowly(dispatcher: Dispatcher, tool_s: float) -> None:
@@ -341,6 +341,25 @@ def test_ours_puts_sub_agents_near_the_prompt_that_they_share() -> None:
     [first] = dispatcher.arrive(Arrival("p", "p", 1500, (long,)), 1.0)
     [second] = dispatcher.arrive(Arrival("q", "q", 1600, (long, Part("q", 100)), parent="p"), 1.0)
     assert first.engine == second.engine == "b"
+
+
+@pytest.mark.parametrize("name", ROUTERS.get_names())
+@pytest.mark.parametrize("leave", [Dispatcher.die, Dispatcher.drain])
+def test_engines_that_come_and_go_leave_nothing_behind(name: str, leave: Callable[..., object]) -> None:
+    """An autoscaler gives each new engine a new name."""
+    router = load_router(name)
+    dispatcher = Dispatcher(router, strict=True)
+    for number in range(9):
+        engine = f"engine-{number}"
+        dispatcher.join(EngineInfo(engine), 0.0)
+        for turn_id in (f"{number}/0", f"{number}/1"):
+            dispatcher.arrive(Arrival(turn_id, None, 10, (Part("system", 10),)), 0.0)
+        dispatcher.first_token(f"{number}/0", 0.0)
+        leave(dispatcher, engine, 0.0)
+    dispatcher.join(EngineInfo("last"), 0.0)
+    for turn_id in [f"{number}/{turn}" for number in range(9) for turn in range(2)]:
+        dispatcher.finish(turn_id, 0.0, 1)
+    assert "engine-" not in repr(router)
 
 
 def test_a_fault_of_a_router_is_found() -> None:

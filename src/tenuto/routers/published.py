@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -196,8 +197,8 @@ class KvAware(Router):
     needs: ClassVar[RouterNeeds] = RouterNeeds(kv_events=True)
 
     overlap_weight: float = setting(1.0, "weight of prefill, in decoding tokens", minimum=0)
-    _active: dict[str, int] = field(init=False, default_factory=dict)
-    _prefill: dict[str, int] = field(init=False, default_factory=dict)
+    _active: Counter[str] = field(init=False, default_factory=Counter)
+    _prefill: Counter[str] = field(init=False, default_factory=Counter)
     _open: dict[str, tuple[int, int]] = field(init=False, default_factory=dict)
     """By turn: its prefill tokens that are not done, and all its tokens."""
 
@@ -207,8 +208,8 @@ class KvAware(Router):
         def get_cost(name: str) -> float:
             prefill = turn.num_prompt_tokens - turn.cached_tokens.get(name, 0)
             return (
-                self.overlap_weight * (self._prefill.get(name, 0) + prefill)
-                + self._active.get(name, 0)
+                self.overlap_weight * (self._prefill[name] + prefill)
+                + self._active[name]
                 + turn.num_prompt_tokens
             )
 
@@ -218,8 +219,8 @@ class KvAware(Router):
         """Count its tokens there."""
         prefill = turn.num_prompt_tokens - turn.cached_tokens.get(engine, 0)
         self._open[turn.turn_id] = (prefill, turn.num_prompt_tokens)
-        self._prefill[engine] = self._prefill.get(engine, 0) + prefill
-        self._active[engine] = self._active.get(engine, 0) + turn.num_prompt_tokens
+        self._prefill[engine] += prefill
+        self._active[engine] += turn.num_prompt_tokens
 
     def on_first_token(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
         """Its prefill is done."""
@@ -239,3 +240,5 @@ class KvAware(Router):
         prefill, num_tokens = self._open.pop(turn.turn_id)
         self._prefill[engine] -= prefill
         self._active[engine] -= num_tokens
+        if not self._active[engine]:  # the engine may be gone
+            del self._active[engine], self._prefill[engine]

@@ -393,7 +393,9 @@ class Tenuto(Router):
 
     def _start(self, turn: RoutedTurn, engine: str) -> tuple[int, bool, float]:
         known = self._unstarted.pop(turn.turn_id, (0, False, 0.0))
-        self._pending[engine] = max(0.0, self._pending.get(engine, 0.0) - known[0])
+        left = self._pending.pop(engine, 0.0) - known[0]
+        if left > 0:  # else nothing is remembered of an engine that may be gone
+            self._pending[engine] = left
         return known
 
     def _close(self, turn: RoutedTurn) -> bool:
