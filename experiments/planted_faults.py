@@ -941,8 +941,8 @@ FAULTS = (
     Fault(
         "routers: every message is read, however many they are",
         "core/dispatcher.py",
-        "yield from map(_make_part, prompt[:MAX_PARTS])",
-        "yield from map(_make_part, prompt)",
+        "for message in prompt[:MAX_PARTS])",
+        "for message in prompt)",
         ("core/test_routing_requests.py::test_messages_that_are_not_compared_are_not_read_one_by_one",),
     ),
     Fault(

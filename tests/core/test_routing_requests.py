@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,46 @@ def test_the_next_prompt_is_the_same_job(first: dict[str, Any], second: dict[str
     assert jobs[0] == jobs[1] != jobs[2]
     assert read(first).num_prompt_tokens < read(second).num_prompt_tokens
     assert read(first).num_prompt_tokens == pytest.approx(1000, rel=0.2)
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def write_marked(turn: int) -> dict[str, Any]:
+    """A turn's request of a client that writes texts in lists and marks the newest message."""
+    texts = [{"type": "text", "text": f"message {number}"} for number in range(2 * turn + 1)]
+    tools = [{"name": "first"}, {"name": "last", **(MARK if turn else {})}]
+    system = [{"type": "text", "text": "s" * 400, **(MARK if turn else {})}, {"type": "text", "text": "s"}]
+    contents: list[Any] = [[text] for text in texts]
+    contents[-1] = [{**texts[-1], **MARK}]
+    messages = [{"role": "user", "content": content} for content in contents]
+    return {"tools": tools, "system": system, "messages": messages}
+
+
+def write_marked_text(turn: int) -> dict[str, Any]:
+    """The same of one that writes texts as they are, or in a list where it has to mark them."""
+    messages = [{"role": "user", "content": f"message {number}"} for number in range(2 * turn + 1)]
+    texts = [{"type": "text", "text": messages[-1]["content"], **MARK}]
+    return {"messages": [*messages[:-1], {"role": "user", "content": texts}]}
+
+
+def write_marked_message(turn: int) -> dict[str, Any]:
+    """The same of one that marks the message itself."""
+    messages = [{"role": "user", "content": f"message {number}"} for number in range(2 * turn + 1)]
+    return {"messages": [*messages[:-1], {**messages[-1], **MARK}]}
+
+
+@pytest.mark.parametrize("write", [write_marked, write_marked_text, write_marked_message])
+def test_a_mark_that_moves_to_the_newest_message_changes_no_prompt(
+    write: Callable[[int], dict[str, Any]],
+) -> None:
+    dispatcher = Dispatcher(Router(), strict=True)
+    dispatcher.join(EngineInfo("a"), 0.0)
+    for turn in range(3):
+        dispatcher.arrive(read_arrival(str(turn), write(turn), {}, "/"), float(turn))
+    assert len({one.turn.job_id for one in dispatcher._turns.values()}) == 1
+    first, second = read(write(0)).parts, read(write(1)).parts
+    assert second[: len(first)] == first
 
 
 @pytest.mark.parametrize("short", [{"prompt": "short"}, {"prompt": [1, 2, 3]}, {}])

@@ -658,7 +658,7 @@ def _count_tokens(request: Mapping[str, Any], parts: Sequence[Part]) -> int:
 def _get_parts(request: Mapping[str, Any]) -> Iterator[Part]:
     for name in ("tools", "system", "instructions"):
         if request.get(name):
-            yield _make_part(request[name])
+            yield _make_part(_unmark_content(request[name]))
     messages = request.get("messages")
     messages = request.get("input") if messages is None else messages
     prompt = request.get("prompt") if messages is None else messages
@@ -667,7 +667,7 @@ def _get_parts(request: Mapping[str, Any]) -> Iterator[Part]:
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         yield from _cut(prompt, _PIECE_TOKENS)
     elif isinstance(prompt, list):
-        yield from map(_make_part, prompt[:MAX_PARTS])
+        yield from (_make_part(_unmark(message)) for message in prompt[:MAX_PARTS])
         if len(prompt) > MAX_PARTS:  # one by one, millions of empty messages would take seconds
             yield _make_part(prompt[MAX_PARTS:])
 
@@ -681,6 +681,31 @@ def _cut(prompt: Sequence[Any], size: int) -> Iterator[Part]:
 def _make_part(content: Any) -> Part:
     text = _write(content)
     return Part(_digest(text), max(1, len(text) // CHARS_PER_TOKEN))
+
+
+def _unmark(message: Any) -> Any:
+    """A message in the form that it has in all turns of its job.
+
+    Clients mark their newest message with `cache_control`. Some write its text as a list for that.
+    """
+    if not isinstance(message, dict):
+        return message
+    message = _drop_mark(message)
+    return {**message, "content": _unmark_content(message["content"])} if "content" in message else message
+
+
+def _unmark_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    content = [_drop_mark(part) if isinstance(part, dict) else part for part in content]
+    is_text = len(content) == 1 and isinstance(content[0], dict) and content[0].keys() == {"type", "text"}
+    return content[0]["text"] if is_text else content
+
+
+def _drop_mark(part: dict[str, Any]) -> dict[str, Any]:
+    if "cache_control" not in part:
+        return part
+    return {name: value for name, value in part.items() if name != "cache_control"}
 
 
 def _write(content: Any) -> str:
