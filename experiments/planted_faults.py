@@ -941,8 +941,8 @@ FAULTS = (
     Fault(
         "routers: every message is read, however many they are",
         "core/dispatcher.py",
-        "for message in prompt[:MAX_PARTS])",
-        "for message in prompt)",
+        "for message in messages[:MAX_PARTS])",
+        "for message in messages)",
         ("core/test_routing_requests.py::test_messages_that_are_not_compared_are_not_read_one_by_one",),
     ),
     Fault(
@@ -955,8 +955,8 @@ FAULTS = (
     Fault(
         "routers: a prompt may have no tokens",
         "core/dispatcher.py",
-        "num_prompt_tokens=max(1, _count_tokens(request, parts)),",
-        "num_prompt_tokens=_count_tokens(request, parts),",
+        "num_prompt_tokens=max(1, _count_tokens(prompt, parts)),",
+        "num_prompt_tokens=_count_tokens(prompt, parts),",
         ("core/test_routing_requests.py::test_what_makes_no_sense_is_a_short_prompt", "fuzzing: routed"),
     ),
 )

@@ -89,6 +89,43 @@ def test_a_prompt_of_less_than_a_piece_is_continued_by_none(short: dict[str, Any
     assert len({one.turn.job_id for one in dispatcher._turns.values()}) == 3
 
 
+IDS = list(range(1000))
+TASK = {"role": "user", "content": "short"}
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "second"),
+    [
+        (
+            {"instructions": "i", "input": "short"},
+            {"instructions": "i", "input": "long " * 500},
+            {"instructions": "i", "input": [TASK, *MORE]},
+        ),
+        ({"tools": ["t"], "messages": []}, {"tools": ["t"], "messages": CHAT}, None),
+        (
+            {"prompt": "s" * 1000 + "short"},
+            {"prompt": "s" * 1000 + "long " * 500},
+            {"prompt": "s" * 1000 + "short " * 500},
+        ),
+        ({"prompt": [*IDS, 1, 2]}, {"prompt": [*IDS, *IDS]}, {"prompt": [*IDS, 1, 2, *IDS]}),
+    ],
+)
+def test_jobs_that_share_the_beginning_of_their_prompts_are_told_apart(
+    first: dict[str, Any], other: dict[str, Any], second: dict[str, Any] | None
+) -> None:
+    dispatcher = Dispatcher(Router(), strict=True)
+    dispatcher.join(EngineInfo("a"), 0.0)
+    jobs = []
+    for number, request in enumerate((first, other, second or first)):
+        dispatcher.arrive(read_arrival(str(number), request, {}, "/"), float(number))
+        jobs.append(dispatcher._turns[str(number)].turn.job_id)
+    assert jobs[0] != jobs[1] != jobs[2]
+    assert jobs[0] == jobs[2] or second is None
+    for number in range(3):
+        dispatcher.finish(str(number), 9.0, 1, is_last=True)
+    assert not dispatcher._contents._jobs and not dispatcher._contents._lengths
+
+
 def test_agents_that_share_a_routing_key_and_a_system_prompt_are_jobs_of_their_own() -> None:
     dispatcher = Dispatcher(Router(), strict=True)
     dispatcher.join(EngineInfo("a"), 0.0)

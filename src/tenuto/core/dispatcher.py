@@ -136,8 +136,8 @@ class JobBook:
     num_turns: int = 0
     num_context_tokens: int = 0
     num_open: int = 0
-    content: int | None = None
-    """The key of its last prompt in `Contents`."""
+    content: tuple[int, int, int] | None = None
+    """The keys of its last prompt in `Contents`."""
 
 
 class Jobs:
@@ -189,35 +189,50 @@ class Contents:
 
     def __init__(self) -> None:
         self._jobs: dict[int, OrderedDict[str, None]] = {}
+        self._lengths: dict[int, Counter[int]] = {}
+        """By the mark of whole parts: lengths of the texts that end a job's prompt after them, and how many
+        jobs have one of this length."""
 
-    def find(self, parts: Sequence[Part], tenant: str | None) -> str | None:
+    def find(self, arrival: Arrival) -> str | None:
         """The job that a prompt continues, the latest one if there are several; None if there is none."""
-        mark, found = hash(tenant), None
-        for part in parts:
-            if mark in self._jobs:
-                found = mark
+        mark, found = hash(arrival.tenant), None
+        for number, part in enumerate(arrival.parts):
+            for length in sorted(self._lengths.get(mark, ()), reverse=True):
+                key = hash((mark, _write(_get_piece(arrival.text, number)[:length])))
+                if key in self._jobs:
+                    found = key
+                    break
             mark = hash((mark, part))
         return None if found is None else next(reversed(self._jobs[found]))
 
-    def remember(self, job_id: str, job: JobBook, parts: Sequence[Part]) -> None:
+    def remember(self, job_id: str, job: JobBook, arrival: Arrival) -> None:
         """Remember a job's latest prompt, unless it has no parts: all prompts would continue it."""
         self.forget(job_id, job)
-        if not parts:
+        if not arrival.parts:
             return
         mark = hash(job.tenant)
-        for part in parts:
+        for part in arrival.parts:
             mark = hash((mark, part))
-        job.content = mark
-        self._jobs.setdefault(mark, OrderedDict())[job_id] = None
+        rest = _get_piece(arrival.text, len(arrival.parts))
+        key = hash((mark, _write(rest)))
+        job.content = mark, len(rest), key
+        self._lengths.setdefault(mark, Counter())[len(rest)] += 1
+        self._jobs.setdefault(key, OrderedDict())[job_id] = None
 
     def forget(self, job_id: str, job: JobBook) -> None:
         """Forget a job's latest prompt."""
         if job.content is None:
             return
-        jobs = self._jobs[job.content]
+        mark, length, key = job.content
+        jobs, lengths = self._jobs[key], self._lengths[mark]
         del jobs[job_id]
         if not jobs:
-            del self._jobs[job.content]
+            del self._jobs[key]
+        lengths[length] -= 1
+        if not lengths[length]:
+            del lengths[length]
+        if not lengths:
+            del self._lengths[mark]
         job.content = None
 
 
@@ -429,10 +444,10 @@ class Dispatcher:
         """A turn arrived. Returns where it is sent; empty if it is held."""
         if arrival.turn_id in self._turns:
             raise ValueError(f"turn {arrival.turn_id!r} is open already")
-        job_id = arrival.job_id or self._contents.find(arrival.parts, arrival.tenant) or self._name_job()
+        job_id = arrival.job_id or self._contents.find(arrival) or self._name_job()
         job = self._jobs.open_turn(job_id, arrival.tenant)
         if arrival.job_id is None:
-            self._contents.remember(job_id, job, arrival.parts)
+            self._contents.remember(job_id, job, arrival)
         turn = RoutedTurn(
             turn_id=arrival.turn_id,
             job_id=job_id,
@@ -630,52 +645,68 @@ CHARS_PER_TOKEN = 4
 MAX_PARTS = 4096
 """In a longer conversation, only the first messages are compared. Its length counts in full."""
 _PIECE_TOKENS = 128
-"""A prompt that is one text, or token ids, is compared in pieces of this size. The incomplete last piece is
-not compared, because the job's next prompt continues there."""
+"""A prompt that is one text, or token ids, has parts of this size. The incomplete last piece is no part,
+because the job's next prompt continues there."""
 
 
 def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Arrival:
     """The turn that a request asks for. Header names must be in lower case. Never raises."""
     hints = read_hints(request, headers, path)
-    parts = tuple(_get_parts(request))
+    prompt = _get_prompt(request)
+    is_text = isinstance(prompt, str) or (
+        isinstance(prompt, list) and isinstance(next(iter(prompt), None), int)
+    )
+    parts = tuple(_cut(prompt) if is_text else _get_parts(request, prompt))
     return Arrival(
         turn_id=turn_id,
         job_id=hints.job_id,
-        num_prompt_tokens=max(1, _count_tokens(request, parts)),
+        num_prompt_tokens=max(1, _count_tokens(prompt, parts)),
         parts=parts[:MAX_PARTS],
         parent=hints.parent,
         tenant=hints.tenant,
+        text=prompt if is_text else (),
     )
 
 
-def _count_tokens(request: Mapping[str, Any], parts: Sequence[Part]) -> int:
-    prompt = request.get("prompt")
+def _get_prompt(request: Mapping[str, Any]) -> Any:
+    """The messages, or what `/v1/completions` takes instead."""
+    messages = request.get("messages")
+    messages = request.get("input") if messages is None else messages
+    if isinstance(messages, str):  # in the job's next turn, this is the first of several messages
+        return [{"role": "user", "content": messages}]
+    return request.get("prompt") if messages is None else messages
+
+
+def _count_tokens(prompt: Any, parts: Sequence[Part]) -> int:
     if isinstance(prompt, str):
         return len(prompt) // CHARS_PER_TOKEN
     return max(len(prompt) if isinstance(prompt, list) else 0, sum(part.num_tokens for part in parts))
 
 
-def _get_parts(request: Mapping[str, Any]) -> Iterator[Part]:
+def _get_parts(request: Mapping[str, Any], messages: Any) -> Iterator[Part]:
+    if not isinstance(messages, list) or not messages:  # the rest alone is that of many jobs
+        return
     for name in ("tools", "system", "instructions"):
         if request.get(name):
             yield _make_part(_unmark_content(request[name]))
-    messages = request.get("messages")
-    messages = request.get("input") if messages is None else messages
-    prompt = request.get("prompt") if messages is None else messages
-    if isinstance(prompt, str):
-        yield from _cut(prompt, _PIECE_TOKENS * CHARS_PER_TOKEN)
-    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        yield from _cut(prompt, _PIECE_TOKENS)
-    elif isinstance(prompt, list):
-        yield from (_make_part(_unmark(message)) for message in prompt[:MAX_PARTS])
-        if len(prompt) > MAX_PARTS:  # one by one, millions of empty messages would take seconds
-            yield _make_part(prompt[MAX_PARTS:])
+    yield from (_make_part(_unmark(message)) for message in messages[:MAX_PARTS])
+    if len(messages) > MAX_PARTS:  # one by one, millions of empty messages would take seconds
+        yield _make_part(messages[MAX_PARTS:])
 
 
-def _cut(prompt: Sequence[Any], size: int) -> Iterator[Part]:
+def _cut(text: Sequence[Any]) -> Iterator[Part]:
     """The whole pieces of a text or of token ids."""
-    for start in range(0, len(prompt) - size + 1, size):
-        yield Part(_digest(_write(prompt[start : start + size])), _PIECE_TOKENS)
+    for number in range(len(text) // _get_piece_size(text)):
+        yield Part(_digest(_write(_get_piece(text, number))), _PIECE_TOKENS)
+
+
+def _get_piece(text: Sequence[Any], number: int) -> Sequence[Any]:
+    size = _get_piece_size(text)
+    return text[number * size : (number + 1) * size]
+
+
+def _get_piece_size(text: Sequence[Any]) -> int:
+    return _PIECE_TOKENS * CHARS_PER_TOKEN if isinstance(text, str) else _PIECE_TOKENS
 
 
 def _make_part(content: Any) -> Part:

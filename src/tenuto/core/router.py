@@ -157,6 +157,8 @@ class Arrival(NamedTuple):
     parent: str | None = None
     tenant: str | None = None
     cached_tokens: Mapping[str, int] = NO_TOKENS
+    text: Sequence[Any] = ()
+    """The prompt, if it is one text or token ids. Its whole pieces are the parts."""
 
 
 class Sending(NamedTuple):
