@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.loader import load_router
 from tenuto.core.router import EngineInfo, Sending
 
@@ -62,14 +64,22 @@ class TenutoRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
         turn_id = pending_request.metadata.internal_request_id
         pending_request.future.add_done_callback(lambda future: self._on_routed(turn_id, future))
         chosen = self._books.propose(
-            turn_id, _get_request(pending_request.args), pending_request.metadata.session_id
+            turn_id,
+            _get_request(pending_request.args),
+            pending_request.metadata.session_id,
+            lambda: not pending_request.future.done(),  # Ray replaces it for each attempt
         )
         return [[each for each in candidate_replicas if _get_name(each.replica_id) == chosen]]
 
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica took a request."""
+        super().on_request_routed(pending_request, replica_id, result)
+        self._books.take(pending_request.metadata.internal_request_id)
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request is over."""
+        """A request is over, or its replica refused it."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._books.finish(internal_request_id)
+        self._books.complete(internal_request_id)
 
     def _on_routed(self, turn_id: str, future: asyncio.Future[Any]) -> None:
         if future.cancelled():
@@ -93,6 +103,22 @@ def _get_request(args: Sequence[Any]) -> Mapping[str, Any]:
 MAX_REFUSALS = 8
 """After this many refusals by its replica, a request is routed again: the replica is full, or silent. Ray
 waits longer and longer between two attempts, up to about a second."""
+RETRY_S = 1.0
+"""Ray calls a refused request completed too, and then looks for a replica again. If it does not within this
+time, the request is over: Ray does not always say that a replica took it, as after `choose_replica`."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that is routed or held, and not over."""
+
+    is_waiting: Callable[[], bool]
+    """Whether Ray looks for a replica for it."""
+    replica: str | None = None
+    """Where it was sent."""
+    num_refusals: int = 0
+    """How often its replica was proposed and did not take it."""
+    is_taken: bool = False
 
 
 class ReplicaBooks:
@@ -109,15 +135,14 @@ class ReplicaBooks:
         """`max_held`: how many new jobs may wait here. 0: the engines' own admission holds them back."""
         self.dispatcher = Dispatcher(load_router(router, options), FleetLimits(max_held=max_held))
         self._get_now_s = get_now_s
-        self._engines: dict[str, str] = {}
-        """By open request, the replica that it was sent to."""
-        self._refusals: dict[str, int] = {}
-        """For each known open request, how often its replica was proposed and did not take it."""
+        self._requests: dict[str, _Request] = {}
+        self._due = IndexedHeap()
+        """When requests are over that no replica took, and that Ray calls completed."""
 
     @property
     def num_open(self) -> int:
-        """Requests that are routed or held, and not complete."""
-        return len(self._refusals)
+        """Requests that are routed or held, and not over."""
+        return len(self._requests)
 
     def set_replicas(self, names: Collection[str]) -> None:
         """These replicas take requests now. Requests on others are routed again."""
@@ -128,34 +153,70 @@ class ReplicaBooks:
             if name not in self.dispatcher.engines:
                 self._note(self.dispatcher.join(EngineInfo(name), now_s))
 
-    def propose(self, turn_id: str, request: Mapping[str, Any], session_id: str = "") -> str | None:
-        """The replica for a request; None if it is held back now. To be asked until a replica takes it."""
+    def propose(
+        self,
+        turn_id: str,
+        request: Mapping[str, Any],
+        session_id: str = "",
+        is_waiting: Callable[[], bool] = lambda: False,
+    ) -> str | None:
+        """The replica for a request; None if it is held back now. To be asked until a replica takes it.
+
+        `is_waiting`: whether Ray still looks for a replica. Asked after a refusal.
+        """
         now_s = self._get_now_s()
-        if turn_id not in self._refusals:
-            self._refusals[turn_id] = 0
+        self._end_silent(now_s)
+        self._due.discard(turn_id)
+        one = self._requests.get(turn_id)
+        if one is None:
+            one = self._requests[turn_id] = _Request(is_waiting)
             headers = {"x-session-id": session_id} if session_id else {}
             arrival = read_arrival(turn_id, request, headers, "/v1/chat/completions")
             self._note(self.dispatcher.arrive(arrival, now_s))
         else:
-            self._refusals[turn_id] += 1
-            if self._refusals[turn_id] % MAX_REFUSALS == 0 and turn_id in self._engines:
-                del self._engines[turn_id]
+            one.num_refusals += 1
+            if one.num_refusals % MAX_REFUSALS == 0 and one.replica is not None:
+                one.replica = None
                 self._note(self.dispatcher.fail(turn_id, now_s))
             self._note(self.dispatcher.tick(now_s))
-        return self._engines.get(turn_id)
+        return one.replica
 
-    def finish(self, turn_id: str) -> None:
-        """A replica completed a request, well or not. Ray does not say how long the answer was."""
-        if self._refusals.pop(turn_id, None) is not None:
-            self._engines.pop(turn_id, None)
-            self._note(self.dispatcher.finish(turn_id, self._get_now_s(), 0))
+    def take(self, turn_id: str) -> None:
+        """A replica took a request."""
+        if turn_id in self._requests:
+            self._requests[turn_id].is_taken = True
+            self._due.discard(turn_id)
+
+    def complete(self, turn_id: str) -> None:
+        """Ray calls a request completed: its replica answered, well or not, or refused it."""
+        now_s = self._get_now_s()
+        self._end_silent(now_s)
+        one = self._requests.get(turn_id)
+        if one is not None and one.is_taken:
+            self._finish(turn_id, now_s)
+        elif one is not None:
+            self._due.push(turn_id, (now_s + RETRY_S,))
 
     def abort(self, turn_id: str) -> None:
         """The client of a request left before a replica took it."""
-        if self._refusals.pop(turn_id, None) is not None:
-            self._engines.pop(turn_id, None)
+        if self._requests.pop(turn_id, None) is not None:
+            self._due.discard(turn_id)
             self._note(self.dispatcher.abort(turn_id, self._get_now_s()))
+
+    def _end_silent(self, now_s: float) -> None:
+        while (first := self._due.get_first_key()) is not None and first <= (now_s,):
+            turn_id = self._due.pop()
+            one = self._requests[turn_id]
+            if one.is_waiting():
+                self._due.push(turn_id, (now_s + RETRY_S,))
+            else:
+                self._finish(turn_id, now_s)
+
+    def _finish(self, turn_id: str, now_s: float) -> None:
+        """End a request. Ray does not say how long the answer was."""
+        del self._requests[turn_id]
+        self._note(self.dispatcher.finish(turn_id, now_s, 0))
 
     def _note(self, sendings: list[Sending]) -> None:
         for sending in sendings:
-            self._engines[sending.turn_id] = sending.engine
+            self._requests[sending.turn_id].replica = sending.engine
