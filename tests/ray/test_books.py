@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tenuto.ray.router import MAX_REFUSALS, RETRY_S, ReplicaBooks
+from tenuto.ray.router import MAX_REFUSALS, RETRY_S, SILENT_S, ReplicaBooks
 
 
 def ask(number: int, turn: int = 0) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_a_request_that_its_replica_refuses_stays_the_same_turn_of_its_job() -> 
     books.propose("1", ask(1, 1), is_waiting=lambda: True)
     assert books.dispatcher.stats.num_resent == 1, "a replica that refuses it again and again is full"
     books.take("1")
-    now[0] += 1000 * RETRY_S
+    now[0] += 2 * SILENT_S
     books.propose("2", ask(1))
     assert books.dispatcher.is_open("1"), "it takes that long"
     books.complete("1")
@@ -123,6 +123,16 @@ def test_a_request_that_no_replica_is_known_to_have_taken_ends_soon_after_it_is_
     assert books.num_open == 0
     books.propose("2", ask(1, 1))
     assert books.dispatcher._turns["2"].turn.num_context_tokens > 0, "it was answered"
+
+
+def test_a_replica_that_was_chosen_for_nothing_has_no_load_in_the_end() -> None:
+    now = [0.0]
+    books = make_at(now)
+    for number in range(1000):
+        books.propose(str(number), ask(number), is_waiting=lambda: True)
+        now[0] += 1.0
+    assert books.num_open == SILENT_S
+    assert sum(each.num_open for each in books.dispatcher.engines.ready.values()) == SILENT_S
 
 
 def test_requests_end_once_and_unknown_ones_do_no_harm() -> None:

@@ -106,6 +106,9 @@ waits longer and longer between two attempts, up to about a second."""
 RETRY_S = 1.0
 """Ray calls a refused request completed too, and then looks for a replica again. If it does not within this
 time, the request is over: Ray does not always say that a replica took it, as after `choose_replica`."""
+SILENT_S = 60.0
+"""A request that no replica took counts for so long, if Ray says nothing more of it: the caller of
+`choose_replica` may send it past Ray, or not at all."""
 
 
 @dataclass(slots=True)
@@ -119,6 +122,8 @@ class _Request:
     num_refusals: int = 0
     """How often its replica was proposed and did not take it."""
     is_taken: bool = False
+    is_completed: bool = False
+    """Whether Ray called it completed since its replica was last proposed."""
 
 
 class ReplicaBooks:
@@ -137,7 +142,7 @@ class ReplicaBooks:
         self._get_now_s = get_now_s
         self._requests: dict[str, _Request] = {}
         self._due = IndexedHeap()
-        """When requests are over that no replica took, and that Ray calls completed."""
+        """When requests that no replica took are over."""
 
     @property
     def num_open(self) -> int:
@@ -166,7 +171,7 @@ class ReplicaBooks:
         """
         now_s = self._get_now_s()
         self._end_silent(now_s)
-        self._due.discard(turn_id)
+        self._due.push(turn_id, (now_s + SILENT_S,))
         one = self._requests.get(turn_id)
         if one is None:
             one = self._requests[turn_id] = _Request(is_waiting)
@@ -174,6 +179,7 @@ class ReplicaBooks:
             arrival = read_arrival(turn_id, request, headers, "/v1/chat/completions")
             self._note(self.dispatcher.arrive(arrival, now_s))
         else:
+            one.is_completed = False
             one.num_refusals += 1
             if one.num_refusals % MAX_REFUSALS == 0 and one.replica is not None:
                 one.replica = None
@@ -195,6 +201,7 @@ class ReplicaBooks:
         if one is not None and one.is_taken:
             self._finish(turn_id, now_s)
         elif one is not None:
+            one.is_completed = True
             self._due.push(turn_id, (now_s + RETRY_S,))
 
     def abort(self, turn_id: str) -> None:
@@ -207,7 +214,9 @@ class ReplicaBooks:
         while (first := self._due.get_first_key()) is not None and first <= (now_s,):
             turn_id = self._due.pop()
             one = self._requests[turn_id]
-            if one.is_waiting():
+            if not one.is_completed:
+                self.abort(turn_id)
+            elif one.is_waiting():
                 self._due.push(turn_id, (now_s + RETRY_S,))
             else:
                 self._finish(turn_id, now_s)
