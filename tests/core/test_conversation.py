@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tenuto.core.jobs import Arrival, JobTable
-from tenuto.core.requests import get_conversation_id, parse_hints
+from tenuto.core.requests import MAX_HEAD_MESSAGES, get_conversation_id, parse_hints
+from tests.core.test_cost import count_calls
 
 SYSTEM = {"role": "system", "content": "You are an agent."}
 TASK = {"role": "user", "content": "Fix it."}
@@ -133,3 +134,12 @@ def test_a_retry_is_the_same_job_and_a_second_job_that_begins_alike_is_not() -> 
     assert table.find("4", Arrival(parse_hints({"tenant": "t"}), 10, prompt, hashes), 1.0) is not first
     first.live_turn_ids["3"] = None
     assert table.find("5", arrival, 1.0) is not first, "its turn is still being answered"
+
+
+def test_parts_beyond_a_few_hundred_cost_no_time() -> None:
+    """They are ignored, as messages are. One by one, millions of them would take seconds."""
+    few, many = (
+        count_calls(lambda: get_conversation_id({"messages": [{"role": "user", "content": ["x"] * number}]}))
+        for number in (MAX_HEAD_MESSAGES, 100 * MAX_HEAD_MESSAGES)
+    )
+    assert many == few

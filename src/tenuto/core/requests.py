@@ -377,7 +377,7 @@ def _get_claude_session(user_id: Any) -> Any:
 
 PREFIX = "conv-"
 MAX_HEAD_MESSAGES = 256
-"""Most messages that count for a conversation's name; later ones are ignored."""
+"""Most messages that count for a conversation's name, and most parts of each; later ones are ignored."""
 
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{24}}")
 _ANSWER_ROLES = ("assistant", "model", "tool", "function")
@@ -442,7 +442,7 @@ def _get_parts(content: Any) -> Iterator[bytes]:
     Clients write the same text as a string or as a list of parts, and move markers such as `cache_control`
     from message to message.
     """
-    for part in content if isinstance(content, list) else [content]:
+    for part in content[:MAX_HEAD_MESSAGES] if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str):
             if not text.startswith(BILLING_TEXT):
