@@ -356,6 +356,13 @@ FAULTS = (
         ("vllm/test_leases.py::test_leases_never_delay_or_preempt_others",),
     ),
     Fault(
+        "memory: a step's blocks are counted in blocks of the first layer group",
+        "vllm/compat/scheduler.py",
+        "min(each.block_size for each in self._manager.coordinator.single_type_managers)",
+        "get_block_size(scheduler)",
+        ("vllm/test_hybrid_leases.py::test_leases_yield_to_a_prompt_that_needs_many_small_blocks",),
+    ),
+    Fault(
         "memory: a reset leaves leases",
         "vllm/scheduler.py",
         "        self.driver.drop_all(time.monotonic())\n        if self.tier is not None:",

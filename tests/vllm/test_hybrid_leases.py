@@ -20,7 +20,7 @@ from tenuto.core.types import LeaseEnd
 from tenuto.vllm.compat.groups import find_hit
 from tests.support.checks import check_books, check_integrity
 from tests.vllm.conftest import Clock
-from tests.vllm.layouts import LAYOUTS, Chaos, make_text, send, start
+from tests.vllm.layouts import LAYOUTS, Chaos, attention, make_text, send, start
 from tests.vllm.workerless import Engine
 
 
@@ -115,6 +115,25 @@ def test_a_lease_yields_in_steps_and_what_is_left_is_hit(clock: Clock) -> None:
     send(engine, "a2", prompt + engine.outputs["a1"], max_tokens=2, xargs={"job_id": "a", "is_last_step": 1})
     engine.run()
     assert engine.scheduler.driver.stats.num_hit_tokens == num_left
+
+
+def test_leases_yield_to_a_prompt_that_needs_many_small_blocks(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of the first layer group are four times as large as the others."""
+    monkeypatch.setitem(LAYOUTS, "large full blocks", [attention(), attention(64, heads=4)])
+    tokens = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
+    engine = start("large full blocks", num_blocks=262, **tokens)
+    rng = random.Random(0)
+    for job in range(6):
+        send(engine, f"{job}", make_text(rng, 1000, 1001), max_tokens=2, xargs={"job_id": f"{job}"})
+        engine.run()
+    # 2,000 tokens are 32 blocks of 64 and 125 of 16.
+    assert 130 < engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < 157
+    send(engine, "big", make_text(rng, 2000, 2001), xargs={"is_last_step": 1})
+    engine.step()
+    assert engine.outputs["big"]
+    check(engine)
 
 
 def test_an_edited_prompt_keeps_what_it_can_hit(clock: Clock) -> None:

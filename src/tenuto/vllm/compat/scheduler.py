@@ -484,7 +484,9 @@ class AllocationGuard:
         self._scheduler = scheduler
         # A step's tokens, the longest prompt that may have to fit as a whole, and the watermark.
         num_tokens = scheduler.max_num_scheduled_tokens + scheduler.max_model_len
-        self._num_step_blocks = num_tokens // get_block_size(scheduler) + self._manager.watermark_blocks + 1
+        # The layer groups with the fewest tokens per block take the most blocks.
+        block_size = min(each.block_size for each in self._manager.coordinator.single_type_managers)
+        self._num_step_blocks = num_tokens // block_size + self._manager.watermark_blocks + 1
         allocate = self._manager.allocate_slots
 
         def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
