@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
-from tenuto.core.types import LeaseRefusal
+from tenuto.core.types import LeaseEnd, LeaseRefusal
 from tests.support.checks import check_integrity
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -83,6 +83,16 @@ def test_pins_that_need_not_yield_are_in_use(clock: Clock) -> None:
     engine.run()
     assert get_reported(engine) == (6, 6)
     assert engine.scheduler.driver.get_num_idle_leased_blocks() == 0
+
+
+def test_what_is_noted_while_nobody_counts_is_bounded_by_the_cache(clock: Clock) -> None:
+    """Without yielding leases nobody asks how many blocks only leases hold."""
+    engine = start(always_yield=False)
+    for name in [f"turn{number}" for number in range(40)]:
+        send(engine, name, job="a")
+        engine.run()
+    assert engine.scheduler.driver.stats.num_leases_ended[LeaseEnd.HIT] == 39
+    assert len(engine.scheduler.leased_blocks._changed) <= NUM_BLOCKS
 
 
 @pytest.mark.parametrize("num_blocks", range(41, 121, 8))

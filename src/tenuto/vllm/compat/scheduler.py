@@ -373,8 +373,8 @@ class LeasedBlocks:
         self._leased = BlockRefCounts()
         self._in_use: set[Hashable] = set()
         """Leased blocks that a request or a connector's transfer also uses; without those in `_changed`."""
-        self._changed: list[Any] = []
-        """Blocks whose references have changed since the last count."""
+        self._changed: dict[int, Any] = {}
+        """By id, the blocks whose references have changed since the last count, however long ago that was."""
         self._touch, self._free = pool.touch, pool.free_blocks
         self._get_vllm_usage = pool.get_usage
         pool.touch, pool.free_blocks = self._touch_for_request, self._free_for_request
@@ -396,13 +396,13 @@ class LeasedBlocks:
         """Take one reference to each block for a lease."""
         self._touch(blocks)
         self._leased.add(list(map(_get_block_id, blocks)))
-        self._changed += blocks
+        self._note(blocks)
 
     def take_over(self, blocks: Sequence[Any]) -> None:
         """A finishing request passes its references to these blocks on to a lease."""
         if max(map(_get_num_refs, blocks), default=0) > 1:
             self._leased.add(list(map(_get_block_id, blocks)))
-            self._changed += [block for block in blocks if block.ref_cnt > 1]
+            self._note([block for block in blocks if block.ref_cnt > 1])
         else:
             # No other lease covers any of them, because it would have a reference too.
             self._leased.add_new(map(_get_block_id, blocks))
@@ -412,7 +412,7 @@ class LeasedBlocks:
         self._free(reversed(blocks))
         self._leased.remove(list(map(_get_block_id, blocks)))
         if self._in_use:
-            self._changed += blocks
+            self._note(blocks)
 
     def free_later(self, request: Any) -> None:
         """A request ended. It keeps its blocks with content until `free_next`.
@@ -450,7 +450,7 @@ class LeasedBlocks:
     def _touch_for_request(self, blocks: Sequence[Any]) -> None:
         self._touch(blocks)
         if len(self._leased):
-            self._changed += blocks
+            self._note(blocks)
 
     def _free_for_request(self, ordered_blocks: Iterable[Any]) -> None:
         if not self._in_use:
@@ -458,14 +458,17 @@ class LeasedBlocks:
             return
         blocks = list(ordered_blocks)
         self._free(blocks)
-        self._changed += [block for block in blocks if block.ref_cnt]
+        self._note([block for block in blocks if block.ref_cnt])
+
+    def _note(self, blocks: Sequence[Any]) -> None:
+        self._changed.update(zip(map(_get_block_id, blocks), blocks, strict=True))
 
     def _look(self) -> None:
-        changed, self._changed = self._changed, []
+        changed, self._changed = self._changed, {}
         if self._in_use:
-            self._in_use.difference_update(map(_get_block_id, changed))
+            self._in_use.difference_update(changed)
         # A leased block that something else uses too has two references or more.
-        several = {block.block_id: block.ref_cnt for block in changed if block.ref_cnt > 1}
+        several = {block_id: block.ref_cnt for block_id, block in changed.items() if block.ref_cnt > 1}
         self._in_use.update(self._leased.find_used(several))
 
 
