@@ -356,6 +356,10 @@ def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
     return True
 
 
+MAX_CHANGED = 10_000
+"""Most blocks that wait for a look, which takes a millisecond or two for so many."""
+
+
 class LeasedBlocks:
     """The references of leases to blocks of one vLLM block pool, and how many blocks only leases hold."""
 
@@ -373,8 +377,8 @@ class LeasedBlocks:
         self._leased = BlockRefCounts()
         self._in_use: set[Hashable] = set()
         """Leased blocks that a request or a connector's transfer also uses; without those in `_changed`."""
-        self._changed: dict[int, Any] = {}
-        """By id, the blocks whose references have changed since the last count, however long ago that was."""
+        self._changed: list[Any] = []
+        """Blocks whose references have changed since the last look at them; some are listed several times."""
         self._touch, self._free = pool.touch, pool.free_blocks
         self._get_vllm_usage = pool.get_usage
         pool.touch, pool.free_blocks = self._touch_for_request, self._free_for_request
@@ -461,14 +465,17 @@ class LeasedBlocks:
         self._note([block for block in blocks if block.ref_cnt])
 
     def _note(self, blocks: Sequence[Any]) -> None:
-        self._changed.update(zip(map(_get_block_id, blocks), blocks, strict=True))
+        self._changed += blocks
+        # Without yielding leases, or without statistics, nobody counts.
+        if len(self._changed) > MAX_CHANGED:
+            self._look()
 
     def _look(self) -> None:
-        changed, self._changed = self._changed, {}
+        changed, self._changed = self._changed, []
         if self._in_use:
-            self._in_use.difference_update(changed)
+            self._in_use.difference_update(map(_get_block_id, changed))
         # A leased block that something else uses too has two references or more.
-        several = {block_id: block.ref_cnt for block_id, block in changed.items() if block.ref_cnt > 1}
+        several = {block.block_id: block.ref_cnt for block in changed if block.ref_cnt > 1}
         self._in_use.update(self._leased.find_used(several))
 
 
