@@ -466,7 +466,7 @@ class LeasedBlocks:
 
     def _note(self, blocks: Sequence[Any]) -> None:
         self._changed += blocks
-        # Without yielding leases, or without statistics, nobody counts.
+        # Without yielding leases nobody counts.
         if len(self._changed) > MAX_CHANGED:
             self._look()
 
