@@ -57,6 +57,7 @@ def start(
     num_blocks: int = 1200,
     num_drafts: int = 0,
     has_draft_model: bool = False,
+    match_unit: int | None = None,
     policy: Any = None,
     **config: Any,
 ) -> Engine:
@@ -67,6 +68,7 @@ def start(
     if has_draft_model:
         # What the scheduler and the cache ask, without a draft model to load.
         vllm_config.speculative_config.method = "eagle"
+    vllm_config.cache_config.prefix_match_unit = match_unit
     if "states" in name:
         vllm_config.cache_config.mamba_cache_mode = "align"
     scheduler = make_scheduler_of_layers(

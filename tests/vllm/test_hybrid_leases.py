@@ -98,6 +98,27 @@ def test_with_a_draft_model_too(name: str, interval: int | None, clock: Clock) -
     assert stats.num_hit_tokens >= 0.95 * (stats.num_reusable_tokens - num_dropped) > 0
 
 
+@pytest.mark.parametrize("num_prompt_tokens", [300, 320, 336, 352, 380, 400])
+def test_with_a_draft_model_hits_that_end_inside_blocks_outlive_a_flood(
+    num_prompt_tokens: int, clock: Clock
+) -> None:
+    """A look-up drops a part of a block, which is in the hit's last block or in the block after it."""
+    options = {"num_drafts": 2, "has_draft_model": True, "match_unit": 16}
+    engine = start("states, all blocks large", num_blocks=60, **options)
+    rng = random.Random(0)
+    prompt = make_text(rng, num_prompt_tokens, num_prompt_tokens + 1)
+    send(engine, "a1", prompt, xargs={"job_id": "a", "tool": "x"})
+    engine.run()
+    check(engine, idle=True)
+    for number in range(6):
+        send(engine, f"stranger{number}", make_text(rng, 900, 901), xargs={"is_last_step": 1})
+        engine.run()
+    (lease,) = engine.scheduler.driver.leases
+    send(engine, "a2", prompt + engine.outputs["a1"], xargs={"job_id": "a", "is_last_step": 1})
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == lease.blocks.num_tokens > 256
+
+
 def test_a_lease_yields_in_steps_and_what_is_left_is_hit(clock: Clock) -> None:
     """With a dense cache each block is a possible end: all groups give up their tails together."""
     engine = start("1:5", interval=None, num_blocks=150)

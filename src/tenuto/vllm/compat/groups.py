@@ -68,13 +68,19 @@ def find_hit(scheduler: Any, hashes: Sequence[Any], max_tokens: int) -> tuple[tu
 
 
 def _get_dropped_block(scheduler: Any, manager: Any, hashes: Sequence[Any], num_tokens: int) -> list[Any]:
-    """The block after a hit in one group, if it is cached."""
-    # A hash covers all tokens before it, so a larger block is known by the hash at its end.
-    end = (num_tokens // manager.block_size + 1) * manager.block_size // scheduler.hash_block_size
-    pool = scheduler.kv_cache_manager.block_pool
-    if end > len(hashes):
+    """The block after a hit in one group, if it is cached. A hit that ends inside a block needs no other."""
+    block_size, hash_size = manager.block_size, scheduler.hash_block_size
+    if num_tokens % block_size:
         return []
-    return list(pool.get_cached_block(hashes[end - 1], [manager.kv_cache_group_id]) or ())
+    pool = scheduler.kv_cache_manager.block_pool
+    # A hash covers all tokens before it, so a larger block is known by the hash at its end. Where hits may
+    # end inside blocks, only a part of the next block may be cached, and it is enough.
+    for end in range(num_tokens + block_size, num_tokens, -min(block_size, get_hit_alignment(scheduler))):
+        if end <= len(hashes) * hash_size:
+            found = pool.get_cached_block(hashes[end // hash_size - 1], [manager.kv_cache_group_id])
+            if found:
+                return list(found)
+    return []
 
 
 def get_hit_alignment(scheduler: Any) -> int:
