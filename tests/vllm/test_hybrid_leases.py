@@ -13,8 +13,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm
 from packaging.version import Version
+from vllm.v1 import kv_cache_interface
 
 from tenuto.core.types import LeaseEnd
 from tenuto.vllm.compat.groups import find_hit
@@ -155,6 +157,30 @@ def test_leases_yield_to_a_prompt_that_needs_many_small_blocks(
     engine.step()
     assert engine.outputs["big"]
     check(engine)
+
+
+def test_a_request_that_freed_blocks_in_its_middle_leaves_what_can_be_hit(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With reference sliding windows, an answer frees its blocks between the prompt and the window."""
+    spec = getattr(kv_cache_interface, "RSWASpec", None)
+    if spec is None:
+        pytest.skip("this vLLM has no reference sliding windows")
+    common = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    monkeypatch.setitem(LAYOUTS, "reference window", [spec(block_size=16, rswa_window=128, **common)])
+    engine = start("reference window", num_blocks=100)
+    prompt = list(range(100, 300))
+    send(engine, "a1", prompt, max_tokens=600, ignore_eos=True, xargs={"job_id": "a", "tool": "x"})
+    engine.run()
+    (lease,) = engine.scheduler.driver.leases
+    assert not any(block.is_null for block in lease.blocks)
+    check(engine, idle=True)
+    send(engine, "stranger", make_text(random.Random(0), 1500, 1501), xargs={"is_last_step": 1})
+    engine.run()
+    num_held = len(lease.blocks)
+    send(engine, "a2", prompt + engine.outputs["a1"], xargs={"job_id": "a", "is_last_step": 1})
+    engine.run()
+    assert engine.scheduler.driver.stats.num_hit_tokens == 16 * num_held > 0
 
 
 def test_an_edited_prompt_keeps_what_it_can_hit(clock: Clock) -> None:

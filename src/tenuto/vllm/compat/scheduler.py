@@ -23,7 +23,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from tenuto.core.fairness import BlockRefCounts
@@ -268,10 +267,8 @@ def can_truncate_leases(scheduler: Any) -> bool:
     groups = scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1 or scheduler.hash_block_size != get_block_size(scheduler):
         return False
-    spec = groups[0].kv_cache_spec
-    # Some windowed layers are described by a full-attention spec that names a window.
-    is_windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return isinstance(spec, FullAttentionSpec) and not is_windowed
+    # The managers derived from it may free blocks in the middle of a request (reference sliding windows).
+    return type(scheduler.kv_cache_manager.coordinator.single_type_managers[0]) is FullAttentionManager
 
 
 def has_content(block: Any, block_hash: Any) -> bool:
