@@ -171,6 +171,39 @@ def test_a_rewritten_prompt_supersedes_the_lease(clock: Clock, num_common_blocks
     check(engine, idle=True)
 
 
+@pytest.mark.parametrize(
+    ("field", "reason", "num_hit_blocks"),
+    [("resumable", LeaseEnd.HIT, 5), ("skip_reading_prefix_cache", LeaseEnd.SUPERSEDED, 0)],
+)
+def test_a_turn_of_which_nothing_can_be_kept_uses_its_job_s_lease_up(
+    clock: Clock, field: str, reason: LeaseEnd, num_hit_blocks: int
+) -> None:
+    """A prompt that is streamed in (one with images counts alike), and one for its log probabilities."""
+    engine = start(num_blocks=41)
+    scheduler = engine.scheduler
+    prompt = list(range(100, 180))
+    scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    engine.run()
+    scheduler.add_request(make_request("busy", [3] * 300, max_tokens=30, xargs={"is_last_step": 1}))
+    engine.step()
+    engine.step()
+    request = make_request("a2", prompt + [9] * 400, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+    setattr(request, field, True)
+    scheduler.add_request(request)
+    engine.step()
+    # It does not fit yet, and nobody takes what waits for it.
+    (lease,) = scheduler.driver.leases
+    assert (len(lease.blocks), lease.next_turn_id) == (5, "a2")
+    engine.abort("busy")
+    engine.step()
+    driver = scheduler.driver
+    assert driver.stats.num_leases_ended[reason] == 1
+    assert driver.stats.num_hit_tokens == num_hit_blocks * BLOCK_SIZE
+    engine.abort("a2")
+    assert len(driver.leases) == 0 and driver.describe_job("a", clock.now_s)["turns"] == 1
+    check(engine, idle=True)
+
+
 def test_turns_without_an_id_are_recognised_by_content(clock: Clock) -> None:
     """Also where the template dropped the answer's reasoning: the match then ends with the old prompt."""
     engine = start()

@@ -41,6 +41,8 @@ class Arrival:
     priority: int = 0
     is_supported: bool = True
     """Whether the engine can keep the turn's KV."""
+    lease_job_id: str | None = None
+    """If it cannot: the job that the client named. The turn is not taken into it, but uses its lease up."""
 
 
 @quick
@@ -139,6 +141,11 @@ class TurnState:
     _finished: tuple[Finish, Turn] | None = None
     """How it ended, and the policy's view of it then. Cached, because host memory needs it before the
     driver."""
+
+    @property
+    def lease_job_id(self) -> str:
+        """The job whose lease may wait for the turn."""
+        return self.arrival.lease_job_id or self.job.job_id
 
     def get_view(self, *, has_lease: bool) -> Turn:
         """The policy's view of a waiting or running turn; cached until something changes."""

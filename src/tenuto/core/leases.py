@@ -555,16 +555,18 @@ class Retention:
     def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
 
-        The lease is truncated to the blocks that the prompt shares. It ends if the prompt shares none.
+        The lease is truncated to the blocks that the prompt shares. It ends if the prompt shares none. For a
+        turn that cannot be kept, what it shares is not known, and the lease stays whole.
         """
-        lease = self.leases.get(turn.job.job_id)
+        lease = self.leases.get(turn.lease_job_id)
         if lease is None or lease.next_turn_id is not None:
             return None
-        num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)
-        # A hit ends before the prompt's last token, so later blocks would only waste memory.
-        num_common = min(num_common, turn.arrival.num_prompt_tokens - 1)
-        if not self._keep_tokens(lease, num_common):
-            return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
+        if turn.arrival.is_supported:
+            num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)
+            # A hit ends before the prompt's last token, so later blocks would only waste memory.
+            num_common = min(num_common, turn.arrival.num_prompt_tokens - 1)
+            if not self._keep_tokens(lease, num_common):
+                return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
         lease.next_turn_id = turn.turn_id
         return None
 
@@ -572,13 +574,14 @@ class Retention:
         """The lease that waits for this turn, or None."""
         if turn is None:
             return None
-        lease = self.leases.get(turn.job.job_id)
+        lease = self.leases.get(turn.lease_job_id)
         return lease if lease is not None and lease.next_turn_id == turn.turn_id else None
 
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn started. It now holds the blocks that its lease kept, so the lease ends."""
         lease = self.get_claimed(turn)
-        return None if lease is None else self.leases.end(lease, LeaseEnd.HIT, now_s)
+        reason = LeaseEnd.HIT if turn.arrival.is_supported or turn.num_hit_tokens else LeaseEnd.SUPERSEDED
+        return None if lease is None else self.leases.end(lease, reason, now_s)
 
     def leave(self, turn: TurnState) -> None:
         """A turn left the system. If a lease still waits for it, the lease stays: the client may retry."""

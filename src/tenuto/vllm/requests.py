@@ -74,7 +74,13 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
     plain = plain and not request.skip_reading_prefix_cache
     if fields is None or not plain or request.has_encoder_inputs or request.resumable:
         outside = dataclasses.replace(OUTSIDE, tenant=hints.tenant, wish=hints.wish)
-        return Arrival(outside, num_prompt_tokens, priority=request.priority, is_supported=False)
+        return Arrival(
+            outside,
+            num_prompt_tokens,
+            priority=request.priority,
+            is_supported=False,
+            lease_job_id=hints.job_id,
+        )
     if hints.is_last is None and has_release_hint(request):
         hints = dataclasses.replace(hints, is_last=True)
     if hints.wish is not None:
