@@ -105,7 +105,7 @@ def test_with_a_draft_model_hits_that_end_inside_blocks_outlive_a_flood(
     num_prompt_tokens: int, clock: Clock
 ) -> None:
     """A look-up drops a part of a block, which is in the hit's last block or in the block after it."""
-    options = {"num_drafts": 2, "has_draft_model": True, "match_unit": 16}
+    options: dict[str, Any] = {"num_drafts": 2, "has_draft_model": True, "match_unit": 16}
     engine = start("states, all blocks large", num_blocks=60, **options)
     rng = random.Random(0)
     prompt = make_text(rng, num_prompt_tokens, num_prompt_tokens + 1)
@@ -145,7 +145,7 @@ def test_leases_yield_to_a_prompt_that_needs_many_small_blocks(
 ) -> None:
     """The blocks of the first layer group are four times as large as the others."""
     monkeypatch.setitem(LAYOUTS, "large full blocks", [attention(), attention(64, heads=4)])
-    tokens = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
+    tokens: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
     engine = start("large full blocks", num_blocks=262, **tokens)
     rng = random.Random(0)
     for job in range(6):
