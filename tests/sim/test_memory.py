@@ -108,6 +108,22 @@ def test_a_context_that_the_model_does_not_take() -> None:
         measure_memory(Setup(gpu="H100", step_cost="roofline"), (200_000,))
 
 
+@pytest.mark.parametrize(
+    ("given", "contexts"),
+    [
+        (["--model", "llama-3.1-8b"], [8_000, 30_000, 100_000]),
+        (["--model", "qwen3-8b"], [8_000, 30_000, 40_960]),
+        (["--max-model-len", "6000"], [6_000]),
+    ],
+)
+def test_by_default_no_context_is_above_the_models_maximum(
+    capsys: pytest.CaptureFixture[str], given: list[str], contexts: list[int]
+) -> None:
+    assert main(["memory", "--gpu", "H200", "--step-cost", "roofline", "--json", *given]) == 0
+    memory = json.loads(capsys.readouterr().out)
+    assert [context["num_tokens"] for context in memory["contexts"]] == contexts
+
+
 def test_the_memory_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["memory", "--gpu", "l40s", "--step-cost", "roofline", "--context", "4000,8000"]
     assert main([*arguments, "--json", "--csv", str(tmp_path / "m.csv")]) == 0
@@ -119,5 +135,7 @@ def test_the_memory_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert [row["num_tokens"] for row in csv.DictReader(file)] == ["4000", "8000"]
     assert main([*arguments, "--gpu-memory-utilization", "0.9"]) == 0
     assert "= KV cache" in capsys.readouterr().out
+    assert main([*arguments, "--context", ""]) == 2
+    assert "--context is empty" in capsys.readouterr().err
     assert main([*arguments, "--model", "qwen3-32b", "--gpu", "RTX5090"]) == 2
     assert "leaves no KV cache on RTX5090" in capsys.readouterr().err

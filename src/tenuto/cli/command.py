@@ -329,7 +329,7 @@ class Given:
             given = ",".join(given)
         parts = given if isinstance(given, list) else [each.strip() for each in given.split(",")]
         values = tuple(_convert(flag, each) for each in parts if each)
-        if not values and (flag.is_required or flag.field.default):
+        if not values and flag.field.default != ():
             raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
         return values
 

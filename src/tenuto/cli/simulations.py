@@ -265,8 +265,11 @@ class MemoryOptions(Options):
 
     GROUP = "the jobs"
 
-    context: tuple[int, ...] = option(
-        (8_000, 30_000, 100_000), "tokens of a job's context: prompt, answers and tools' outputs", minimum=1
+    context: tuple[int, ...] | None = option(
+        None,
+        "tokens of a job's context: prompt, answers and tools' outputs",
+        minimum=1,
+        shown_default="8000,30000,100000, or less if the model takes less",
     )
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write a row for each context as CSV too", is_written=True)

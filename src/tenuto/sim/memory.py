@@ -92,8 +92,14 @@ class Memory:
         return values
 
 
-def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
-    """What uses a machine's memory, and what jobs of these contexts take. Raises ConfigError."""
+_CONTEXTS = (8_000, 30_000, 100_000)
+
+
+def measure_memory(setup: Setup, contexts: tuple[int, ...] | None = None) -> Memory:
+    """What uses a machine's memory, and what jobs of these contexts take. Raises ConfigError.
+
+    Without contexts: short, middle and long ones, as far as the model takes them.
+    """
     machine = build(replace(setup, policy="stock", offload="none"))
     kv = machine.make_scheduler().kv
     model, tp = machine.model, setup.tp
@@ -123,6 +129,8 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...]) -> Memory:
         contexts=(),
         notes=machine.notes,
     )
+    if contexts is None:
+        contexts = tuple(sorted({min(each, memory.max_model_len) for each in _CONTEXTS}))
     return replace(memory, contexts=tuple(_measure_context(memory, machine, kv, each) for each in contexts))
 
 
