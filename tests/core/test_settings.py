@@ -144,5 +144,10 @@ def test_policy_options_may_be_for_one_policy() -> None:
 
 
 def test_the_nearest_name_is_suggested() -> None:
-    assert suggest("h10", ["H100", "L40S"]) == "; did you mean H100?"
+    gpus = ["A100-40", "A100-80", "H100", "L40S"]
+    assert suggest("h10", gpus) == "; did you mean H100?"
+    assert suggest("a100", gpus) == "; did you mean A100-40 or A100-80?"
+    assert suggest("NVIDIA H100 80GB HBM3", gpus) == "; did you mean H100?"
+    assert suggest("--step", ["--tp", "--step-tokens"]) == "; did you mean --step-tokens?"
+    assert suggest("--host", ["--host-gb"], cutoff=0.9) == ""
     assert suggest("quantum", ["H100", "L40S"]) == ""

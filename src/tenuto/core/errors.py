@@ -65,9 +65,13 @@ def suggest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
     `cutoff`: the least similarity, from 0 (any name) to 1 (equal except for case).
     """
-    by_folded = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(str(name).lower(), by_folded, n=1, cutoff=cutoff)
-    return f"; did you mean {by_folded[near[0]]}?" if near else ""
+    by_folded, folded = {each.lower(): each for each in known}, str(name).lower()
+    near = difflib.get_close_matches(folded, by_folded, n=len(by_folded) or 1, cutoff=cutoff)
+    # A name that was cut short may be closer to another one: A100 is closer to H100 than to A100-80.
+    longer = [each for each in by_folded if each in near and each.startswith(folded)]
+    words = [each for each in by_folded if each in folded.split()]
+    found = longer or near[:1] or words
+    return f"; did you mean {' or '.join(by_folded[each] for each in found)}?" if found else ""
 
 
 HIDDEN = "***"
