@@ -153,13 +153,13 @@ def test_an_engine_setting_of_the_user_stands(flag: str) -> None:
     assert sum(part in ("--watermark", "--long-prefill-token-threshold") for part in command) == 1
 
 
-def test_a_host_tier_is_left_to_the_operator_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_tier_is_left_to_the_operator_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     def get_words(*arguments: str) -> str:
         assert cli.main(["serve", "M", "--dry-run", *arguments]) == 0
         return capsys.readouterr().err
 
-    assert "add --host-gb" in get_words("--policy", "stock-tuned")
-    assert "add --host-gb" in get_words("--policy", "autellix+")
+    assert get_words("--policy", "stock-tuned") == get_words("--policy", "autellix+")
+    assert get_words().startswith("[serve] optional: --host-gb")
     assert get_words("--policy", "stock-tuned", "--host-gb", "100") == ""
     assert get_words("--policy", "stock") == ""
     assert get_words("--policy", "stock-tuned", "--kv-offloading-size", "100") == ""
@@ -308,7 +308,9 @@ def test_without_vllm_serve_says_how_to_get_it(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(launch, "find_vllm", lambda: "vllm")
     assert cli.main(["serve", "M"]) == 2
-    assert "pip install 'tenuto[vllm]'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "pip install 'tenuto[vllm]'" in told
+    assert "--host-gb" not in told  # hints are for a server that starts
 
 
 def test_an_unknown_argument_is_refused_where_nothing_is_passed_on(

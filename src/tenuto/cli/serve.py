@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -94,19 +95,17 @@ def run(given: Given) -> int:
     tiers = None if host_gb is None else Tiers(host_gb, options.disk, options.disk_gb)
     command = build_command(options.model, options.get_settings(), given.passed_on, tiers)
     print(shlex.join(redact(command)), flush=True)
+    if not options.dry_run:
+        if shutil.which(command[0]) is None:
+            raise TenutoError("there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'")
+        check_files(command)
+        if tiers is not None:
+            tiers.check()
     for hint in get_hints(command):
         say("serve", hint)
     if options.dry_run:
         return 0
-    check_files(command)
-    if tiers is not None:
-        tiers.check()
-    try:
-        os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
-    except FileNotFoundError:
-        raise TenutoError(
-            "there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'"
-        ) from None
+    os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
 
 
 _FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]

@@ -85,7 +85,9 @@ def get_hints(command: Sequence[str]) -> list[str]:
     hints = [] if interval is None else [interval]
     has_tier = any(_find_option(command, flag) is not None for flag in OFFLOAD_FLAGS)
     if get_engine_settings(settings.policy, policy).offload is not None and not has_tier:
-        hints.append("this policy is meant to run with KV in host memory too: add --host-gb GIB")
+        hints.append(
+            "optional: --host-gb GIB also keeps KV in host memory, for jobs that the GPU cannot hold"
+        )
     return hints
 
 
