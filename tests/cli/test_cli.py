@@ -313,6 +313,12 @@ def test_without_vllm_serve_says_how_to_get_it(
     assert "--host-gb" not in told  # hints are for a server that starts
 
 
+def test_an_option_that_looks_like_one_of_ours_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--traces", "t.jsonl", "--host", "::"]  # vLLM has --host
+    assert cli.main(["serve", "M", "--dry-run", "--policy", "stock", *given]) == 0
+    assert capsys.readouterr().err == "[serve] --traces goes to vLLM; did you mean --trace?\n"
+
+
 def test_an_unknown_argument_is_refused_where_nothing_is_passed_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

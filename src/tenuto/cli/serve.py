@@ -89,7 +89,7 @@ def run(given: Given) -> int:
 
     options = given.read(ServeOptions)
     for flag in given.passed_on:
-        if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.8):
+        if near := suggest(flag.partition("=")[0], _FLAGS, cutoff=0.85):
             say("serve", f"{flag} goes to vLLM{near}")
     host_gb = options.host_gb
     tiers = None if host_gb is None else Tiers(host_gb, options.disk, options.disk_gb)
