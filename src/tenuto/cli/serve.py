@@ -103,9 +103,9 @@ def run(given: Given) -> int:
             tiers.check()
     for hint in get_hints(command):
         say("serve", hint)
-    if options.dry_run:
-        return 0
-    os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
+    if not options.dry_run:
+        os.execvpe(command[0], command, {**os.environ, **get_environment(given.passed_on)})
+    return 0
 
 
 _FLAGS = [flag.name for flag in get_flags(ServeOptions) if flag.name.startswith("-")]
