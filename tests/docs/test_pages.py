@@ -80,6 +80,17 @@ def test_the_first_pages_have_the_gain_of_the_results(name: str) -> None:
     assert f"{first_tokens[1]} at worst" in gain
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/start/operator.md"])
+def test_a_server_gets_the_key_that_switching_it_off_needs(name: str) -> None:
+    """A running server cannot get it any more."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    places = [
+        text.find(line)
+        for line in ("\nexport TENUTO_ADMIN_KEY=", "\ntenuto serve MODEL", "tenuto control off")
+    ]
+    assert -1 not in places and places == sorted(places)
+
+
 def test_planted_faults_are_found() -> None:
     assert find_missing_sections("# A\n\n- [B c](#b-c)\n\n## B c\n\n## `d` (e)\n") == ["`d` (e)"]
     assert find_missing_sections("- [`d` (e)](#d-e)\n\n## `d` (e)\n") == []
