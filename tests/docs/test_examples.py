@@ -264,6 +264,18 @@ def test_the_simulated_server_has_what_its_page_says(servers: list[Live]) -> Non
     assert shown == int(metrics[1])
 
 
+@pytest.mark.slow
+def test_the_simulations_of_the_simulated_servers_page_are_as_it_says(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "simulated_server.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) s \| [\d.]+ s \| ([\d,]+) \|$", text, re.MULTILINE)
+    line = re.search(r"`(tenuto simulate .*--policy POLICY.*?)`", text)
+    assert line is not None and len(rows) == 2
+    for policy, mean_s, hit_tokens in rows:
+        made = run_line(f"{line[1].replace('POLICY', policy)} --no-beside-stock --json", tmp_path)
+        record = json.loads(made.stdout)
+        assert (f"{record['job_s']['mean']:.2f}", f"{record['hit_tokens']:,}") == (mean_s, hit_tokens)
+
+
 def test_the_rooms_of_the_drawing_exist() -> None:
     [drawing] = [block for block in BLOCKS if is_listed(block) == ("docs/design.md", "src/tenuto/")]
     for indent, name in re.findall(r"^( *)([\w.]+/?)  ", drawing.text, re.MULTILINE):
