@@ -145,6 +145,16 @@ def test_the_explanation_names_every_part() -> None:
     assert lines[-1] == "= KV cache           10.45 GiB"
 
 
+def test_a_model_that_is_too_large_names_the_fewest_gpus_that_hold_it() -> None:
+    """70.6e9 parameters of 2 bytes: on two cards of 44.4 GiB no room is left, on four there is."""
+    model = load_model("llama-3.1-70b")
+    with pytest.raises(ConfigError, match=r"\nwith --tp 4 it is 5\.\d GiB$"):
+        kv_budget(GPUS["L40S"], model, utilization=0.9)
+    assert kv_budget(GPUS["L40S"], model, utilization=0.9, tp=4).kv_bytes > 0
+    with pytest.raises(ConfigError, match=r"= KV cache +-[\d.]+ GiB$"):
+        kv_budget(GPUS["L40S"], model, utilization=0.1)
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be above 0 and at most 1: 1\.5"):
         kv_budget(GPUS["H200"], LLAMA, utilization=1.5)

@@ -25,6 +25,9 @@ FILTERING_SAMPLER_BYTES_PER_LOGIT = 14
 # baseline after creating the context.
 NON_TORCH_BYTES = 41 * MIB
 
+MOST_GPUS = 8
+"""The GPUs of a usual server."""
+
 
 class ModelTooLargeError(ConfigError):
     """A model leaves no memory for its KV cache."""
@@ -120,19 +123,26 @@ def kv_budget(
     run = profile or default_profile_run(gpu)
     # The rotary table: one row of cosines and sines per position.
     rotary_bytes = int(model.max_model_len * model.head_dim * DTYPE_BYTES[model.base_dtype])
-    budget = KvBudget(
-        total_bytes=gpu.memory_bytes,
-        utilization=utilization,
-        weights_bytes=model.weights_bytes(tp) + rotary_bytes,
-        activation_bytes=_activation_bytes(model, run, tp),
-        non_torch_bytes=run.non_torch_bytes,
-        cuda_graph_bytes=run.cuda_graph_bytes,
-        kv_bytes_per_token=model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp),
-    )
-    if budget.kv_bytes <= 0:
-        raise ModelTooLargeError(
-            f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):\n{budget.explain()}"
+
+    def make(tp: int) -> KvBudget:
+        return KvBudget(
+            total_bytes=gpu.memory_bytes,
+            utilization=utilization,
+            weights_bytes=model.weights_bytes(tp) + rotary_bytes,
+            activation_bytes=_activation_bytes(model, run, tp),
+            non_torch_bytes=run.non_torch_bytes,
+            cuda_graph_bytes=run.cuda_graph_bytes,
+            kv_bytes_per_token=model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp),
         )
+
+    budget = make(tp)
+    if budget.kv_bytes <= 0:
+        lines = [f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):", budget.explain()]
+        for more in range(tp + 1, MOST_GPUS + 1):
+            if model.num_heads % more == 0 and make(more).kv_bytes > 0:
+                lines.append(f"with --tp {more} it is {make(more).kv_bytes / GIB:.1f} GiB")
+                break
+        raise ModelTooLargeError("\n".join(lines))
     return budget
 
 
