@@ -511,6 +511,13 @@ def test_verify_says_what_it_cannot_check(
     assert said in capsys.readouterr().err
 
 
+def test_python_runs_the_package() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tenuto", "--version"], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.startswith("tenuto ")
+
+
 def test_output_on_a_full_disk() -> None:
     command = [sys.executable, "-m", "tenuto.cli", "policies"]
     with open("/dev/full", "w", encoding="utf-8") as full:

@@ -1,0 +1,5 @@
+"""`python -m tenuto`."""
+
+from tenuto.cli import main
+
+raise SystemExit(main())
