@@ -122,6 +122,9 @@ Fewer than 6 pairs prove nothing, and the verdict says so.
 The prefix cache is emptied before each run if the server allows it (vLLM with VLLM_SERVER_DEV_MODE=1,
 which servers started here have). The verdict says if it could not be emptied.
 
+The first line says how many runs there are, and the least time that they take. By default, a server
+that is started here starts anew for each run; with --runs-per-start 6, each server starts once.
+
 Each run is saved when it ends (DIR/runs). The same command again continues there. Ctrl-C prints the verdict
 of the pairs so far. `tenuto report DIR` draws the results.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import math
 import os
 import secrets
 import shlex
@@ -83,6 +84,8 @@ def run_ab(options: AbOptions) -> int:
     with AbFolder(options.out, describe(options)) as folder:
         failure: TenutoError | None = None
         try:
+            if num_runs := sum(not folder.has_run(slot) for slot in slots):
+                say(describe_length(options, num_runs))
             with ending_as_interrupt():
                 run_slots(options, folder, slots)
         except KeyboardInterrupt:
@@ -97,6 +100,15 @@ def run_ab(options: AbOptions) -> int:
     if is_interrupted:
         return 130
     return 0 if found.is_whole else 1
+
+
+def describe_length(options: AbOptions, num_runs: int) -> str:
+    """How many runs there are, and the least time that they take: arrivals and tools, without the turns."""
+    jobs = make_workload(options.bench.load).jobs
+    run_s = max(job.arrival_s + sum(turn.tool_s for turn in job.turns) for job in jobs)
+    starts = ", and the starts of servers" if any(arm.is_local for arm in options.arms) else ""
+    least = f"{math.ceil(num_runs * run_s / 60)} min or more"
+    return f"runs to make: {num_runs}, of about {math.ceil(run_s)} s or more each: {least}{starts}"
 
 
 def describe(options: AbOptions) -> dict[str, Any]:
@@ -130,9 +142,14 @@ def run_slots(
     todo = [slot for slot in slots if not folder.has_run(slot)]
     if len(todo) < len(slots):
         say(f"{len(slots) - len(todo)} of {len(slots)} runs are there already")
+    started_s = time.monotonic()
     with Servers(options, folder.make_log_path, say) as servers:
-        for slot in todo:
-            say(f"repeat {slot.repeat + 1} of {options.repeats}: {slot.arm}")
+        for number, slot in enumerate(todo):
+            left = ""
+            if number:
+                left_s = (time.monotonic() - started_s) / number * (len(todo) - number)
+                left = f"; about {math.ceil(left_s / 60)} min left"
+            say(f"repeat {slot.repeat + 1} of {options.repeats}: {slot.arm}{left}")
             folder.clear(slot)
             with servers.open(arms[slot.arm]) as server:
                 _run_slot(options, folder, slot, arms[slot.arm], server)

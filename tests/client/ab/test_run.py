@@ -133,6 +133,20 @@ def test_runs_alternate_on_the_same_load(options: Callable[..., AbOptions], tmp_
     ]  # fmt: skip
 
 
+def test_the_first_line_says_how_many_runs_there_are_and_how_long_they_take(
+    options: Callable[..., AbOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(FakeServer()) as a, serving(FakeServer()) as b:
+        run_ab(options(*name_arms(a, b), "--repeats", "2", "--warmup-jobs", "0"))
+        first, *others = capsys.readouterr().err.splitlines()
+        assert first == "[ab] runs to make: 4, of about 1 s or more each: 1 min or more"
+        assert "[ab] repeat 1 of 2: b; about 1 min left" in others
+        run_ab(options(*name_arms(a, b), "--repeats", "3", "--warmup-jobs", "0"))
+        assert "[ab] runs to make: 2, of about" in capsys.readouterr().err
+    sim = ("--arm", "a=sim:stock", "--arm", "b=sim:tenuto", "--model", "llama-3.1-8b")
+    assert run_module.describe_length(options(*sim), 12).endswith(", and the starts of servers")
+
+
 def test_the_report_reads_the_results(options: Callable[..., AbOptions], tmp_path: Path) -> None:
     with serving(FakeServer()) as a, serving(FakeServer()) as b:
         run_ab(options(*name_arms(a, b), *QUICK))
