@@ -150,7 +150,7 @@ def _run_simulate(given: Given) -> int:
     error = get_error(record["gpu"], record["policy"], record["step_cost"])
     if not options.as_json:
         print(format_run(record), flush=True)
-        print(f"such means   were off by {error}", flush=True)
+        print(f"known error  {error}", flush=True)
     record = {**record, "known_error": error.to_json()}
     shipped = replace(setup, policy="stock", options={}, step_tokens=None, keep_kv=True)
     if options.beside_stock and setup != shipped:

@@ -102,7 +102,7 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
     hits = f", hits {reused / reusable:.1%}" if reused is not None and reusable else ""
     return (
         f"stock        job time {format_stats({name: other[name] for name in ('mean', 'p95')})}{hits}; "
-        f"this run's mean is {own['mean'] / other['mean']:.2f} of it ({', '.join(marks)})"
+        f"this run's mean / stock's = {own['mean'] / other['mean']:.2f} ({', '.join(marks)})"
     )
 
 

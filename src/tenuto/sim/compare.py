@@ -628,7 +628,7 @@ def _format_errors(rows: Sequence[Row]) -> list[str]:
         error = str(KnownError(**row["known_error"]))
         kinds.setdefault(error, {})[f"{row['gpu']} {row['policy'].partition(' ')[0]}"] = None
     return [
-        "such means were off by (below 0: too fast)",
+        "known error of such means (below 0: too fast)",
         *(f"  {error}: {', '.join(names)}" for error, names in kinds.items()),
     ]
 

@@ -367,7 +367,7 @@ def format_estimate(estimate: Estimate) -> str:
     errors: dict[str, list[str]] = {}
     for case in (estimate.stock, estimate.tenuto):
         errors.setdefault(str(case.known_error), []).append(case.setup.policy)
-    lines.append("Such means were off by (below 0: too fast)")
+    lines.append("Known error of such means (below 0: too fast)")
     lines += [f"  {error}: {', '.join(policies)}" for error, policies in errors.items()]
     ratio = estimate.tenuto.get_ratio(estimate.tuned)
     if ratio is not None and abs(1 - ratio.mean) < estimate.tenuto.known_error.median:
