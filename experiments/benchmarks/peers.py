@@ -81,8 +81,8 @@ def spend(command: Sequence[str]) -> Spent:
 
 def simulate(*options: str) -> tuple[Spent, dict[str, Any]]:
     """`tenuto simulate` on an H200, and its record. Of one policy: a second run beside it would count too."""
-    command = [sys.executable, "-m", "tenuto.cli", "simulate", "--gpu", "H200", "--json", "--no-beside-stock"]
-    spent = spend([*command, *options])
+    command = [sys.executable, "-m", "tenuto.cli", "simulate", "--gpu", "H200", "--host-gb", "400"]
+    spent = spend([*command, "--json", "--no-beside-stock", *options])
     return spent, json.loads(spent.output)
 
 

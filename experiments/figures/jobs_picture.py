@@ -18,7 +18,7 @@ import tenuto
 from tenuto.records.schema import TurnRecord
 
 OUT = Path(__file__).parents[2] / "docs" / "figures" / "jobs.png"
-SETUP: dict[str, Any] = {"gpu": "A100-40", "jps": 1.0, "window_s": 16.0, "seed": 42}
+SETUP: dict[str, Any] = {"gpu": "A100-40", "jps": 1.0, "window_s": 16.0, "seed": 42, "host_gb": 0.0}
 COLOURS = {"waits": "#c9ccd1", "computes again": "#d1495b", "works": "#30638e", "tool call": "#eceae4"}
 
 

@@ -198,7 +198,8 @@ def wish_on_simulated_server(data: bytes) -> None:
 
 @cache
 def _make_live_engine(user: str) -> tuple[Pacer, LiveEngine, Control]:
-    machine = build(Setup(policy="tenuto", limits="plugin", kv_tokens=8000, step_cost="roofline"))
+    setup = Setup(policy="tenuto", limits="plugin", kv_tokens=8000, host_gb=400.0, step_cost="roofline")
+    machine = build(setup)
     pacer, _ = make_parts(machine, ServerOptions())
     live = LiveEngine(pacer, LiveSettings("tenuto", limits=machine.limits), machine.policy, None)
     logger = logging.getLogger("tenuto.sim")

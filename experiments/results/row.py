@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.results.settings import Step
 from tenuto.core.loader import load_policy
+from tenuto.sim.hardware.gpus import GIB, get_gpu
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -16,9 +17,17 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "experiments" / "out"
 
 
+def get_published_gb(gpu: str) -> float:
+    """Host memory of the published machine with this GPU, in GiB; 0 if none was named."""
+    return (get_gpu(gpu).host_memory_bytes or 0) / GIB
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a table: a machine under a load, for every policy."""
+    """One row of a table: a machine under a load, for every policy.
+
+    A machine whose host memory is None has that of the published machine with its GPU.
+    """
 
     title: str
     setup: Setup
@@ -39,6 +48,9 @@ class Row:
             policy=name,
             offload=offload or None,  # type: ignore[arg-type]  # `Setup` checks it
             options=options,
+            host_gb=self.setup.host_gb
+            if self.setup.host_gb is not None
+            else get_published_gb(self.setup.gpu),
             step_tokens=step,
             prefill_schedule_interval=interval,
             # Users get `tenuto` with the plugin's limits, a bound on waits among them; its rivals have none.

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +108,8 @@ def say_code_of(table: str, runs: Runs) -> str:
 def get_key(row: Row, setting: Setting, seed: int) -> str:
     """What defines a run, as a digest: a record with another key is out of date."""
     setup, load = row.place(setting.policy, seed, setting.step)
-    config = get_config(setup, load)
+    # Records name host memory only where their row does.
+    config = get_config(replace(setup, host_gb=row.setup.host_gb), load)
     config["workload"] = Path(str(config["workload"])).name
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 

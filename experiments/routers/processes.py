@@ -18,7 +18,7 @@ from tenuto.client.ab import LocalServer, run_server
 ENGINE = (
     *("--gpu", "H100", "--model", "llama-3.1-8b", "--step-cost", "roofline"),
     # As in the plugin, all leases yield, and usage leaves out what only leases hold.
-    *("--limits", "plugin", "--kv-tokens", "60000"),
+    *("--limits", "plugin", "--kv-tokens", "60000", "--host-gb", "400"),
 )
 """One small engine. Each has room for about six whole jobs of ab8."""
 WATCH = ("--health-check-interval-secs", "5", "--health-failure-threshold", "2")

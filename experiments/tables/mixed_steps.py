@@ -21,6 +21,8 @@ LOADS = {
     "swe-bench": LoadOptions(workload="swe-bench", jps=2, window_s=45),
 }
 SIZES = (512, 1024, 2048, None, "adaptive")
+HOST_GB = 400.0
+"""The published H100's."""
 COSTS = ("optimistic", None, "pessimistic")
 
 
@@ -45,7 +47,8 @@ def simulate(gpu: str, policy: str, load: LoadOptions, cost: str | None) -> Iter
     """Mean job times, one for each step size."""
     for size in SIZES:
         # None means what the policy wants, and `tenuto` wants adaptive steps.
-        setup = Setup(gpu=gpu, policy=policy, step_cost=cost, step_tokens=8192 if size is None else size)
+        step_tokens = 8192 if size is None else size
+        setup = Setup(gpu=gpu, policy=policy, step_cost=cost, step_tokens=step_tokens, host_gb=HOST_GB)
         mean_s = run(setup, load).record["job_s"]["mean"]
         print(f"{load.workload} {cost} {size}: {mean_s:.2f} s", file=sys.stderr, flush=True)
         yield mean_s

@@ -26,7 +26,7 @@ from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 NUM_UNCOUNTED = 3
 REPORTED_TOKENS = 1_470_000
-MODEL = Setup(gpu="H200", model="gemma-3-27b", tp=4, step_cost="roofline")
+MODEL = Setup(gpu="H200", model="gemma-3-27b", tp=4, step_cost="roofline", host_gb=400.0)
 
 
 def make_workload(num_prefixes: int, num_tokens: int, num_rounds: int, seed: int) -> Workload:

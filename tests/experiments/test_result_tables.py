@@ -11,6 +11,8 @@ import pytest
 
 from experiments.results.__main__ import find_lost
 from experiments.results.rows import DEFAULTS, OPTIONS, TABLES, Row
+from experiments.results.runs import get_key
+from experiments.results.settings import Setting
 from experiments.results.tables import format_means, format_ratios, get_marks, put_section
 from tenuto.core.loader import PRESETS, get_policy_names, load_policy
 from tenuto.policies.tenuto import Tenuto
@@ -45,6 +47,16 @@ def test_a_place_names_layer_options_and_seed() -> None:
     assert ROWS[0].place("continuum", 7, 512)[0].step_tokens == 512
     setup, _ = ROWS[0].place("tenuto?stretch=125", 7)
     assert (setup.policy, setup.offload, setup.options) == ("tenuto", None, {"stretch": 125.0})
+
+
+def test_a_place_says_its_host_memory_and_a_key_does_only_where_the_row_does() -> None:
+    """The published machine's by default. Records of before a place said it keep their keys."""
+    hosts_gb = [row.place("tenuto", 42)[0].host_gb for row in TABLES["small"].make_rows()]
+    assert hosts_gb == [0.0, 0.0, 0.0, 0.0, 200.0, 200.0]
+    none, given = (dataclasses.replace(ROWS[0], setup=Setup(host_gb=each)) for each in (0.0, 400.0))
+    assert none.place("tenuto", 42)[0].host_gb == 0.0
+    assert get_key(ROWS[0], Setting("tenuto"), 42) == "f835a3153b7c6f36"
+    assert len({get_key(row, Setting("tenuto"), 42) for row in (ROWS[0], none, given)}) == 3
 
 
 @pytest.mark.parametrize("name", ["mixed", "ab8", "swe-bench", "bfcl", "70b"])

@@ -138,6 +138,21 @@ def test_where_stock_well_set_is_faster_tenuto_is_not_suggested() -> None:
     assert command.startswith("vllm serve MODEL   # stock: ")
 
 
+def test_host_memory_that_is_given_is_stocks_too_and_in_the_commands() -> None:
+    estimate = Estimate(replace(STOCK, host_gb=50.0), LOAD)
+    fill(estimate, Planted(gain_above_a_half), tell=lambda text: None)
+    offloads = [case.setup.offload for case in (*estimate.cases, *estimate.tried[-1])]
+    assert offloads == ["native"] * 4 + [None, "native", None]
+    assert format_estimate(estimate).startswith(
+        "llama-3.1-8b on L40S, swe-bench, 1 jobs/s and 50 GiB of host memory on each server"
+    )
+    tuned, tenuto, _ = suggest_next(estimate, has_recording=True)
+    assert tuned.startswith("vllm serve MODEL --max-num-batched-tokens 512 --kv-offloading-size 50 ")
+    assert tenuto.startswith("tenuto serve MODEL --host-gb 50 ")
+    assert "--host-gb 50" in suggest_next(estimate, has_recording=False)[1]
+    assert ask(gain_above_a_half).to_json()["host_gb"] == 0.0
+
+
 def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:
     # With 8 machines Tenuto's are at 1.25 jobs/s each, as slow as stock's at 1.
     estimate = ask(lambda name, jps: 10.0 * (jps * (0.8 if name == "tenuto" else 1.0)) ** 2)

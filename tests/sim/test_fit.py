@@ -44,7 +44,7 @@ def test_a_fitted_file_is_a_step_cost_with_the_host_time_in_it(costs: Path) -> N
 
 def test_the_link_is_the_observed_one_unless_another_is_given(costs: Path) -> None:
     def get_bandwidth(**settings: object) -> float:
-        setup = Setup(gpu="H100", policy="offload-async", step_cost=str(costs), **settings)  # type: ignore[arg-type]
+        setup = Setup(gpu="H100", policy="offload-sync", step_cost=str(costs), **settings)  # type: ignore[arg-type]
         machine = build(setup)
         assert machine.tiers is not None
         return machine.tiers.tiers[0].link.bytes_per_s

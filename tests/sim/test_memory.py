@@ -33,6 +33,8 @@ def test_a_context_by_hand() -> None:
     assert context.load_s == pytest.approx(context.leased_bytes / 52.8e9)
     assert context.jobs_in_host == int(100 * GIB) // context.leased_bytes
     assert memory.source == "as given"
+    plain = measure_memory(Setup(gpu="H100", step_cost="roofline"), (30_000,))
+    assert (plain.host_bytes, plain.contexts[0].jobs_in_host) == (0, None)
     assert memory.budget is None
 
 

@@ -118,6 +118,27 @@ def test_a_tier_holds_states_too() -> None:
     assert machine.make_scheduler().offloader is not None
 
 
+@pytest.mark.parametrize(
+    ("policy", "is_published"), [("tenuto", False), ("infercept", False), ("offload-sync", True)]
+)
+def test_only_lmcache_has_the_published_host_memory_unasked(policy: str, is_published: bool) -> None:
+    """Others have none until somebody gives some, as in `tenuto serve`."""
+    plain, asked = build(make(policy=policy)), build(make(policy=policy, offload="async"))
+    assert (plain.host_gb, plain.tiers is not None) == (400.0 if is_published else 0.0, is_published)
+    assert asked.host_gb == 400.0
+    (said,) = plain.notes
+    assert "--host-gb" in said and ("has 400 GiB" if is_published else "runs without host memory") in said
+    given = build(make(policy=policy, host_gb=10))
+    assert (given.host_gb, given.tiers is not None, given.notes) == (10.0, True, ())
+
+
+def test_host_memory_that_a_policy_does_not_use_is_said() -> None:
+    machine = build(make(policy="stock", host_gb=10))
+    assert (machine.host_gb, machine.tiers) == (0.0, None)
+    assert "policy stock uses none of the host memory" in machine.notes[0]
+    assert build(make(policy="stock", host_gb=10, offload="none")).notes == ()
+
+
 def test_unknown_host_memory_is_said() -> None:
     machine = build(make(policy="offload-sync", gpu="A100-80"))
     assert machine.tiers is None

@@ -123,7 +123,9 @@ def test_which_runs_a_split_needs() -> None:
 
 
 def test_a_policy_that_keeps_nothing_decides_all_else() -> None:
-    whole, none = (build(Setup(policy="contextserve", keep_kv=keep_kv)) for keep_kv in (True, False))
+    whole, none = (
+        build(Setup(policy="contextserve", host_gb=1.0, keep_kv=keep_kv)) for keep_kv in (True, False)
+    )
     assert whole.policy.overrides("retain") and whole.tiers is not None
     assert not none.policy.overrides("retain") and none.tiers is None
     assert none.policy.overrides("queue_key")
@@ -190,3 +192,15 @@ def test_simulate_says_what_stock_would_do(tmp_path: Path, capsys: pytest.Captur
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"stock        job time mean {alone['job_s']['mean']:.2f} s, p95 ")
     assert re.search(r"; this run's mean / stock's = [\d.]+ \(roofline, one seed\)$", last)
+
+
+def test_host_memory_that_is_given_is_stocks_too(capsys: pytest.CaptureFixture[str]) -> None:
+    native = ["--policy", "stock", "--offload", "native", "--host-gb", "4"]
+    assert main([*SIMULATE, *native, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["loaded_tokens"] > 0 and "stock" not in alone
+    # A disk is Tenuto's alone.
+    assert main([*SIMULATE, "--policy", "tenuto", "--host-gb", "4", "--disk-gb", "1"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"stock        job time mean {alone['job_s']['mean']:.2f} s, ")
+    assert last.endswith(" (with vLLM's own host memory, roofline, one seed)")

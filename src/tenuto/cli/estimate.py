@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
@@ -16,7 +16,7 @@ from tenuto.core.console import Progress
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
 from tenuto.records.codec import MAX_COUNT
-from tenuto.sim.compare import Cell, check_cells
+from tenuto.sim.compare import Cell, check_cells, make_stock
 from tenuto.sim.estimate import (
     MAX_JOBS,
     Estimate,
@@ -75,7 +75,12 @@ def run(given: Given) -> int:
     setup = given.read(Setup, gpu=get_gpu(options.gpu).name, fleet=None, **facts)
     load = given.read(LoadOptions, workload=options.workload, jps=options.jps, seed=seeds[0])
     load = make_load(setup, load, options.machines)
-    say_notes(check_cells([Cell(setup, load, Extras(workload=take_sample(load)))]))
+    sample = Extras(workload=take_sample(load))
+    say_notes(
+        check_cells(
+            [Cell(each, load, sample) for each in (make_stock(setup), replace(setup, policy="tenuto"))]
+        )
+    )
     estimate = Estimate(setup, load)
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
@@ -154,6 +159,9 @@ Then it searches for the smallest load at which Tenuto's mean job time is 2 % be
 best step size, and for the number of GPUs that Tenuto needs where stock needs ten. If there is no time for a
 part, the answer says that it is left out. Machines are independent, as behind a router that keeps each job on
 one.
+
+With --host-gb, both have so much host memory for KV: stock has vLLM's own. The default is none, as in
+`tenuto serve` and `vllm serve`.
 
 --url asks a server for its model, its longest context and the size of its KV cache. No server says which GPU
 it has, or what its traffic is.

@@ -116,6 +116,7 @@ class SimulateOptions(Options):
 def _run_simulate(given: Given) -> int:
     from tenuto.records.text import format_beside, format_run, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
+    from tenuto.sim.compare import make_stock
     from tenuto.sim.fidelity import get_error
     from tenuto.sim.run import GC_THRESHOLD, Extras, Occupancy, run, write_run
 
@@ -152,7 +153,7 @@ def _run_simulate(given: Given) -> int:
         print(format_run(record), flush=True)
         print(f"known error  {error}", flush=True)
     record = {**record, "known_error": error.to_json()}
-    shipped = replace(setup, policy="stock", options={}, step_tokens=None, keep_kv=True)
+    shipped = make_stock(replace(setup, step_tokens=None, keep_kv=True))
     if options.beside_stock and setup != shipped:
         with progress.cleared():
             extras = Extras(tell=_make_tell(progress, "stock, to compare with: "))
@@ -194,7 +195,8 @@ It needs no GPU and no vLLM.
     run=_run_simulate,
     notes="""\
 It prints the result, and next to it the result of stock as shipped on the same load, unless --no-beside-stock
-is given. If stock's steps are too large, a smaller step size may gain as much: `tenuto compare` shows it.
+is given. With --host-gb, that stock has vLLM's own host memory, of the same size. If stock's steps are too
+large, a smaller step size may gain as much: `tenuto compare` shows it.
 With --out DIR it also writes every turn (turns.jsonl) and the KV cache over time (occupancy.jsonl), for
 `tenuto report` and `tenuto analyze`.
 """,

@@ -98,6 +98,8 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
         marks.insert(0, "overloaded")
     if (stock["step_cost"] or "").startswith("roofline"):
         marks.insert(0, "roofline")
+    if stock["config"].get("offload") == "native":
+        marks.insert(0, "with vLLM's own host memory")
     reused, reusable = stock["reused_tokens"], stock["reusable_tokens"]
     hits = f", hits {reused / reusable:.1%}" if reused is not None and reusable else ""
     return (

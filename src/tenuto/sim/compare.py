@@ -391,6 +391,12 @@ def make_arms(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for key, cell in made.items() if key not in asked]
 
 
+def make_stock(setup: Setup) -> Setup:
+    """Stock on this machine. Host memory that is given it uses as vLLM's own, which has no disk."""
+    stock = replace(setup, policy=STOCK, options={})
+    return replace(stock, offload="native", disk_gb=0.0) if setup.host_gb and not setup.offload else stock
+
+
 def get_stock_sizes(stock: Setup) -> list[Setup]:
     """Stock with each smaller step size, which any operator can set."""
     own = get_max_num_batched_tokens(stock)

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.metrics import get_geometric_mean, get_percentile
-from tenuto.sim.compare import STOCK, TIE, get_stock_sizes
+from tenuto.sim.compare import STOCK, TIE, get_stock_sizes, make_stock
 from tenuto.sim.fidelity import KnownError, get_error
+from tenuto.sim.machine import build
 from tenuto.sim.plan import (
     Measure,
     Plan,
@@ -150,7 +151,7 @@ class Estimate:
     """What is known so far. `load.jps` is one machine's share of the jobs."""
 
     setup: Setup
-    """Stock as it is, on the GPU."""
+    """The GPU and its machine."""
     load: LoadOptions
     cases: list[Case] = field(default_factory=list)
     """Under the present traffic: stock as it ships, its smaller step sizes, Tenuto."""
@@ -179,6 +180,11 @@ class Estimate:
         return self.cases[-1]
 
     @property
+    def host_gb(self) -> float:
+        """Host memory for KV of each server, in GiB; 0 if none."""
+        return build(self.tenuto.setup).host_gb
+
+    @property
     def tried(self) -> list[tuple[Case, Case]]:
         """The best of stock, and Tenuto, at the traffic's own load and then at others."""
         return [(self.tuned, self.tenuto), *self.others]
@@ -197,6 +203,7 @@ class Estimate:
             "model": self.setup.model,
             "workload": self.load.workload,
             "jps_per_machine": self.load.jps,
+            "host_gb": self.host_gb,
             "cases": [case.to_json() for case in self.cases],
             "stock_well_set": self.tuned.setup.step_tokens,
             **{f"tenuto_over_{name}": ratio and ratio._asdict() for name, ratio in over.items()},
@@ -245,8 +252,8 @@ def fill(
 
 
 def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None], num_at_once: int) -> None:
-    stock = estimate.setup
-    setups = [stock, *get_stock_sizes(stock), replace(stock, policy="tenuto")]
+    stock = make_stock(estimate.setup)
+    setups = [stock, *get_stock_sizes(stock), replace(estimate.setup, policy="tenuto")]
     measure.expect(0, 2 * len(setups))
     # One seed of each case first, so that there is an answer when time is up.
     estimate.cases = list(_measure_cases(setups, estimate.load, measure, ONE_SEED, num_at_once))
@@ -277,8 +284,8 @@ def _try_loads(
 ) -> None:
     assert estimate.load.jps is not None
     gains = estimate.tenuto.gains_over(estimate.tuned)
-    tuned = [estimate.tuned.setup] if estimate.tuned.setup != estimate.setup else []
-    setups = [estimate.setup, *tuned, estimate.tenuto.setup]
+    tuned = [estimate.tuned.setup] if estimate.tuned.setup != estimate.stock.setup else []
+    setups = [estimate.stock.setup, *tuned, estimate.tenuto.setup]
     for number in range(1, NUM_LOADS + 1):
         measure.expect(0, len(setups) * (NUM_LOADS + 1 - number))
         load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if gains else UP) ** number))
@@ -353,9 +360,10 @@ def format_estimate(estimate: Estimate) -> str:
     cases = [estimate.stock, estimate.tuned, estimate.tenuto]
     names = [estimate.stock.name, f"well set ({estimate.tuned.name})", estimate.tenuto.name]
     wide = max(map(len, names))
+    memory = f" and {estimate.host_gb:g} GiB of host memory" if estimate.host_gb else ""
     lines = [
         f"{estimate.setup.model} on {estimate.setup.gpu}, {estimate.load.workload}, "
-        f"{estimate.load.jps:.3g} jobs/s on each server",
+        f"{estimate.load.jps:.3g} jobs/s{memory} on each server",
         "",
         f"{'':{wide}}  {'job time: mean':>14} {'seeds':>14} {'P95':>8}   "
         f"{'first token: median':>19} {'P95':>8}",
@@ -436,25 +444,30 @@ def _format_needs(estimate: Estimate) -> Iterator[str]:
 def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
     """Commands to type next, each with its purpose."""
     gpu, model = estimate.setup.gpu, estimate.setup.model
-    steps = estimate.tuned.setup.step_tokens
+    steps, host_gb = estimate.tuned.setup.step_tokens, estimate.host_gb
+    memory = f" --host-gb {host_gb:g}" if host_gb else ""
+    stock_memory = f" --kv-offloading-size {host_gb:g}" if host_gb else ""
     lines = []
     if not has_recording:
         lines += [
             "tenuto record --url http://localhost:8000 --out jobs.jsonl   # your traffic, without its text",
-            f"tenuto estimate --gpu {gpu} --model {model} --recording jobs.jsonl",
+            f"tenuto estimate --gpu {gpu} --model {model}{memory} --recording jobs.jsonl",
         ]
     is_behind = estimate.tuned.gains_over(estimate.tenuto)
     is_tuned = steps is not None and estimate.tuned.gains_over(estimate.stock)
     if is_tuned:
         why = "faster than Tenuto here" if is_behind else "without Tenuto"
-        lines.append(f"vllm serve MODEL --max-num-batched-tokens {steps}   # stock well set, {why}")
+        lines.append(
+            f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   # stock well set, {why}"
+        )
     if estimate.tenuto.gains_over(estimate.stock) and not is_behind:
         lines += [
-            "tenuto serve MODEL   # then, to see that leases hold: tenuto verify --url http://localhost:8000",
+            f"tenuto serve MODEL{memory}   # then, to see that leases hold: "
+            "tenuto verify --url http://localhost:8000",
             "tenuto ab --help   # the same comparison on your GPU",
         ]
     elif not (is_behind and is_tuned) and (
         estimate.least_jps is None or estimate.least_jps > (estimate.load.jps or 0.0)
     ):
-        lines.append("vllm serve MODEL   # stock: under this traffic Tenuto gains nothing")
+        lines.append(f"vllm serve MODEL{stock_memory}   # stock: under this traffic Tenuto gains nothing")
     return lines

@@ -49,6 +49,8 @@ class Machine:
     step_cost: StepCost
     step_cost_name: str
     """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
+    host_gb: float
+    """Host memory for KV, in GiB, of all GPUs of the machine together; 0 if none."""
     tiers: OffloadTiers | None
     limits: Limits
     notes: tuple[str, ...]
@@ -73,7 +75,8 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         policy = _keep_nothing(policy)
         wanted = replace(wanted, offload=None, unbounded_kv=False)
     notes: list[str] = []
-    offload = _get_offload(setup, gpu, model, wanted, notes)
+    offload = _get_offload(setup, model, wanted, notes)
+    host_gb = _get_host_gb(setup, gpu, offload, notes)
     profile = _get_profile(setup, gpu)
     block_size = model.get_block_size(setup.block_size, setup.tp)
     config = EngineConfig(
@@ -112,7 +115,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     link = _make_link(setup, gpu, step_cost)
     if setup.step_cost_factor != 1.0:
         step_cost = ScaledStepCost(step_cost, setup.step_cost_factor)
-    tiers = _make_tiers(setup, gpu, model, config, link) if offload is not None else None
+    tiers = _make_tiers(setup, model, config, link, host_gb) if host_gb else None
     return Machine(
         setup=setup,
         gpu=gpu,
@@ -121,6 +124,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         config=config,
         step_cost=step_cost,
         step_cost_name=step_cost_name,
+        host_gb=host_gb,
         tiers=tiers,
         limits=LIMITS[setup.limits],
         notes=tuple(notes),
@@ -178,9 +182,7 @@ def _get(given: Any, wanted: Any, default: Any) -> Any:
     return next(value for value in (given, wanted, default) if value is not None)
 
 
-def _get_offload(
-    setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]
-) -> Offload | None:
+def _get_offload(setup: Setup, model: Model, wanted: EngineSettings, notes: list[str]) -> Offload | None:
     """How KV is offloaded; None also if the policy wants it but this model cannot have tiers here."""
     offload = setup.offload or wanted.offload or "none"
     if offload == "none":
@@ -194,21 +196,44 @@ def _get_offload(
     if any(model.windows) and offload == "asked":
         notes.append(f"every turn is stored below the GPU: {model.name} has layers with windows or states")
         offload = "async"
-    if not get_host_gb(setup, gpu) and setup.host_gb is None:
+    return offload
+
+
+def _get_host_gb(setup: Setup, gpu: Gpu, offload: Offload | None, notes: list[str]) -> float:
+    """Host memory for KV, in GiB.
+
+    Without --host-gb, what `tenuto serve` does with the policy: none. Where --offload asks for it, and for
+    LMCache, which is nothing without it, it is that of the published machine with this GPU.
+    """
+    who, host_gb = f"policy {setup.policy}", setup.host_gb
+    if offload is None:
+        if host_gb and setup.offload is None:
+            notes.append(
+                f"{who} uses none of the host memory; offload-async is stock vLLM with it, and --offload "
+                "async gives it to any policy"
+            )
+        return 0.0
+    if host_gb is None:
+        if setup.offload is None and offload in ("async", "asked"):
+            notes.append(f"{who} runs without host memory for KV, as in `tenuto serve`: add --host-gb GIB")
+            return 0.0
+        if gpu.host_memory_bytes is None:
+            notes.append(
+                f"{who} runs without tiers below the GPU: how much host memory a machine with {gpu.name} has "
+                "is not known; say it with --host-gb"
+            )
+            return 0.0
+        host_gb = gpu.host_memory_bytes / GIB
         notes.append(
-            f"policy {setup.policy} runs without tiers below the GPU: how much host memory a machine with "
-            f"{gpu.name} has is not known; say it with --host-gb"
+            f"{who} has {host_gb:g} GiB of host memory for KV, as the published machine with {gpu.name}; "
+            "--host-gb changes it"
         )
-    elif (
-        offload in ("sync", "serial")
-        and setup.host_gb != 0
-        and gpu.host_link_bytes_per_s <= PCIE_GEN4_BYTES_PER_S
-    ):
+    if host_gb and offload in ("sync", "serial") and gpu.host_link_bytes_per_s <= PCIE_GEN4_BYTES_PER_S:
         notes.append(
             "copies inside the steps are simulated as too fast on PCIe Gen4: the published LMCache took 1.5 "
             "to 2.1 times as long on an A100-40 (1.4 to 1.7 with --offload serial; docs/fidelity.md)"
         )
-    return offload
+    return host_gb
 
 
 def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
@@ -246,13 +271,6 @@ def get_kv_budget(setup: Setup, gpu: Gpu, model: Model) -> KvBudget:
     return kv_budget(gpu, model, utilization=utilization, tp=setup.tp, profile=_get_profile(setup, gpu))
 
 
-def get_host_gb(setup: Setup, gpu: Gpu) -> float:
-    """Host memory for KV, in GiB: as given, else that of the published machine with this GPU; 0 if none."""
-    if setup.host_gb is not None:
-        return setup.host_gb
-    return 0.0 if gpu.host_memory_bytes is None else gpu.host_memory_bytes / GIB
-
-
 def _make_link(setup: Setup, gpu: Gpu, step_cost: StepCost) -> Link:
     """The link to host memory: as given, else as it was measured with the steps, else the GPU's."""
     if setup.link_gb_s:
@@ -263,13 +281,8 @@ def _make_link(setup: Setup, gpu: Gpu, step_cost: StepCost) -> Link:
     return Link(gpu.host_link_bytes_per_s)
 
 
-def _make_tiers(
-    setup: Setup, gpu: Gpu, model: Model, config: EngineConfig, link: Link
-) -> OffloadTiers | None:
+def _make_tiers(setup: Setup, model: Model, config: EngineConfig, link: Link, host_gb: float) -> OffloadTiers:
     """Make the tiers: host memory and disk, shared by all GPUs of the machine."""
-    host_gb = get_host_gb(setup, gpu)
-    if not host_gb:
-        return None
     # Each GPU copies its own share over its own link.
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
     chunk_bytes = config.offload_chunk_tokens * token_bytes

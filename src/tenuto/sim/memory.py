@@ -13,7 +13,7 @@ from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.hardware.kv_budget import KvBudget
 from tenuto.sim.hardware.models import KvGroup
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.machine import Machine, build, get_host_gb, get_kv_budget
+from tenuto.sim.machine import Machine, build, get_kv_budget
 from tenuto.sim.setup import Setup
 
 
@@ -71,7 +71,7 @@ class Memory:
     max_model_len: int
     max_num_seqs: int
     host_bytes: int
-    """Host memory for KV, of all GPUs together; 0 if none is known."""
+    """Host memory for KV, of all GPUs together; 0 if none is given."""
     step_cost: str
     budget: KvBudget | None
     """The computed parts; None if the size was given. A server that reported its own size had other parts."""
@@ -122,7 +122,7 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...] | None = None) -> Mem
         kv_tokens=num_blocks * block_size,
         max_model_len=machine.config.kv.max_model_len,
         max_num_seqs=machine.config.max_num_seqs,
-        host_bytes=int(get_host_gb(setup, machine.gpu) * GIB),
+        host_bytes=int((setup.host_gb or 0.0) * GIB),
         step_cost=machine.step_cost_name,
         budget=budget,
         groups=groups,

@@ -78,11 +78,11 @@ class Setup(Options):
     )
     host_gb: float | None = option(
         None,
-        "host memory for offloaded KV",
+        "host memory for the KV of policies that use some; simulate and estimate then give stock vLLM's own",
         metavar="GIB",
         minimum=0,
         maximum=MAX_TIER_GB,
-        shown_default="that of the machine with this GPU in the published sweeps",
+        shown_default="none; with --offload, and for LMCache, that of the published machine with this GPU",
     )
     disk_gb: float = option(0.0, "disk below the host memory", metavar="GIB", minimum=0, maximum=MAX_TIER_GB)
     offload: Literal["none", "async", "sync", "serial", "asked", "native"] | None = option(
