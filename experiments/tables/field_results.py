@@ -40,8 +40,8 @@ def format_page(records: dict[str, ValidationRecord]) -> str:
         lines = ["**No record comes from a GPU.** Those below are of vLLM's CPU build, with a small model."]
     lines += [
         "",
-        "| machine | model | vLLM | verdict | to stock as it is | simulated | to stock well set | simulated "
-        "| error of the simulator | plain requests |",
+        "| machine | model | vLLM | verdict | to stock as it is | simulated | to stock at its best step size "
+        "| simulated | error of the simulator | plain requests |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(_make_row(each) for each in records.values()),
         "",

@@ -70,7 +70,7 @@ def test_the_sentences() -> None:
         "simulated 0.66."
     )
     text = "\n".join(lines)
-    # 23.1 s over 22 s, and 14.7 s over 14 s; of stock well set there is no prediction.
+    # 23.1 s over 22 s, and 14.7 s over 14 s; of stock at its best step size there is no prediction.
     assert "off by (below 0: too fast): stock as it is +5%, Tenuto +5%, over 6 pairs." in text
     assert "Cost of the hook, by the time between tokens of plain requests: 1.0 % longer." in text
     assert "held through its tool call" in text and "differed by 4%" in text
@@ -111,7 +111,7 @@ def test_a_page_is_drawn_from_the_record_alone(tmp_path: Path, capsys: pytest.Ca
     for seen in (
         "Measured and simulated",
         "Mean job time on H100",
-        "stock well set, measured",
+        "stock at its best step size,</text>",  # "measured" is on the next line
         "+5.0%",
     ):
         assert seen in text, seen

@@ -82,7 +82,7 @@ def gain_above_a_half(name: str, jps: float) -> float:
     return base_s * (1 + (0.8 if name == "tenuto" else 1.0) * jps)
 
 
-def test_the_best_size_of_steps_is_stock_well_set() -> None:
+def test_stock_is_shown_at_its_best_step_size_too() -> None:
     estimate = ask(gain_above_a_half)
     assert [case.setup.step_tokens for case in estimate.cases[:-1]] == [None, 256, 512, 1024]
     assert estimate.tuned.setup.step_tokens == 512
@@ -92,9 +92,9 @@ def test_the_best_size_of_steps_is_stock_well_set() -> None:
     assert ratio is not None and ratio.num_seeds == 3
     assert ratio.mean == pytest.approx(18 / 20) and ratio.low == pytest.approx(ratio.high)
     text = format_estimate(estimate)
-    assert re.search(r"^well set \(stock with steps of 512\) +20.4 s +20.2-20.6 +", text, re.MULTILINE)
+    assert re.search(r"^best steps \(stock with steps of 512\) +20.4 s +20.2-20.6 +", text, re.MULTILINE)
     assert "Tenuto's mean job time over that of stock as it is: 0.75 (0.75 to 0.75 over 3 seeds)." in text
-    assert "Tenuto's mean job time over that of stock well set: 0.90" in text
+    assert "Tenuto's mean job time over that of stock at its best step size: 0.90" in text
     assert "  11% in the median, -11% to +154% (3 published means of stock on an A100-40, a roofline)" in text
     assert "only a run on the GPU can prove it" in text  # 10 % is less than that error
     commands = suggest_next(estimate, has_recording=True)
@@ -123,12 +123,12 @@ def test_nothing_is_gained_where_both_are_overloaded_first() -> None:
     estimate = ask(lambda name, jps: 10.0 if jps < 2.5 else math.inf)
     assert estimate.least_jps is None
     text = format_estimate(estimate)
-    assert "Nothing is gained over stock well set (2 % at least) up to 2.7 jobs/s on a server, where" in text
+    assert "Nothing is gained over stock at its best step size (2 % at least) up to 2.7 jobs/s on a" in text
     assert suggest_next(estimate, has_recording=True)[-1].startswith("vllm serve MODEL   # stock: ")
     assert len(estimate.others) < NUM_LOADS
 
 
-def test_where_stock_well_set_is_faster_tenuto_is_not_suggested() -> None:
+def test_where_stock_with_other_steps_is_faster_tenuto_is_not_suggested() -> None:
     estimate = ask(lambda name, jps: {"stock @512": 10.0, "tenuto": 11.0}.get(name, 12.0))
     [command] = suggest_next(estimate, has_recording=True)
     assert command.startswith("vllm serve MODEL --max-num-batched-tokens 512 ")

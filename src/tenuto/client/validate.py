@@ -685,7 +685,7 @@ class _Validation:
             ),
         )
         self._write()
-        tuned = f"stock well set has steps of {steps} tokens" if steps else "stock's own step size is best"
+        tuned = f"stock's best step size is {steps} tokens" if steps else "stock's own step size is best"
         self.say(f"plan: {plan.describe(len(arms))}, then the page; {tuned}")
         self.say(
             f"load: {load.jps:g} jobs/s of {load.workload} for {load.window_s:g} s, lengths × "

@@ -208,7 +208,7 @@ def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 MIN_PAIRS = 6
 """With fewer pairs, all pairs agree on the better arm by chance in more than 1 of 20 cases (2/2⁵)."""
-_NAMES = {"stock": "stock as it is", "stock-well-set": "stock well set", "tenuto": "Tenuto"}
+_NAMES = {"stock": "stock as it is", "stock-well-set": "stock at its best step size", "tenuto": "Tenuto"}
 _MEASURES = {"p95_job_s": "P95 job time", "mean_ttft_s": "Mean TTFT", "p95_ttft_s": "P95 TTFT"}
 _VERIFIED = {
     "held": "Leases: each one was held through its tool call, hit on return and released (tenuto verify).",

@@ -3,10 +3,10 @@
 Three questions, each answered by simulating machines until they are steady (`tenuto.sim.steady`):
 
 1. What are job times and times to first token under this traffic? Compared are stock as it is, stock with
-   each smaller step size (the best of all is "stock well set"), and Tenuto. A step size that is slow with the
-   first seed is run with no other.
-2. From which load on does Tenuto gain over stock well set? The load goes down in steps while there is a gain,
-   or up until there is one. Each load is run with one seed, and with all seeds where the answer changes.
+   each smaller step size, and Tenuto. A step size that is slow with the first seed is run with no other.
+2. From which load on does Tenuto gain over stock at its best step size? The load goes down in steps while
+   there is a gain, or up until there is one. Each load is run with one seed, and with all seeds where the
+   answer changes.
 3. How many machines does Tenuto need where stock needs ten? The search of `tenuto.sim.plan` answers it, for
    ten times the load. The target is the P95 job time that stock as it is has now.
 
@@ -191,7 +191,7 @@ class Estimate:
 
     @property
     def least_jps(self) -> float | None:
-        """The lowest load tried at which Tenuto gains over stock well set; None if there is none."""
+        """The lowest load tried at which Tenuto gains over stock at its best step size; None without one."""
         gaining = [tenuto.point.jps for best, tenuto in self.tried if tenuto.gains_over(best)]
         return min(gaining, default=None)
 
@@ -358,7 +358,7 @@ def _round(value: float) -> float:
 def format_estimate(estimate: Estimate) -> str:
     """The table, the three answers and how far such predictions were off."""
     cases = [estimate.stock, estimate.tuned, estimate.tenuto]
-    names = [estimate.stock.name, f"well set ({estimate.tuned.name})", estimate.tenuto.name]
+    names = [estimate.stock.name, f"best steps ({estimate.tuned.name})", estimate.tenuto.name]
     wide = max(map(len, names))
     memory = f" and {estimate.host_gb:g} GiB of host memory" if estimate.host_gb else ""
     lines = [
@@ -380,7 +380,8 @@ def format_estimate(estimate: Estimate) -> str:
     ratio = estimate.tenuto.get_ratio(estimate.tuned)
     if ratio is not None and abs(1 - ratio.mean) < estimate.tenuto.known_error.median:
         lines.append(
-            "Tenuto's difference from stock well set is smaller: only a run on the GPU can prove it."
+            "Tenuto's difference from stock at its best step size is smaller: only a run on the GPU can "
+            "prove it."
         )
     return "\n".join(lines)
 
@@ -401,14 +402,14 @@ def _describe(case: Case) -> str:
 
 
 def _format_gain(estimate: Estimate) -> Iterator[str]:
-    for words, other in (("stock as it is", estimate.stock), ("stock well set", estimate.tuned)):
+    for words, other in (("stock as it is", estimate.stock), ("stock at its best step size", estimate.tuned)):
         ratio = estimate.tenuto.get_ratio(other)
         if ratio is not None:
             yield f"Tenuto's mean job time over that of {words}: {ratio}."
     tenuto, tuned = estimate.tenuto.point.p95_ttft_s, estimate.tuned.point.p95_ttft_s
     if estimate.tenuto.is_steady and estimate.tuned.is_steady and tenuto > TIE * tuned:
         later = f"{format_s(tenuto)}, not {format_s(tuned)}"
-        yield f"Its P95 first token comes later than with stock well set: {later}."
+        yield f"Its P95 first token comes later than with stock at its best step size: {later}."
 
 
 def _format_loads(estimate: Estimate) -> Iterator[str]:
@@ -419,12 +420,16 @@ def _format_loads(estimate: Estimate) -> Iterator[str]:
         end = "" if any(case.is_steady for case in tried[-1]) else ", where a server is overloaded"
         most = max(tenuto.point.jps for _, tenuto in tried)
         yield (
-            f"Nothing is gained over stock well set (2 % at least) up to {most:.3g} jobs/s on a server{end}."
+            f"Nothing is gained over stock at its best step size (2 % at least) up to {most:.3g} jobs/s on "
+            f"a server{end}."
         )
         return
     without = [tenuto.point.jps for _, tenuto in tried if tenuto.point.jps < least]
     end = f"nothing is gained at {max(without):.3g}" if without else "less was not tried"
-    yield f"Tenuto gains over stock well set (2 % at least) from {least:.3g} jobs/s on a server on; {end}."
+    yield (
+        f"Tenuto gains over stock at its best step size (2 % at least) from {least:.3g} jobs/s on a server "
+        f"on; {end}."
+    )
 
 
 def _format_needs(estimate: Estimate) -> Iterator[str]:
@@ -458,7 +463,8 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
     if is_tuned:
         why = "faster than Tenuto here" if is_behind else "without Tenuto"
         lines.append(
-            f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   # stock well set, {why}"
+            f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   "
+            f"# stock at its best step size, {why}"
         )
     if estimate.tenuto.gains_over(estimate.stock) and not is_behind:
         lines += [
