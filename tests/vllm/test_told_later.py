@@ -65,8 +65,8 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
             )
             prompts[name] = prompts[name] + [rng.randint(5, 900) for _ in range(rng.randint(1, 60))]
         for _ in range(rng.randint(1, 6)):
-            clock.now_s += 0.05
-            engine.step()
+            output = engine.step()
+            clock.now_s += 0.02 + 2e-4 * output.total_num_scheduled_tokens
         if rng.random() < 0.1 and scheduler.running:
             engine.abort(rng.choice([each.request_id for each in scheduler.running]))
         leases.append(len(scheduler.driver.leases))

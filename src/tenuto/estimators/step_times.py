@@ -201,7 +201,7 @@ class StepTimes:
         if self._lines is None:
             fit = self._prefill
             _, token_s = fit.try_get_line() or (0.0, 0.0)
-            if token_s == 0 and fit.x:
+            if token_s * fit.x <= 1e-6 * fit.y and fit.x:
                 # Steps of all sizes take as long, or the sizes are equal: the mean time of a token.
                 token_s = fit.y / fit.x
             fit = self._decode

@@ -32,6 +32,7 @@ class Ended:
     now_s: float
     num_running: int
     """Requests that ran at that time, including this one if it ran."""
+    num_free_blocks: int
 
 
 class GroupedBlocks(list[Any]):
@@ -65,14 +66,15 @@ class VllmEngine:
         """The engine's state; `num_leases` is copied into the view."""
         scheduler = self._scheduler
         num_running, num_waiting = scheduler.get_request_counts()
+        num_free_blocks = self.get_num_free_blocks()
         if self._ending is not None:
-            num_running = self._ending.num_running
+            num_running, num_free_blocks = self._ending.num_running, self._ending.num_free_blocks
         num_parked = scheduler.get_num_parked()
         return EngineView(
             now_s=now_s,
             block_size=self._block_size,
             num_blocks=self._leased.num_blocks,
-            num_free_blocks=max(0, self.get_num_free_blocks()),
+            num_free_blocks=max(0, num_free_blocks),
             num_running=num_running,
             num_waiting=num_waiting - num_parked,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,

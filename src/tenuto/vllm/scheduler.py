@@ -222,7 +222,8 @@ class _DrivenScheduler(PrivateHooks):
 
     def on_turn_finishing(self, request: Any) -> None:
         """A request ended. It still has its blocks, so the driver can grant a lease on them."""
-        ended = Ended(request, time.monotonic(), len(self.running))
+        num_free_blocks = self.leased_blocks.get_num_free_blocks()
+        ended = Ended(request, time.monotonic(), len(self.running), num_free_blocks)
         self._hooks.leave(request, ended.now_s)
         if self._hooks.ends_later:
             self._queue(self._handle_end, ended)
