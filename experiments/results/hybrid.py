@@ -37,7 +37,7 @@ def make_hybrid() -> Iterable[Row]:
                 gpu=machine.gpu,
                 model=machine.model,
                 dtype=machine.dtype,
-                host_gb=0.0,
+                offload="none",
                 # There are measured times of some of these models only; one table should have one kind.
                 step_cost="roofline",
                 prefix_cache_retention_interval=interval,
