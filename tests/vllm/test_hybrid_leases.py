@@ -17,6 +17,7 @@ import torch
 import vllm
 from packaging.version import Version
 from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_coordinator
 
 from tenuto.core.types import LeaseEnd
 from tenuto.vllm.compat.groups import find_hit
@@ -100,6 +101,10 @@ def test_with_a_draft_model_too(name: str, interval: int | None, clock: Clock) -
     assert stats.num_hit_tokens >= 0.95 * (stats.num_reusable_tokens - num_dropped) > 0
 
 
+@pytest.mark.skipif(
+    not hasattr(kv_cache_coordinator, "partial_hash_hits_enabled"),
+    reason="in vLLM 0.30, hits inside blocks end elsewhere if there is a draft model",
+)
 @pytest.mark.parametrize("num_prompt_tokens", [300, 320, 336, 352, 380, 400])
 def test_with_a_draft_model_hits_that_end_inside_blocks_outlive_a_flood(
     num_prompt_tokens: int, clock: Clock
