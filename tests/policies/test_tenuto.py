@@ -365,13 +365,18 @@ def test_plain_requests_of_several_steps_are_no_flood() -> None:
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
-def test_during_a_flood_of_plain_requests_jobs_that_came_back_still_go_before_new_ones() -> None:
+def make_policy_with_an_agent_that_came_back() -> tuple[Tenuto, Turn]:
     policy = Tenuto()
     teach_steps(policy)
     policy.on_tick(IDLE)
     agent = make_turn("agent", 2, arrival_s=50.0, num_prompt_tokens=9000)
     policy.on_turn_finished(dataclasses.replace(agent, num_prompt_tokens=1000), 1.0)
     policy.on_tool_returned(agent, ToolCall("ls"), 1.0)
+    return policy, agent
+
+
+def test_during_a_flood_of_plain_requests_jobs_that_came_back_still_go_before_new_ones() -> None:
+    policy, agent = make_policy_with_an_agent_that_came_back()
     for n in range(150):
         policy.on_turn_finished(make_turn(f"gone{n}", num_prompt_tokens=2000), 1.0)
     for _ in range(100):
@@ -382,12 +387,7 @@ def test_during_a_flood_of_plain_requests_jobs_that_came_back_still_go_before_ne
 
 
 def test_a_flood_of_jobs_that_never_come_back_lets_those_go_first_that_did() -> None:
-    policy = Tenuto()
-    teach_steps(policy)
-    policy.on_tick(IDLE)
-    agent = make_turn("agent", 2, arrival_s=50.0, num_prompt_tokens=9000)
-    policy.on_turn_finished(dataclasses.replace(agent, num_prompt_tokens=1000), 1.0)
-    policy.on_tool_returned(agent, ToolCall("ls"), 1.0)
+    policy, agent = make_policy_with_an_agent_that_came_back()
     stranger = make_turn("stranger", num_prompt_tokens=100)
     assert policy.queue_key(stranger, 100.0) < policy.queue_key(agent, 100.0)
     for n in range(150):
