@@ -178,8 +178,8 @@ class Driver:
         """A turn got its first step, or its first step after a preemption.
 
         If a lease waited for the turn, the lease ends. `short_hit`: the layer group that cut the hit short,
-        if one did. Returns whether it is a plain request. If one step can compute the rest of its prompt, that
-        goes before other prompts, because only its first step had room of its own.
+        if one did. Returns whether it is a plain request. If one step can compute the rest of its prompt,
+        that goes before other prompts, because only its first step had room of its own.
         """
         turn = self._turns.get(turn_id)
         if turn is None:
