@@ -19,7 +19,7 @@ from tests.vllm.workerless import Engine, make_config, make_request, make_schedu
 
 
 class PromptEngine(Engine):
-    """Tells the driver everything at once."""
+    """Tells the driver everything at once: `Scheduler.driver` does so when it is read."""
 
     def step(self) -> Any:
         output = super().step()
@@ -68,7 +68,7 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
             output = engine.step()
             clock.now_s += 0.02 + 2e-4 * output.total_num_scheduled_tokens
         if rng.random() < 0.1 and scheduler.running:
-            engine.abort(rng.choice([each.request_id for each in scheduler.running]))
+            engine.abort(rng.choice(sorted(each.request_id for each in scheduler.running)))
         leases.append(len(scheduler.driver.leases))
         pool = scheduler.kv_cache_manager.block_pool
         # Which blocks are free, and which of them is evicted first.
@@ -87,7 +87,7 @@ def run(engine: Engine, clock: Clock, seed: int) -> dict[str, Any]:
 def test_it_decides_the_same_whenever_it_hears(
     clock: Clock, depth: int, other: type[Engine], step_tokens: int | str
 ) -> None:
-    for seed in range(4):
+    for seed in range(24, 31):
         expected = run(start(Engine, depth, step_tokens), clock, seed)
         assert expected["num_leases_granted"] > 20
         assert sum(expected["num_takes"].values()) > 5

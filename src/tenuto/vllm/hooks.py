@@ -218,8 +218,8 @@ class Hooks:
             return False
         return not (self.asks_budget and (has_partial_prompt or self._asks_policy_budget))
 
-    def use_free_time(self, now_s: float) -> None:
-        """Do periodic work that no step waits for."""
+    def tick(self, now_s: float) -> None:
+        """A step was scheduled at `now_s`: do periodic work, unless a waiting turn's order depends on it."""
         if now_s >= self.driver.next_reorder_s and not self._scheduler.get_request_counts()[1]:
             self.driver.tick(now_s)
 

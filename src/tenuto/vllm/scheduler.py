@@ -318,7 +318,6 @@ class _DrivenScheduler(PrivateHooks):
     def _use_free_time(self) -> None:
         self._handle_queued()
         now_s = time.monotonic()
-        self._hooks.use_free_time(now_s)
         if self._state is not None:
             self._state.save_if_due(now_s)
         self._metrics.refresh(self._hooks.driver, now_s)
@@ -337,6 +336,7 @@ class _DrivenScheduler(PrivateHooks):
         hooks.driver.settle()
         hooks.start(list(get_started(output)), now_s)
         hooks.look(output)
+        hooks.tick(now_s)
         self.short_hits.found.clear()
         if self._steps is not None:
             self._steps.record(output, now_s, max_tokens)
