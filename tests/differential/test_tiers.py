@@ -27,7 +27,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tests.differential.setups import RELEASE, Conversations, Setup
-from tests.differential.sides import Names, SimSide, VllmSide
+from tests.differential.sides import Names, SimSide, Turn, VllmSide
 from tests.support.sim_checks import check_integrity
 from tests.vllm.conftest import Clock
 
@@ -98,6 +98,11 @@ CASES: dict[str, tuple[Setup, str]] = {
         Setup(layout="window blocks twice as large", num_blocks=60, num_host_chunks=LARGE),
         STOCK,
     ),
+    "long prompts in parts": (
+        Setup(num_blocks=60, num_host_chunks=LARGE, long_prefill_token_threshold=24),
+        STOCK,
+    ),
+    "drafts": (Setup(num_blocks=60, num_host_chunks=LARGE, num_draft_tokens=3), STOCK),
 }
 # vLLM's own host memory, whose order is the release's.
 CASES |= {
@@ -106,6 +111,7 @@ CASES |= {
         "full": {"num_blocks": 60, "num_host_chunks": LARGE},
         "full, little room": {"num_host_chunks": LARGE},
         "full, small host": {"num_blocks": 60, "num_host_chunks": SMALL},
+        "full, drafts": {"num_blocks": 60, "num_host_chunks": LARGE, "num_draft_tokens": 3},
         "full, small host, preemptions": {"num_host_chunks": SMALL, "reserve_full_sequence": False},
         "full, tiny host": {"num_blocks": 60, "num_host_chunks": 15},
         "1:1, small host": {"windows": (None, 64), "num_blocks": 60, "num_host_chunks": SMALL},
@@ -204,6 +210,10 @@ class TimedSide(SimSide):
         self.now_s -= STEP_S
 
 
+def accept_some(turn_id: str, num_tokens: int, num_drafts: int) -> int:
+    return random.Random(f"{turn_id}/{num_tokens}").randint(0, num_drafts)
+
+
 def make_sides(setup: Setup, policy: str, clock: Clock) -> tuple[HostedSide, SimSide]:
     if setup.is_native:
         theirs = setup.make_vllm_scheduler(StockScheduler)
@@ -214,8 +224,8 @@ def make_sides(setup: Setup, policy: str, clock: Clock) -> tuple[HostedSide, Sim
     ours = Scheduler(
         setup.make_engine_config(), load_policy(policy), Limits(**LIMITS), tiers=OffloadTiers([host])
     )
-    hosted = HostedSide(theirs, clock, setup.num_host_chunks, depth=setup.depth)
-    return hosted, TimedSide(ours, depth=setup.depth)
+    common: dict[str, Any] = {"depth": setup.depth, "accept": accept_some}
+    return HostedSide(theirs, clock, setup.num_host_chunks, **common), TimedSide(ours, **common)
 
 
 @pytest.fixture
@@ -269,3 +279,24 @@ def test_same_decisions_as_the_connector(name: str, clock: Clock, request: pytes
     setup, policy = CASES[name]
     num_loaded = sum(run(*make_sides(setup, policy, clock), clock, seed) for seed in (1, 2))
     assert num_loaded > 0
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_turn_that_loads_its_whole_prompt_gets_drafts_at_once(is_native: bool, clock: Clock) -> None:
+    setup = Setup(num_blocks=60, num_host_chunks=LARGE, is_native=is_native, num_draft_tokens=3)
+    theirs, ours = make_sides(setup, "stock", clock)
+    names = Names(theirs.scheduler.hash_block_size)
+    prompt, drafts = (("p", 64),), []
+    for step in range(12):
+        ours.now_s = clock.now_s = step * STEP_S
+        if step == 6:
+            assert theirs.reset(preempt_running=False) == ours.reset(preempt_running=False)
+        if step in (0, 6):
+            turn = Turn(
+                f"t{step}", prompt, (f"o{step}", 2 + 3 * step), clock.now_s, 0, {"job_id": f"j{step}"}
+            )
+            names.pair(theirs.add(turn), ours.add(turn))
+        expected, decided = theirs.step(), ours.step()
+        assert decided == names.translate(expected), f"step {step}"
+        drafts.append(decided.num_drafts)
+    assert drafts[7] == {"t6": 3}

@@ -667,7 +667,13 @@ def test_chaos(offload: Any, seed: int) -> None:
 
 
 def simulate(
-    policy: Policy, offload: Any, *, depth: int = 1, skips: bool = True, host_chunks: int = 3000
+    policy: Policy,
+    offload: Any,
+    *,
+    depth: int = 1,
+    skips: bool = True,
+    host_chunks: int = 3000,
+    chunk_tokens: int = 256,
 ) -> tuple[list[TurnRecord], Simulation]:
     """ab8 on a cache of a few contexts, with chunks of 256 tokens and a link slow enough to matter."""
     config = EngineConfig(
@@ -676,6 +682,7 @@ def simulate(
         max_num_seqs=64,
         max_steps_in_flight=depth,
         offload=offload,
+        offload_chunk_tokens=chunk_tokens,
     )
     tiers = make_tiers(host_chunks, 100.0)
     jobs = load_workload("ab8", jps=1.5, window_s=8, seed=3)
@@ -692,6 +699,7 @@ def simulate(
         ("tenuto", "async", 1),
         ("tenuto", "asked", 2),
         ("break-even", "asked", 1),
+        ("stock", "async", 3),
     ],
 )
 def test_quiet_stretches_are_what_stepping_is(name: str, offload: Any, depth: int) -> None:
@@ -701,6 +709,19 @@ def test_quiet_stretches_are_what_stepping_is(name: str, offload: Any, depth: in
     assert other.engines[0].num_steps == one.engines[0].num_steps
     for simulation in (one, other):
         check_integrity(simulation.scheduler, idle=True)
+
+
+@pytest.mark.parametrize("offload", ["native", "async"])
+def test_stretches_store_answers_as_steps_do(offload: Any) -> None:
+    found = [
+        simulate(load_policy("stock"), offload, skips=skips, host_chunks=400, chunk_tokens=16)
+        for skips in (False, True)
+    ]
+    (stepped, one), (skipped, other) = found
+    assert skipped == stepped
+    for simulation in (one, other):
+        assert simulation.scheduler.offloader is not None
+    assert other.scheduler.offloader.num_stored_tokens == one.scheduler.offloader.num_stored_tokens
 
 
 def test_what_is_loaded_and_stored_adds_up() -> None:

@@ -160,7 +160,7 @@ class Scheduler:
             budget, chosen = driver.get_step_size(now_s, budget, only_decodes=self._will_only_decode())
             per_prompt = per_prompt or chosen
         # A single request cannot starve another one.
-        is_alone = len(state.running) + len(state.waiting) <= 1
+        is_alone = len(state.running) + state.num_waiting <= 1
         step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
         copied_s = offloader.get_free_s(now_s) if offloader is not None and offloader.is_serial else now_s
         if self.config.scheduler == "continuum-fork":
@@ -387,7 +387,7 @@ class Scheduler:
         """Spend the rest of the step's budget on requests that start."""
         state, waiting = self.state, self.state.waiting
         has_running = bool(step.num_tokens)
-        goes_on = self._start_loaded(step)
+        goes_on = self._start_loaded(step, has_running=has_running)
         while goes_on and step.budget > 0:
             request = waiting.get_first()
             if request is None:
@@ -421,10 +421,10 @@ class Scheduler:
         num_tokens = request.num_tokens - hit.num_computed_tokens
         if step.defers_prefill and num_tokens > 1:
             return False
-        num_drafts = self._count_padding(hit, step, has_running=has_running) if num_tokens == 1 else 0
+        start = hit.num_computed_tokens
+        num_drafts = self._count_padding(start, step, has_running=has_running) if num_tokens == 1 else 0
         if 1 + num_drafts > step.budget:
             return False
-        start = hit.num_computed_tokens
         num_new_tokens = self._cut_chunk(
             request, start, step.bound(num_tokens + num_drafts), step, hit.shared_tokens
         )
@@ -443,11 +443,11 @@ class Scheduler:
             step.num_drafts[request.turn_id] = num_drafts
         return True
 
-    def _count_padding(self, hit: Hit, step: Step, *, has_running: bool) -> int:
+    def _count_padding(self, start: int, step: Step, *, has_running: bool) -> int:
         """Draft slots for a request that starts with one token, so that all decodes of the step are equal."""
         num_drafts = self.config.num_draft_tokens
-        fits = hit.num_tokens + 1 + num_drafts + 1 <= self.config.kv.max_model_len
-        joins_decodes = not step.has_prefill and (has_running or hit.num_tokens > 0)
+        fits = start + 1 + num_drafts + 1 <= self.config.kv.max_model_len
+        joins_decodes = not step.has_prefill and (has_running or start > 0)
         return num_drafts if fits and joins_decodes else 0
 
     def _start(self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: Step) -> None:
@@ -574,7 +574,7 @@ class Scheduler:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             request.status = Status.LOADED
 
-    def _start_loaded(self, step: Step) -> bool:
+    def _start_loaded(self, step: Step, *, has_running: bool) -> bool:
         """Start requests whose KV has come from a tier. False if the next one does not fit now.
 
         With full attention they have their blocks already.
@@ -586,12 +586,18 @@ class Scheduler:
             start = request.num_computed_tokens
             if step.defers_prefill and start < request.num_tokens - 1:
                 return False
-            num_new_tokens = step.bound(request.num_tokens - start)
+            num_tokens = request.num_tokens - start
+            num_drafts = self._count_padding(start, step, has_running=has_running) if num_tokens == 1 else 0
+            if 1 + num_drafts > step.budget:
+                return False
+            num_new_tokens = step.bound(num_tokens + num_drafts)
             num_new_tokens = self._cut_chunk(request, start, num_new_tokens, step, request.shared_tokens)
             if num_new_tokens == 0 or not self._try_allocate(request, num_new_tokens, None):
                 return False
             state.loaded.popleft()
             self._start(request, start, num_new_tokens, step)
+            if num_drafts:
+                step.num_drafts[request.turn_id] = num_drafts
         return True
 
     # Blocks: free ones first, then those that leases free.
@@ -846,8 +852,10 @@ class Scheduler:
             not running
             or len(running) > config.max_step_tokens
             or self._has_drafts
+            or config.max_steps_in_flight > 2  # A stretch would drop a step whose results are still to come.
             or not self.kv.can_truncate
             or state.loaded
+            or (self.offloader is not None and self.offloader.stores_answers)
         ):
             return 0
         num_steps = self._count_steps_to_end(running)
