@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from experiments.decision_code import Code, digest_code, draw_older, is_equal
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
-from experiments.results.settings import Setting, Step
+from experiments.results.settings import SERVERS_LIMITS, Setting, Step
 from tenuto.core.limits import Limits
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import TurnRecord
@@ -29,11 +29,13 @@ from tenuto.workload.turn_driver import USER_GAP_S
 UNLIMITED_TOKENS = 20_000_000
 """A cache that holds every job of a scenario."""
 RIVALS = (
-    *("stock", "stock/native", "stock-tuned", "continuum/async", "contextserve/async", "infercept/asked"),
-    *("autellix+", "sglang-lpm/async", "thunderagent/async", "concur/async", "break-even/asked"),
+    *("stock", "stock/native", "stock-tuned", "continuum/async", "continuum/async/server"),
+    *("contextserve/async", "contextserve/async/server", "infercept/async/server", "autellix+"),
+    *("sglang-lpm/async", "thunderagent/async", "thunderagent/async?counts_shared_once=1", "concur/async"),
+    "break-even/async/server",
 )
 """With host memory where the scenario has some, also for those whose authors left it out; stock vLLM without
-it, as it ships, and with its own."""
+it, as it ships, and with its own. What may help or harm is tried both ways."""
 OURS, STOCK, CLAIRVOYANT = Setting("tenuto"), Setting("stock"), Setting("clairvoyant/async", 512)
 UNLIMITED = Setting("tenuto", "unlimited memory")
 EXPLAINING = (
@@ -249,7 +251,11 @@ def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | Non
     step = setting.step
     is_size = step is None or isinstance(step, int)
     row = Row("", scenario.setup, LoadOptions())
-    setup, _ = row.place(setting.policy, 0, step if is_size else None, setting.interval)
+    policy = setting.policy.removesuffix(SERVERS_LIMITS)
+    setup, _ = row.place(policy, 0, step if is_size else None, setting.interval)
+    if policy != setting.policy:
+        # Leases yield, and shared prefixes are pinned. The bound on waits would only cost a rival time.
+        return replace(setup, limits="plugin"), Limits(max_wait_over_stock=None)
     if step == "unlimited memory":
         setup = replace(setup, kv_tokens=UNLIMITED_TOKENS)
     elif step == "no host memory":

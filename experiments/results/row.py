@@ -40,9 +40,8 @@ class Row:
         policy, _, option = policy.partition("?")
         name, _, offload = policy.partition("/")
         key, _, value = option.partition("=")
-        # A number is written as in the records: an int only where the option is one.
-        is_int = option and type(getattr(load_policy(name), key)) is int
-        options = {key: int(value) if is_int else float(value)} if option else {}
+        # A number is written as in the records, and has the option's own type.
+        options = {key: type(getattr(load_policy(name), key))(float(value))} if option else {}
         setup = dataclasses.replace(
             self.setup,
             policy=name,

@@ -9,6 +9,8 @@ Step = int | str | None
 """As `Setup.step_tokens`; None is the default: what the policy wants, else the engine's whole budget."""
 STEPS: tuple[Step, ...] = (None, 1024, 512, 2048)
 """The sizes at which every rival stands, in the order in which they are tried."""
+SERVERS_LIMITS = "/server"
+"""After a policy: it runs with the limits of `tenuto serve`, except the bound on waits."""
 Record = Mapping[str, Any]
 
 
@@ -16,7 +18,7 @@ class Setting(NamedTuple):
     """One competitor of a row."""
 
     policy: str
-    """As in the tables: POLICY or POLICY/OFFLOAD."""
+    """As in the tables: POLICY or POLICY/OFFLOAD, then ?OPTION=NUMBER or /server (`SERVERS_LIMITS`)."""
     step: Step = None
     interval: int = 1
     """Of vLLM 0.33: while requests decode, prompts are computed in one of so many steps only."""
@@ -24,8 +26,11 @@ class Setting(NamedTuple):
     @property
     def label(self) -> str:
         """As the tables print it: `continuum @1,024`, or `continuum` at the default."""
-        name, _, layer = self.policy.rpartition(":")[2].partition("/")
+        policy, _, option = self.policy.rpartition(":")[2].partition("?")
+        name, _, layer = policy.removesuffix(SERVERS_LIMITS).partition("/")
+        name += f", {option}" if option else ""
         name += " with vLLM's host memory" if layer == "native" else ""
+        name += " with the server's limits" if policy.endswith(SERVERS_LIMITS) else ""
         size = "" if self.step is None else f" @{format_step(self.step)}"
         return f"{name}{size}" + (f", prefill every {self.interval} steps" if self.interval > 1 else "")
 

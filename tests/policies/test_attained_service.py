@@ -104,13 +104,33 @@ def test_after_a_promotion_its_waiting_begins_anew() -> None:
     queues.arrive("t", "j", 10.0)
     queues.update(18.0)
     queues.run("t", 18.0, is_running=True)
-    queues.update(19.0)  # the first queue's quantum; waited 0 of 5 s
+    queues.update(19.0)  # the first queue's quantum
     assert queues.get_rank("t") == (1, 19.0)
     queues.run("t", 19.0, is_running=False)
-    queues.update(28.9)
+    queues.update(20.9)
     assert queues.get_rank("t") == (1, 19.0)
-    queues.update(29.0)  # waited 10 s for 5 s
-    assert queues.get_rank("t") == (0, 29.0)
+    queues.update(21.0)  # waited 2 s for the second since it was promoted
+    assert queues.get_rank("t") == (0, 21.0)
+
+
+def test_a_job_that_once_waited_is_promoted_once() -> None:
+    queues = make_queues(starvation_ratio=2.0)
+    queues.arrive("first", "j", 0.0)
+    queues.run("first", 100.0, is_running=True)
+    queues.leave("first", 101.0)
+    ranks = []
+    for turn in range(3):
+        queues.arrive(f"t{turn}", "j", 200.0 + 100 * turn)
+        queues.run(f"t{turn}", 200.0 + 100 * turn, is_running=True)
+        for second in range(1, 21):
+            queues.update(200.0 + 100 * turn + second)
+            ranks.append(queues.get_rank(f"t{turn}")[0])
+        queues.leave(f"t{turn}", 220.0 + 100 * turn)
+    assert ranks[0] == 0
+    assert min(ranks[20:]) >= 2
+    # All of its service counts.
+    queues.arrive("last", "j", 600.0)
+    assert queues._calls["last"].job_served_s == pytest.approx(61.0)
 
 
 def test_the_waiting_of_earlier_turns_counts_for_a_job() -> None:

@@ -33,9 +33,9 @@ class Autellix(Policy):
 
     needs: ClassVar[Needs] = Needs(reorder_s=LOOK_S)
 
-    num_levels: int = setting(8, "queues (the paper's K)", minimum=1)
+    num_levels: int = setting(8, "queues (the paper's K)", minimum=1, maximum=64)
     first_quantum_s: float = setting(1.0, "seconds of engine time in the first queue", minimum=0.001)
-    growth: float = setting(2.0, "quantum of a queue / quantum of the queue before", minimum=1)
+    growth: float = setting(2.0, "quantum of a queue / quantum of the queue before", minimum=1, maximum=1000)
     starvation_ratio: float = setting(
         10.0, "time waited / time served from which a turn is promoted to the first queue (beta)", minimum=0
     )
@@ -98,6 +98,9 @@ class _Served:
     served_s: float = 0.0
     """Engine time along the longest chain of turns, if several ran at the same time."""
     waited_s: float = 0.0
+    """Time that its turns waited since a turn was last promoted."""
+    promoted_at_s: float = 0.0
+    """Engine time that it had had when a turn was last promoted."""
 
 
 @dataclass(slots=True)
@@ -168,17 +171,21 @@ class ServiceQueues:
 
     def update(self, now_s: float) -> None:
         """Demote the turns whose quantum is spent and promote those that starve."""
+        promoted: list[_Call] = []
         for call in self._calls.values():
             self._count(call, now_s)
             while call.quantum_left_s <= 0:
                 # Turns are examined at intervals, so time beyond the quantum counts in the next one.
                 self._join(call, call.level + 1, now_s, beyond_s=-call.quantum_left_s)
             waited_s = call.job.waited_s + call.waited_s
-            served_s = call.job.served_s + call.served_s
+            served_s = call.job.served_s + call.served_s - call.job.promoted_at_s
             if call.level > 0 and waited_s >= self._starvation_ratio * served_s:
                 self._join(call, 0, now_s)
-                # Only this turn's: the job's other turns starve as well and are promoted at once.
-                call.waited_s = call.served_s = 0.0
+                promoted.append(call)
+        # Only now: a job's other turns starve as well, and are promoted with it.
+        for call in promoted:
+            call.waited_s = call.job.waited_s = 0.0
+            call.job.promoted_at_s = max(call.job.promoted_at_s, call.job.served_s + call.served_s)
 
     def get_rank(self, turn_id: str) -> tuple[int, float]:
         """(queue, when it joined); smaller goes first. Unknown turns are in the first queue."""
