@@ -28,8 +28,8 @@ FIRST_ANSWER_ID = 30_000
 MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 
 Fault = Literal[
-    "hang", "reset", "no event stream", "empty", "hang after done", "no done", "reset midway", "hang midway",
-    "cut off", "not json", "error event",
+    "hang", "reset", "no event stream", "empty", "hang after done", "late end", "no done", "reset midway",
+    "hang midway", "cut off", "not json", "error event",
 ]  # fmt: skip
 MIDWAY = ("reset midway", "hang midway", "cut off", "not json", "error event")
 """Faults after two tokens."""
@@ -220,6 +220,8 @@ class FakeServer:
             write_chunk(writer, b"data: [DONE]\n\n")
         if reply.fault == "hang after done":
             await asyncio.Event().wait()
+        if reply.fault == "late end":
+            await asyncio.sleep(0.02)
         writer.write(b"0\r\n\r\n")
         return True
 

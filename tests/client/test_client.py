@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tenuto.client import http as client_module
 from tenuto.client.http import Answer, Client, RequestFailed
-from tests.client.fake_server import FakeServer, Reply
+from tests.client.fake_server import FakeServer, Reply, make_event
 from tests.support.processes import get_free_port
 
 HEADERS = {"X-Session-ID": "job"}
@@ -62,11 +63,52 @@ def test_a_second_request_finds_the_first_in_the_cache() -> None:
     assert answer.usage.cached_tokens == 16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang after done", "no done"])
-def test_an_answer_that_ends_badly_is_an_answer(fault: Any) -> None:
+def test_an_answer_that_ends_badly_is_an_answer(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
+    monkeypatch.setattr(client_module, "AFTER_DONE_S", 20.0)
+    started_s = time.monotonic()
     answer, _ = ask(Reply(fault=fault), times=2)
     assert answer.num_tokens == 4
+    assert time.monotonic() - started_s < 10, "the end of the response was not waited for"
+
+
+def test_a_response_that_goes_on_after_its_last_event_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "AFTER_DONE_S", 0.1)
+
+    async def run() -> None:
+        dropped = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"]}")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + make_event(is_chat=False, has_ids=True))
+            writer.write(b"data: [DONE]\n\n")
+            with suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b": ping\n\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+            dropped.set()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with asyncio.timeout(10), server, Client(url, api_key=None, timeout_s=1.0) as client:
+            await client.stream_answer("/v1/completions", make_body(), HEADERS)
+            await dropped.wait()
+
+    asyncio.run(run())
+
+
+def test_a_connection_whose_response_ends_a_little_later_is_used_again() -> None:
+    async def run() -> int:
+        server = FakeServer(lambda request: Reply(fault="late end"))
+        async with server, Client(server.url, api_key=None, timeout_s=10.0) as client:
+            for _ in range(3):
+                await client.stream_answer("/v1/completions", make_body(), HEADERS)
+                await asyncio.sleep(0.2)
+            return len(server._connections)
+
+    assert asyncio.run(run()) == 1
 
 
 @pytest.mark.parametrize(

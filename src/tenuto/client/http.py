@@ -107,13 +107,15 @@ class Answer:
 class Client:
     """Sends requests to one server. An async context manager.
 
-    `timeout_s` limits each request from its sending to its last byte. Times are on the event loop's clock.
+    `timeout_s` limits each request from its sending to its last event. Times are on the event loop's clock.
     """
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         self.url = get_base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
+        self._ending: set[aiohttp.ClientResponse] = set()
+        """Responses whose last event has come, and perhaps not their end."""
 
     async def __aenter__(self) -> Self:
         # Each connection is an open file. Many systems allow only 1,024 by default.
@@ -128,35 +130,47 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for response in self._ending:
+            response.close()
         await self._session.close()
 
     async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send a streaming request and read the whole answer. Raises RequestFailed."""
         stream = AnswerStream(get_format(path))
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                await self._read_stream(path, body, headers, stream, limit)
+            async with asyncio.timeout(self._timeout_s):
+                await self._read_stream(path, body, headers, stream)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            # A server may fail to end the response, or break the connection after a complete answer.
-            if not stream.is_done:
-                raise _explain(error, self._timeout_s) from error
+            raise _explain(error, self._timeout_s) from error
         return stream.finish()
 
     async def _read_stream(
-        self, path: str, body: bytes, headers: Mapping[str, str], stream: AnswerStream, limit: asyncio.Timeout
+        self, path: str, body: bytes, headers: Mapping[str, str], stream: AnswerStream
     ) -> None:
         # Pass a file object: aiohttp sends it in pieces, so a large prompt does not block other requests.
         data = io.BytesIO(body)
         loop = asyncio.get_running_loop()
-        async with self._session.post(
+        response = await self._session.post(
             self.url + path, data=data, headers=headers, allow_redirects=False
-        ) as response:
+        )
+        try:
             if response.status != 200:
                 raise await _read_refusal(response)
-            while piece := await response.content.readany():
+            # The turn ends with the last event, as for an agent. Servers and proxies may end the response
+            # later, or never.
+            while not stream.is_done and (piece := await response.content.readany()):
                 stream.feed(piece, loop.time())
-                if stream.is_done:
-                    limit.reschedule(loop.time() + AFTER_DONE_S)
+        finally:
+            if stream.is_done:
+                # If it ends in time, its connection is used again.
+                self._ending.add(response)
+                loop.call_later(AFTER_DONE_S, self._drop, response)
+            else:
+                response.close()
+
+    def _drop(self, response: aiohttp.ClientResponse) -> None:
+        self._ending.discard(response)
+        response.close()
 
     async def get_text(self, path: str) -> str:
         """Fetch a page of the server as text. Raises RequestFailed."""
