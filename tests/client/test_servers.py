@@ -135,18 +135,21 @@ def test_other_failures_leave_the_server_in() -> None:
     run(work)
 
 
+class Counting(Client):
+    """Each of its pages has the next of the counts; None for a page that fails."""
+
+    def __init__(self, url: str, *counts: int | None) -> None:
+        super().__init__(url, api_key=None, timeout_s=1.0)
+        self.counts = iter(counts)
+
+    async def get_text(self, path: str) -> str:
+        if (count := next(self.counts)) is None:
+            raise RequestFailed("connect", "no")
+        return f"vllm:request_success_total {count}\nvllm:num_requests_running 1\n"
+
+
 def test_a_server_that_restarts_counts_on() -> None:
     """Its counters begin anew, perhaps after it did not answer for a while."""
-
-    class Counting(Client):
-        def __init__(self, url: str, *counts: int | None) -> None:
-            super().__init__(url, api_key=None, timeout_s=1.0)
-            self.counts = iter(counts)
-
-        async def get_text(self, path: str) -> str:
-            if (count := next(self.counts)) is None:
-                raise RequestFailed("connect", "no")
-            return f"vllm:request_success_total {count}\nvllm:num_requests_running 1\n"
 
     async def work() -> None:
         first = Counting("http://a", 1000, 5000, None, 0, 300, 400, 100)
@@ -158,6 +161,21 @@ def test_a_server_that_restarts_counts_on() -> None:
         fleet = engines.summarise()
         assert fleet is not None
         assert [(each["turns"], each["died"]) for each in fleet["engines"]] == [(4500, False), (6, False)]
+
+    asyncio.run(work())
+
+
+def test_a_server_that_answers_late_counts_from_then_on() -> None:
+    """Not with all since its process began. It may restart, too."""
+
+    async def work() -> None:
+        late = Counting("http://b", None, None, 10**9, 10**9 + 5, 2)
+        engines = Engines([Counting("http://a", *range(5)), late])
+        totals = [await engines.get_totals() for _ in range(5)]
+        assert [total["vllm:request_success_total"] for total in totals] == [0, 1, 2, 3 + 5, 4 + 5 + 2]
+        fleet = engines.summarise()
+        assert fleet is not None
+        assert [each["turns"] for each in fleet["engines"]] == [4, 7]
 
     asyncio.run(work())
 

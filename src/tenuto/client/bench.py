@@ -168,7 +168,7 @@ async def _read_engines(server: Server, engines: Engines) -> Server:
         say(f"no engine shows its metrics here ({error}): there are none in the result")
         return replace(server, block_size=None, totals=None)
     if missing := [url for url in engines.urls if url not in pages]:
-        say(f"no metrics of {', '.join(missing)}")
+        say(f"no metrics of {', '.join(missing)}: what is counted there before its first answer is left out")
     say(f"several engines; metrics come from {', '.join(pages)}")
     text = "\n".join(pages.values())
     return replace(
@@ -362,7 +362,7 @@ class Engines:
         self._first: dict[str, Totals] = {}
         self._last: dict[str, Totals] = {}
         self._offsets: dict[str, Totals] = {}
-        """What counters had reached before their engine restarted."""
+        """What is added to each engine's counters: what they had reached before it restarted."""
 
     @property
     def urls(self) -> list[str]:
@@ -397,7 +397,7 @@ class Engines:
         """The sum of all engines' metrics. Raises RequestFailed if none answers.
 
         No counter decreases: an engine that does not answer keeps its last counters, and one that has
-        restarted counts on from them.
+        restarted counts on from them. One that answers only later counts from its first answer on.
         """
         pages = await self.get_pages()
         totals: Totals = {}
@@ -405,11 +405,14 @@ class Engines:
             last = {name: value for name, value in self._last.get(url, {}).items() if is_counter(name)}
             read = parse_totals(pages[url]) if url in pages else {}
             offsets = self._offsets.setdefault(url, {})
+            if url in self._first and not self._first[url]:
+                # Most of it was counted before the load, perhaps over days.
+                offsets.update((name, -value) for name, value in read.items() if is_counter(name))
             for name in read.keys() & last.keys():
                 if read[name] + offsets.get(name, 0.0) < last[name]:
                     offsets[name] = last[name]
             self._last[url] = last | {name: value + offsets.get(name, 0.0) for name, value in read.items()}
-            self._first.setdefault(url, self._last[url])
+            self._first[url] = self._first.get(url) or self._last[url]
             for name, value in self._last[url].items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
