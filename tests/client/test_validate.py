@@ -34,6 +34,9 @@ from tenuto.records.schema import (
     ValidatedServer,
     ValidationRecord,
 )
+from tenuto.sim.setup import Setup
+from tenuto.workload import Workload
+from tenuto.workload.load import LoadOptions, make_workload
 from tests.support.processes import get_free_port
 
 RECORD = ValidationRecord(
@@ -79,6 +82,42 @@ def test_a_quick_plan_has_two_pairs() -> None:
 def test_too_little_time_is_said_before_any_run() -> None:
     with pytest.raises(ConfigError, match=r"a server takes 300 s to start.*give --minutes \d+ more"):
         make_plan(1500, 300, 3, 5.0)
+
+
+def choose_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, num_jobs: int, *, long_job: int | None = None
+) -> tuple[LoadOptions, Workload]:
+    """The load for a recording of jobs of 1000 tokens, then 2000. One may begin with 18,000."""
+    lengths = [[18000 if n == long_job else 1000, 2000] for n in range(num_jobs)]
+    rows = [
+        {"session": f"job{n}", "input_length": length, "output_length": 50, **time}
+        for n, both in enumerate(lengths)
+        for length, time in zip(both, ({"timestamp": 1000 * n}, {"delay": 500}), strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup = Setup(kv_tokens=200_000, max_model_len=16384, max_num_batched_tokens=2048, step_cost="roofline")
+    # Stock is never full, so the first rate is taken.
+    monkeypatch.setattr(module.Forecast, "simulate", lambda *_: {"makespan_s": 0.0})
+    options = ValidateOptions(model="m", workload=str(path))
+    load = module.Forecast(setup).choose_load(options, run_s=40.0)
+    return load, make_workload(load)
+
+
+def test_the_jobs_of_a_short_recording_arrive_at_the_full_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, workload = choose_for(tmp_path / "r.jsonl", monkeypatch, 60)
+    assert load.jps is not None and load.window_s == pytest.approx(60 / load.jps, rel=0.01)
+    assert load.window_s < 10 and len(workload.jobs) > 40
+    with pytest.raises(ConfigError, match=r"r\.jsonl has 3 jobs; .* a run needs \d+: record more jobs"):
+        choose_for(tmp_path / "r.jsonl", monkeypatch, 3)
+
+
+def test_every_turn_that_a_run_may_reach_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_for(tmp_path / "r.jsonl", monkeypatch, 200)[0].scale_lengths == 1
+    load, workload = choose_for(tmp_path / "r.jsonl", monkeypatch, 200, long_job=150)
+    assert load.scale_lengths == 0.5
+    assert max(turn.num_prompt_tokens for job in workload.jobs for turn in job.turns) == 9000
 
 
 def test_runs_on_one_start_stand_together_and_blocks_turn_around() -> None:

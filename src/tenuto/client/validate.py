@@ -315,30 +315,46 @@ class Forecast:
         """The load under which stock is just about full, for a run of `run_s` seconds. Raises ConfigError."""
         longest = min(self.setup.max_model_len or math.inf, (self.setup.kv_tokens or 0) / 2)
         load = LoadOptions(workload=options.workload, jps=1.0, seed=options.seed)
+        is_trace = options.workload not in GENERATORS
         for scale in SCALES:
-            load = replace(load, scale_lengths=scale, window_s=None)
-            job = max(
-                make_workload(replace(load, window_s=60.0)).jobs,
-                key=lambda each: each.turns[-1].num_prompt_tokens,
-            )
-            last = max(turn.num_prompt_tokens + turn.num_output_tokens for turn in job.turns)
-            if last > longest:
+            load = replace(load, scale_lengths=scale)
+            most_jps = get_most_jps(self.setup, load)
+            sample = replace(load, window_s=60.0)
+            if is_trace:
+                # A run has the trace's own jobs, each once, so all that it may reach are looked at.
+                sample = replace(load, jps=None, max_jobs=math.ceil(LOADS[0] * most_jps * run_s))
+            jobs = make_workload(sample).jobs
+            turns = (turn for job in jobs for turn in job.turns)
+            if max(turn.num_prompt_tokens + turn.num_output_tokens for turn in turns) > longest:
                 continue
+            job = max(jobs, key=lambda each: each.turns[-1].num_prompt_tokens)
             cost = build(self.setup).step_cost
             alone_s = get_isolated_time_s(job, cost, self.setup.max_num_batched_tokens or 1)
-            window_s = round((run_s - alone_s) / SLACK, 1)
-            most_jps = get_most_jps(self.setup, load)
-            if window_s > run_s / 4 and most_jps * window_s >= MIN_JOBS:
-                return self._find_rate(replace(load, window_s=window_s), most_jps, alone_s)
+            most_s = (run_s - alone_s) / SLACK
+            # Jobs must arrive during a quarter of the run at least.
+            least_s = max(alone_s / (4 - SLACK), MIN_JOBS / most_jps)
+            if most_s <= least_s:
+                continue
+            num_jobs = sum(each.parent is None for each in jobs) if is_trace else math.inf
+            if num_jobs < most_jps * least_s:
+                raise ConfigError(
+                    f"{options.workload} has {num_jobs} jobs; at the rate that fills this machine, a run "
+                    f"needs {math.ceil(most_jps * least_s)}: record more jobs, or name a generator"
+                )
+            return self._find_rate(load, most_jps, alone_s, most_s, num_jobs)
         raise ConfigError(
             f"no {options.workload} jobs fit: the server takes {longest:.0f} tokens, and a run lasts "
             f"{run_s:.0f} s; give --minutes more, or a shorter --workload"
         )
 
-    def _find_rate(self, load: LoadOptions, most_jps: float, alone_s: float) -> LoadOptions:
-        window_s = load.window_s or 0.0
+    def _find_rate(
+        self, load: LoadOptions, most_jps: float, alone_s: float, most_s: float, num_jobs: float
+    ) -> LoadOptions:
         for share in LOADS:
-            load = replace(load, jps=float(f"{share * most_jps:.2g}"))
+            jps = float(f"{share * most_jps:.2g}")
+            # A trace may run out of jobs earlier. The machine would be idle for the rest of the run.
+            window_s = float(f"{min(most_s, num_jobs / jps):.3g}")
+            load = replace(load, jps=jps, window_s=window_s)
             ends_s = [self.simulate(STOCK, None, load, n)["makespan_s"] for n in range(3)]
             if statistics.fmean(ends_s) <= SLACK * window_s + alone_s:
                 break
