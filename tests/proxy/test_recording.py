@@ -133,6 +133,27 @@ def test_jobs_that_begin_alike_are_told_apart(
     assert [turn.get("tenant") for turn in turns] == [*tenants] * 3
 
 
+@pytest.mark.parametrize(
+    ("more", "usage"),
+    [({"reasoning": "hm " * 40}, None), ({}, {"completion_tokens_details": {"reasoning_tokens": 40}})],
+    ids=["shown", "hidden"],
+)
+def test_prompts_do_not_repeat_an_answer_with_reasoning(recording: Any, more: Any, usage: Any) -> None:
+    model = Model(usage=usage)
+    model.answers = [{"role": "assistant", "content": "I look", **more}]
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            agent = Agent(record.url, "a task")
+            await agent.ask()
+            await agent.ask("what it saw " * 40)
+        return record
+
+    (job,) = load_workload(asyncio.run(run()).path).jobs
+    first, second = job.turns
+    assert count_shared_tokens((*first.prompt, first.output), second.prompt) == first.num_prompt_tokens
+
+
 def one_messages(model: Model, number: int) -> list[dict[str, Any]]:
     return list(model.requests[number]["messages"])
 

@@ -178,6 +178,24 @@ def test_requests_that_go_on_from_each_other_are_a_job(write_rows):
     assert count_shared_tokens(first.prompt, two.turns[0].prompt) > 0
 
 
+@pytest.mark.parametrize(
+    ("more", "usage"),
+    [
+        ({"reasoning_content": "hm"}, {}),
+        ({}, {"completion_tokens_details": {"reasoning_tokens": 40}}),
+        ({}, {"output_tokens_details": {"reasoning_tokens": 40}}),
+    ],
+)
+def test_prompts_do_not_repeat_an_answer_with_reasoning(write_rows, more, usage):
+    response = {"choices": [{"message": {**ANSWER, **more}}], "usage": usage}
+    path = write_rows(
+        {"messages": [SYSTEM, TASK], "session": "s", "response": response},
+        {"messages": [SYSTEM, TASK, ANSWER, SEEN], "session": "s"},
+    )
+    first, second = load_workload(path).jobs[0].turns
+    assert count_shared_tokens((*first.prompt, first.output), second.prompt) == first.num_prompt_tokens
+
+
 def test_whole_conversations_are_jobs_of_their_own(write_rows):
     conversation = {"messages": [SYSTEM, TASK, ANSWER, SEEN, {"role": "assistant", "content": "done"}]}
     path = write_rows(conversation, conversation, {"messages": [TASK, ANSWER]})

@@ -234,7 +234,7 @@ def read_response(exchange: Exchange) -> Response:
         count if count is not None and count <= MAX_TOKENS else None
         for count in (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
     )
-    response.usage = Usage(prompt or None, output or None, cached)
+    response.usage = Usage(prompt or None, output or None, cached, reasoning_tokens=usage.reasoning_tokens)
     return response
 
 

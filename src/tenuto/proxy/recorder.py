@@ -312,7 +312,9 @@ class TurnWriter:
         beginning = self._contents.resolve(pieces, num_prompt)
         if token_ids is None:
             after = self._hasher.hash_texts(get_pieces(response, exchange.path), pieces.hashes[-1])
-            self._contents.remember(beginning.followed_by(output), after, 0, num_prompt)
+            # Clients do not send reasoning again, and KV of what comes behind it is of no use without it.
+            if not (response.reasoning or response.usage.reasoning_tokens):
+                self._contents.remember(beginning.followed_by(output), after, 0, num_prompt)
             self._sessions.remember(lane, pieces, None, after.hashes)
         else:
             self._remember_tokens(lane, pieces, token_ids, beginning, output, output_ids or [])

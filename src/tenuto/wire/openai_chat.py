@@ -124,11 +124,15 @@ def _read(body: Body, place: str) -> Delta:
     choice, delta = read_choice(body)
     fields = as_object(choice.get(place))
     delta.text = read_text(fields.get("content"))
-    # vLLM calls it `reasoning` now, and sends it under both names for a while.
-    delta.reasoning = as_text(fields.get("reasoning_content") or fields.get("reasoning")) or ""
+    delta.reasoning = read_reasoning(fields)
     if fields.get("tool_calls"):
         delta.calls = list(_read_calls(fields["tool_calls"]))
     return delta
+
+
+def read_reasoning(message: Body) -> str:
+    """A message's reasoning. vLLM calls it `reasoning` now, and sends it under both names for a while."""
+    return as_text(message.get("reasoning_content") or message.get("reasoning")) or ""
 
 
 def _read_calls(calls: Any) -> Iterator[Call]:

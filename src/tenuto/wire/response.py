@@ -35,6 +35,8 @@ class Usage(NamedTuple):
     """Prompt tokens that were read from the cache."""
     created_tokens: int | None = None
     """Prompt tokens that were computed and written to the cache."""
+    reasoning_tokens: int | None = None
+    """Output tokens of reasoning; None if there are none."""
 
 
 class Call(NamedTuple):
@@ -186,6 +188,7 @@ def read_usage(usage: Any, prompt: str, output: str) -> Usage | None:
         get_count(values.get(output)),
         get_count(details.get("cached_tokens")),
         next((count for count in map(get_count, created) if count is not None), None),
+        get_count(as_object(values.get(f"{output}_details")).get("reasoning_tokens")) or None,
     )
 
 

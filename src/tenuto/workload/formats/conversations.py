@@ -13,7 +13,8 @@ the salt, so a guess of the text cannot be checked without the salt.
     turn 2   pieces a b c d e  →  [c 400][out1 20][e 112]            d is the answer
     another  pieces a b x      →  [c 290][x 85]                      alike up to b, then not
 
-A beginning that was seen before keeps its spans. The rest becomes one new span, named by its last hash.
+A beginning that was seen before keeps its spans. The rest becomes one new span, named by its last hash. An
+answer with reasoning is part of the rest (d e): reasoning comes first in it, and is not sent again.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from typing import Any
 from tenuto.core.tool_calls import find_tool_call
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_SECONDS, MAX_TOKENS, Fields
-from tenuto.wire.openai_chat import read_message
+from tenuto.wire.openai_chat import read_message, read_reasoning
 from tenuto.wire.request import Message
+from tenuto.wire.response import read_usage
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
 GUESSED = "guessed_lengths"
@@ -112,7 +114,7 @@ class JobMaker:
         check_growth(prompt, logged.place)
         written = write_piece(answer)
         output = Span(output_id, num_output or max(1, len(written) // CHARS_PER_TOKEN))
-        if logged.message is not None:
+        if logged.message is not None and not _has_reasoning(logged.message, logged.usage):
             after = self._hasher.hash_texts([written], pieces.hashes[-1])
             self._contents.remember(beginning.followed_by(output), after, 0, beginning.num_tokens)
         tool = find_tool(answer.text, logged.calls or answer.calls)
@@ -159,6 +161,13 @@ def _get_counts(logged: LoggedTurn) -> tuple[int | None, int | None]:
     ]
     prompt, output = (value if type(value) is int and 0 < value <= MAX_TOKENS else None for value in found)
     return prompt, output
+
+
+def _has_reasoning(message: Mapping[str, Any], usage: Mapping[str, Any]) -> bool:
+    """Whether the next prompt leaves a part of the answer out, as text or hidden by the provider."""
+    names = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"))
+    counts = [found.reasoning_tokens for each in names if (found := read_usage(usage, *each))]
+    return bool(read_reasoning(message)) or any(counts)
 
 
 @dataclass(frozen=True, slots=True)
