@@ -127,6 +127,7 @@ def test_a_usage_that_counts_nothing_says_nothing(usage: Any, read_as: Usage) ->
         (b'data: {"error": {"message": "engine died"}}\n', "server error", "engine died"),
         (b'data: {"error": {"code": 5}}\n', "server error", '"code": 5'),
         (make_token("a", 1) + make_token("b", 2), "cut off", "after 2 pieces"),
+        (make_token("a", 1, reason=""), "cut off", "after 1 pieces"),
         (b"", "cut off", "after 0 pieces"),
         (b"data: [DONE]\n", "empty", "no token"),
         (make_token("", reason="stop"), "empty", "no token"),

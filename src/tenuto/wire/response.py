@@ -211,7 +211,7 @@ def read_choice(body: Mapping[str, Any]) -> tuple[dict[str, Any], Delta]:
         prompt_ids=body.get("prompt_token_ids", choice.get("prompt_token_ids")),
         usage=read_usage(body.get("usage"), "prompt_tokens", "completion_tokens"),
         finish_reason=reason if isinstance(reason, str) else None,
-        is_last=reason is not None,
+        is_last=bool(reason),  # some servers write "" until then
     )
 
 
