@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         "transfers: what a client says is taken for an object",
-        "vllm/requests.py",
+        "records/codec.py",
         "(each.values() if isinstance(each, dict) else each)",
         "each.values()",
         ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),

@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import tenuto.vllm
+from tenuto.records.codec import is_deep
 from tenuto.vllm.hooks import MAX_RENEWALS
-from tenuto.vllm.requests import is_deep
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler

@@ -6,11 +6,28 @@ import re
 
 import pytest
 
+from tenuto.cli import main
 from tenuto.core.errors import DataError
 from tenuto.workload.load import load_workload
 
 MOONCAKE = {"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}
 TENUTO = {"session": "a", "timestamp": 0, "input_length": 8, "output_length": 1}
+REQUEST = {"t": 0, "type": "n", "in": 16, "out": 1, "hash_ids": [1]}
+WEKA = {"id": "w", "block_size": 16, "hash_id_scope": "local", "requests": [REQUEST]}
+
+
+@pytest.mark.parametrize(("row", "field"), [(TENUTO, "other"), (WEKA, "totals")], ids=["tenuto", "weka"])
+def test_a_key_that_is_nested_too_deeply_to_be_written_again_is_refused(write_rows, tmp_path, capsys, row, field):
+    def convert(depth):
+        value = 1
+        for _ in range(depth):
+            value = [value]
+        path = write_rows(row | {field: value})
+        return main(["convert", str(path), str(tmp_path / f"{depth}.jsonl")])
+
+    assert convert(32) == 0
+    assert convert(400) == 2
+    assert f":1: {field}: must have at most 32 levels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("row", [MOONCAKE, TENUTO], ids=["mooncake", "tenuto"])

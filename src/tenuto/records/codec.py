@@ -29,7 +29,25 @@ MAX_SECONDS = 1e9
 MAX_COUNT = 2**53
 """Largest sum of tokens. Up to this value, all JSON readers represent integers exactly."""
 
+MAX_DEPTH = 32
+"""Levels of lists and objects in a value that is passed on as it is. Pickle and our writers fail at some
+hundreds."""
+
+_CONTAINERS = (dict, list, tuple)
 _SHOWN_CHARS = 60
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        containers = [each for each in level if isinstance(each, _CONTAINERS)]
+        if not containers:
+            return False
+        level = [
+            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return any(isinstance(each, _CONTAINERS) for each in level)
 
 
 class Fields:
@@ -71,6 +89,12 @@ class Fields:
         if not isinstance(value, str) or not value:
             raise self.error(field, f"must be a string that is not empty, got {show(value)}")
         return value
+
+    def anything(self, field: str) -> object:
+        """Read a value to be written again as it is."""
+        if is_deep(self.values[field]):
+            raise self.error(field, f"must have at most {MAX_DEPTH} levels of lists and objects")
+        return self.values[field]
 
     def string(self, field: str) -> str:
         """Read a string, which may be empty."""

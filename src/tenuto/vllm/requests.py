@@ -12,6 +12,7 @@ from tenuto.core.requests import Hints, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.core.wishes import MarkFinder, Wish
+from tenuto.records.codec import MAX_DEPTH, is_deep
 from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint, replace_fields
 from tenuto.vllm.tenants import TenantVerifier
 
@@ -19,9 +20,6 @@ logger = logging.getLogger("vllm.tenuto")
 
 OUTSIDE = Hints(is_last=True)
 """Hints for requests that run as in stock vLLM: their KV cache is never retained."""
-MAX_DEPTH = 32
-"""Levels of lists and objects in one field of a request. KV connectors use two or three."""
-_CONTAINERS = (dict, list, tuple)
 TAIL_TOKENS = 96
 """Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
@@ -32,32 +30,18 @@ def drop_deep_fields(request: Any) -> None:
     """Remove fields that a client nested too deeply (`MAX_DEPTH`), before vLLM passes them on to its workers.
 
     Workers in processes of their own get them by pickle, which fails at some hundred levels. Then the engine
-    stops. So one client's `kv_transfer_params` could stop it for everybody.
+    stops. So one client's `kv_transfer_params` could stop it for everybody. KV connectors use two or three.
     """
     params = request.sampling_params
     fields = None if params is None else params.extra_args
     if not fields:
         return
-    # Most requests have flat fields only: hints, and no transfer of KV.
-    deep = [name for name, value in fields.items() if isinstance(value, _CONTAINERS) and is_deep(value)]
+    deep = [name for name, value in fields.items() if is_deep(value)]
     if not deep:
         return
     names = [name[:40] for name in deep[:4]]
     logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, names, MAX_DEPTH)
     replace_fields(request, {name: value for name, value in fields.items() if name not in deep})
-
-
-def is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        containers = [each for each in level if isinstance(each, _CONTAINERS)]
-        if not containers:
-            return False
-        level = [
-            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return any(isinstance(each, _CONTAINERS) for each in level)
 
 
 def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arrival:

@@ -89,7 +89,7 @@ def _read_job(session: str, rows: list[Fields], hashed: Mapping[str, Prompt]) ->
                 tool_s=rows[index + 1].milliseconds("delay") if index + 1 < len(rows) else 0.0,
                 at_s=row.milliseconds("timestamp") if index and "timestamp" in row else None,
                 after=tuple(_read_event(e) for e in (row.records("after") if "after" in row else [])),
-                extra={key: value for key, value in row.values.items() if key not in _KEYS},
+                extra={key: row.anything(key) for key in row.values if key not in _KEYS},
             )
         )
     return Job(

@@ -176,7 +176,7 @@ def _read_extra(entry: Fields) -> dict[str, object]:
 
 
 def _pick(entry: Fields, keys: Iterable[str]) -> dict[str, object]:
-    return {key: entry.values[key] for key in keys if entry.values.get(key) is not None}
+    return {key: entry.anything(key) for key in keys if entry.values.get(key) is not None}
 
 
 def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], block_size: int) -> list[Job]:
