@@ -610,6 +610,13 @@ FAULTS = (
         ("workload/test_hostile_rows.py::test_one_hostile_field_refuses_the_whole_file",),
     ),
     Fault(
+        "files: keys of any depth are kept",
+        "records/codec.py",
+        "if is_deep(self.values[field]):",
+        "if False:",
+        ("workload/test_hostile_rows.py::test_a_key_too_deep_to_be_written_again_is_refused",),
+    ),
+    Fault(
         "bound on waits: who leaves makes those before it overdue",
         "core/stock_queue.py",
         "heapq.heappush(self._gone, (wait.place, work))",
