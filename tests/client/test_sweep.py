@@ -45,9 +45,12 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [cell["jps"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [40, 80, 160]
 
 
-def test_a_load_named_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--url", "http://h", *LOAD, "--jps", "1,2,1"]) == 2
-    assert "--jps names a load twice: 1,2,1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("given", "shown"), [("1,2,1", "1,2,1"), ("3.000001,3.000002", "3,3; loads must differ in six digits")]
+)
+def test_a_load_named_twice(capsys: pytest.CaptureFixture[str], given: str, shown: str) -> None:
+    assert main(["bench", "--url", "http://h", *LOAD, "--jps", given]) == 2
+    assert f"--jps names a load twice: {shown}" in capsys.readouterr().err
 
 
 def test_without_a_folder_it_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

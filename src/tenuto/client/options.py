@@ -143,8 +143,10 @@ class SweepOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.jps)) < len(self.jps):
-            raise ConfigError(f"--jps names a load twice: {','.join(f'{jps:g}' for jps in self.jps)}")
+        # As folders, run ids and tables name them.
+        names = [f"{jps:g}" for jps in self.jps]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"--jps names a load twice: {','.join(names)}; loads must differ in six digits")
 
 
 @dataclass(frozen=True, slots=True)
