@@ -17,6 +17,7 @@ import pytest
 
 from tenuto.cli import parse as parse_command
 from tenuto.client import bench as run_module
+from tenuto.client import probe
 from tenuto.client.address import ServerError
 from tenuto.client.bench import run_bench
 from tenuto.client.options import BenchOptions
@@ -283,6 +284,19 @@ def test_a_server_that_refuses_ids_takes_words(bench: Callable[..., Ran]) -> Non
 def test_the_probe_is_patient(bench: Callable[..., Ran]) -> None:
     replies = iter([Reply(status=503), Reply(fault="reset")])
     assert bench(FakeServer(lambda request: next(replies, Reply()))).client["failed_attempts"] == {}
+
+
+def test_a_busy_server_is_asked_three_times_and_the_pauses_are_said(
+    bench: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses_s: list[float | None] = []
+    monkeypatch.setattr(probe, "get_pause_s", lambda attempt, after_s, seed: pauses_s.append(after_s) or 0.0)
+    server = FakeServer(lambda request: Reply(status=503, headers={"Retry-After": "7"}))
+    with pytest.raises(ServerError, match=r"did not answer a short request: http 503: made-up 503$"):
+        bench(server)
+    assert len(server.requests) == 3
+    assert pauses_s == [7.0, 7.0], "none after the last"
+    assert capsys.readouterr().err.count("made-up 503; it asks to wait") == 2
 
 
 @pytest.mark.parametrize(("hints", "is_last"), [("tool", True), ("job", None)])

@@ -19,6 +19,7 @@ from tenuto.client.http import (
 )
 from tenuto.client.load import get_pause_s
 from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
+from tenuto.core.console import say
 from tenuto.core.errors import ConfigError
 from tenuto.workload.hints import SayHints, say_job
 from tenuto.workload.schema import Span, Workload
@@ -130,6 +131,7 @@ def _read_length(value: object) -> int | None:
 
 async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
     body, headers = writer.write_alone("probe", (Span("probe", PROMPT_TOKENS),), OUTPUT_TOKENS)
+    hint = ""
     for attempt in range(NUM_ATTEMPTS):
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -139,9 +141,19 @@ async def _get_answer(client: Client, writer: RequestWriter) -> Answer:
         except RequestFailed as error:
             failure = f"{error.kind}: {error}"
             if not error.can_retry:
+                hint = _get_hint(writer)
                 break
-            await asyncio.sleep(get_pause_s(attempt, error.retry_after_s, "probe"))
+            if attempt < NUM_ATTEMPTS - 1:
+                pause_s = get_pause_s(attempt, error.retry_after_s, "probe")
+                if error.retry_after_s:
+                    say("probe", f"{client.url}: {failure}; it asks to wait, next attempt in {pause_s:.0f} s")
+                await asyncio.sleep(pause_s)
+    raise ServerError(f"{client.url}{writer.form.path} did not answer a short request: {failure}{hint}")
+
+
+def _get_hint(writer: RequestWriter) -> str:
+    """What a server may not know that refuses the short request."""
     hint = "; if it takes no token ids, try --prompts words" if writer.form.is_exact else ""
     if writer.forced_format is not None:
         hint += "; if it knows no structured_outputs, leave --force-format out"
-    raise ServerError(f"{client.url}{writer.form.path} did not answer a short request: {failure}{hint}")
+    return hint
