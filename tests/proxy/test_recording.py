@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from aiohttp import web
 from tenuto.core.errors import ConfigError
 from tenuto.proxy import RecordOptions
 from tenuto.proxy import recorder as recorder_module
+from tenuto.proxy.exchange import Exchange
+from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.workload import count_shared_tokens, load_workload
 from tests.proxy.conftest import Model, encode, make_client, render, serving_with
 
@@ -254,6 +257,27 @@ def test_turns_that_overlap_are_jobs_of_their_own(recording: Any) -> None:
     assert sorted(turn["session"] for turn in record.turns) == ["s", "s", "s~2", "s~3"]
     jobs = {job.job_id: job for job in load_workload(record.path).jobs}  # the references hold
     assert jobs["s~2"].parent == jobs["s~3"].parent == "s"
+
+
+def test_an_answer_ends_with_its_last_event_and_not_with_its_body(tmp_path: Path) -> None:
+    event = b'data: {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}\n\n'
+    out = tmp_path / "t.jsonl"
+    file = RecordingFile(out)
+    recorder = Recorder(RecordOptions(url="http://h:1", out=out, tokens="text"), file, print)
+    for arrival_s in (0.0, 1.0):
+        exchange = Exchange(PATH, {"x-session-id": "agent"}, arrival_s, 0.0, end="whole", status=200)
+        exchange.content_type = "text/event-stream"
+        exchange.add_request(b'{"messages": [{"role": "user", "content": "go"}], "stream": true}')
+        for seconds, piece in ((0.25, event), (0.5, b"data: [DONE]\n\n"), (0.75, b": ping\n\n")):
+            exchange.add_answer(piece, arrival_s + seconds)
+        exchange.end_s = arrival_s + 1.5
+        recorder.submit(exchange)
+    recorder.close()
+    file.close()
+    _, first, second = map(json.loads, out.read_text().splitlines())
+    assert [turn["session"] for turn in (first, second)] == ["agent", "agent"]
+    assert [turn["latency_ms"] for turn in (first, second)] == [500, 500]
+    assert second["delay"] == 500
 
 
 @pytest.mark.parametrize(

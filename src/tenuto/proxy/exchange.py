@@ -18,6 +18,7 @@ from tenuto.records.codec import MAX_TOKENS
 from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions
 from tenuto.wire.request import Message, RequestError
 from tenuto.wire.response import (
+    Delta,
     LineReader,
     MalformedEvent,
     Response,
@@ -52,7 +53,9 @@ class Exchange:
     content_encoding: str = ""
     end: End = "server broke off"
     end_s: float = 0.0
-    """When the answer's last byte arrived, or when it was clear that no more bytes would come."""
+    """When the answer's last byte arrived, or when it was clear that no more bytes would come.
+
+    Once a complete stream has been read: when its last event arrived. Clients do not wait for more."""
     num_request_bytes: int = 0
     num_answer_bytes: int = 0
 
@@ -207,7 +210,7 @@ def are_ids(value: Any) -> bool:
 
 
 def read_response(exchange: Exchange) -> Response:
-    """Parse an answer. Raises Unreadable if it is missing or incomplete."""
+    """Parse an answer, and set when it was complete. Raises Unreadable if it is missing or incomplete."""
     if exchange.end != "whole" and not exchange.is_stream:
         raise Unreadable(exchange.end)
     if exchange.status != 200:
@@ -244,6 +247,7 @@ def _read_stream(
     lines = LineReader()
     # The last line may lack its end, unless the stream was cut there.
     end = b"\n" if exchange.end == "whole" else b""
+    complete_s = 0.0
     for at_s, piece in [*chunks, (exchange.end_s, end)]:
         for line in lines.feed(piece):
             data = get_data(line)
@@ -253,15 +257,15 @@ def _read_stream(
                 event = parse_event(data)
             except MalformedEvent as error:
                 raise Unreadable(error.reason.replace("an event is not JSON", "it is not JSON")) from None
-            if event is None:
-                response.is_finished = True
-            elif is_error(event):
+            if event is not None and is_error(event):
                 raise Unreadable("an error within the stream")
-            else:
-                response.add(form.read_event(event), at_s)
+            delta = Delta(is_last=True) if event is None else form.read_event(event)
+            response.add(delta, at_s)
+            complete_s = at_s if delta.is_last else complete_s
     # A client may leave once it has the last event, and not wait for the end of the body.
     if not response.is_finished:
         raise Unreadable("the stream ended early" if exchange.end == "whole" else exchange.end)
+    exchange.end_s = complete_s
 
 
 def get_pieces(response: Response, path: str) -> list[str]:
