@@ -414,6 +414,20 @@ def test_hostile_requests_pass_and_have_a_line(recording: Any, path: str, body: 
     assert len(record.failed) == 1
 
 
+@pytest.mark.parametrize(("number", "num_turns"), [(1, 1), (2, 0)])
+def test_a_request_for_several_answers_is_no_turn(recording: Any, number: int, num_turns: int) -> None:
+    model = Model()
+
+    async def run() -> Any:
+        async with serving_with(model.handle) as server, recording(server) as record:
+            await Agent(record.url, "task", n=number).ask()
+        return record
+
+    record = asyncio.run(run())
+    assert len(record.turns) == num_turns
+    assert [row["why"] for row in record.failed] == ["it asks for several answers"] * (1 - num_turns)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -156,6 +156,9 @@ def read_request(exchange: Exchange) -> RecordedRequest:
     pieces, token_ids, tokenize = _read_prompt(body, exchange.path)
     if not pieces and not token_ids:
         raise Unreadable("it has no prompt")
+    if type(number := body.get("n")) is int and number > 1:
+        # They are decoded side by side, and the server counts the sum of their tokens.
+        raise Unreadable("it asks for several answers")
     model = body.get("model")
     return RecordedRequest(
         hints=read_hints(body, exchange.headers, exchange.path),
