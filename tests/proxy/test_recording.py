@@ -17,6 +17,7 @@ from tenuto.proxy import recorder as recorder_module
 from tenuto.proxy.exchange import Exchange
 from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.workload import count_shared_tokens, load_workload
+from tenuto.workload.formats.conversations import HASH_BYTES
 from tests.proxy.conftest import Model, encode, make_client, render, serving_with
 
 PATH = "/v1/chat/completions"
@@ -259,25 +260,65 @@ def test_turns_that_overlap_are_jobs_of_their_own(recording: Any) -> None:
     assert jobs["s~2"].parent == jobs["s~3"].parent == "s"
 
 
-def test_an_answer_ends_with_its_last_event_and_not_with_its_body(tmp_path: Path) -> None:
-    event = b'data: {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}\n\n'
-    out = tmp_path / "t.jsonl"
-    file = RecordingFile(out)
-    recorder = Recorder(RecordOptions(url="http://h:1", out=out, tokens="text"), file, print)
-    for arrival_s in (0.0, 1.0):
-        exchange = Exchange(PATH, {"x-session-id": "agent"}, arrival_s, 0.0, end="whole", status=200)
+class Exchanges:
+    """A recorder that is handed exchanges with times of the test's own."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._file = RecordingFile(out)
+        self._recorder = Recorder(RecordOptions(url="http://h:1", out=out, tokens="text"), self._file, print)
+
+    def add(self, session: str, start_s: float, end_s: float, num_messages: int = 1) -> None:
+        """A stream whose last event comes at its end. Its body ends a second later."""
+        exchange = Exchange(PATH, {"x-session-id": session}, start_s, 0.0, end="whole", status=200)
         exchange.content_type = "text/event-stream"
-        exchange.add_request(b'{"messages": [{"role": "user", "content": "go"}], "stream": true}')
-        for seconds, piece in ((0.25, event), (0.5, b"data: [DONE]\n\n"), (0.75, b": ping\n\n")):
-            exchange.add_answer(piece, arrival_s + seconds)
-        exchange.end_s = arrival_s + 1.5
-        recorder.submit(exchange)
-    recorder.close()
-    file.close()
-    _, first, second = map(json.loads, out.read_text().splitlines())
+        messages = [{"role": "user", "content": f"{number}"} for number in range(num_messages)]
+        exchange.add_request(json.dumps({"messages": messages, "stream": True}).encode())
+        event = b'data: {"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}\n\n'
+        exchange.add_answer(event, start_s)
+        exchange.add_answer(b"data: [DONE]\n\n", end_s)
+        exchange.add_answer(b": ping\n\n", end_s + 0.5)
+        exchange.end_s = end_s + 1
+        self._recorder.submit(exchange)
+
+    def end(self) -> list[dict[str, Any]]:
+        """The lines of the turns."""
+        self._recorder.close()
+        self._file.close()
+        return [json.loads(line) for line in self._out.read_text().splitlines()[1:]]
+
+
+def test_an_answer_ends_with_its_last_event_and_not_with_its_body(tmp_path: Path) -> None:
+    exchanges = Exchanges(tmp_path / "t.jsonl")
+    exchanges.add("agent", 0.0, 0.5)
+    exchanges.add("agent", 1.0, 1.5)
+    first, second = exchanges.end()
     assert [turn["session"] for turn in (first, second)] == ["agent", "agent"]
     assert [turn["latency_ms"] for turn in (first, second)] == [500, 500]
     assert second["delay"] == 500
+
+
+def test_a_job_goes_on_when_the_hashes_of_its_last_prompt_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_HASH_BYTES", 5 * HASH_BYTES)
+    exchanges = Exchanges(tmp_path / "t.jsonl")
+    for start_s, (session, num_messages) in enumerate([("a", 3), ("a", 4), ("b", 2), ("a", 5)]):
+        exchanges.add(session, start_s, start_s + 0.5, num_messages)
+    turns = exchanges.end()
+    assert [turn["session"] for turn in turns] == ["a", "a", "b", "a"]
+    assert [turn["num_same_blocks"] for turn in turns] == [0, 3, 0, 0]
+    assert [len(turn["block_hashes"]) for turn in turns] == [3, 1, 2, 5]
+
+
+def test_jobs_beside_each_other_count_among_those_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_JOBS", 2)
+    exchanges = Exchanges(tmp_path / "t.jsonl")
+    for session, start_s, end_s in (("a", 0, 2), ("a", 1, 2), ("b", 3, 4), ("a", 5, 6)):
+        exchanges.add(session, start_s, end_s)
+    assert [turn["session"] for turn in exchanges.end()] == ["a", "a~2", "b", "a~3"]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import queue
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from tenuto.wire.response import Response
 from tenuto.workload.formats.conversations import (
     BLOCK_TOKENS,
     CHARS_PER_TOKEN,
+    HASH_BYTES,
     TOKENS_START,
     Beginning,
     Contents,
@@ -54,9 +56,11 @@ from tenuto.workload.schema import Span
 
 MAX_JOBS = 100_000
 """Number of jobs remembered between turns; the oldest are forgotten first."""
+MAX_HASH_BYTES = 2**27
+"""Most hashes of last prompts that are remembered: those of 9,000 prompts of 30,000 tokens."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
     """One job of the recording: a sequence of turns that do not overlap."""
 
@@ -68,7 +72,8 @@ class Lane:
     num_turns: int = 0
     last_arrival_s: float = 0.0
     last_end_s: float = 0.0
-    last_hashes: list[bytes] = field(default_factory=list)
+    last_hashes: bytes = b""
+    """Of its last prompt's pieces, one after the other. Empty once they are forgotten."""
     after: tuple[str, int, float] | None = None
     """Session and index of the turn in flight when this job began, and for how many seconds it had been."""
 
@@ -83,6 +88,10 @@ class Sessions:
 
     def __init__(self) -> None:
         self._lanes: OrderedDict[str, list[Lane]] = OrderedDict()
+        self._num_lanes = 0
+        self._hashed: OrderedDict[str, Lane] = OrderedDict()
+        """The lanes that have their last hashes, by session, in the order of their last turns."""
+        self._num_hash_bytes = 0
         self._names: set[str] = set()
         self._num_inferred = 0
         self._by_tokens = Lineage(BLOCK_TOKENS, MAX_JOBS)
@@ -106,13 +115,33 @@ class Sessions:
             key = f"\t\t{job_id}"
         lanes = self._lanes.setdefault(key, [])
         self._lanes.move_to_end(key)
-        if len(self._lanes) > MAX_JOBS:
-            self._lanes.popitem(last=False)
         idle = [lane for lane in lanes if lane.last_end_s <= arrival_s]
         if idle:
             return max(idle, key=lambda lane: _count_common(lane.last_hashes, pieces.hashes))
         lanes.append(self._make_lane(key, lanes, job_id or "job", tenant, arrival_s))
+        self._num_lanes += 1
+        while self._num_lanes > MAX_JOBS and len(self._lanes) > 1:
+            for lane in self._lanes.popitem(last=False)[1]:
+                self._num_lanes -= 1
+                self._forget_hashes(lane)
         return lanes[-1]
+
+    def end_turn(self, lane: Lane, exchange: Exchange, hashes: Sequence[bytes]) -> None:
+        """Note a lane's newest turn, and the hashes of its prompt's pieces."""
+        lane.num_turns += 1
+        lane.last_arrival_s, lane.last_end_s = exchange.arrival_s, exchange.end_s
+        self._forget_hashes(lane)
+        lane.last_hashes = b"".join(hashes)
+        self._num_hash_bytes += len(lane.last_hashes)
+        self._hashed[lane.session] = lane
+        # A lane without them stays a job. Its next turn is only written with all of its hashes.
+        while self._num_hash_bytes > MAX_HASH_BYTES:
+            self._forget_hashes(next(iter(self._hashed.values())))
+
+    def _forget_hashes(self, lane: Lane) -> None:
+        self._hashed.pop(lane.session, None)
+        self._num_hash_bytes -= len(lane.last_hashes)
+        lane.last_hashes = b""
 
     def remember(
         self, lane: Lane, pieces: Pieces, token_ids: Sequence[int] | None, output: Sequence[bytes]
@@ -155,8 +184,13 @@ class Sessions:
         return lane
 
 
-def _count_common(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _count_common(last: bytes, hashes: Sequence[bytes]) -> int:
+    """How many pieces two prompts share. A hash covers all pieces before it, so bisection finds the number."""
+
+    def differs(at: int) -> bool:
+        return last[at * HASH_BYTES : (at + 1) * HASH_BYTES] != hashes[at]
+
+    return bisect_left(range(min(len(last) // HASH_BYTES, len(hashes))), True, key=differs)
 
 
 MAX_WAITING_BYTES = 2**29
@@ -344,9 +378,7 @@ class TurnWriter:
             "prompt_text": request.pieces or None if self._keep_text else None,
             "answer_text": response.text if self._keep_text else None,
         }
-        lane.num_turns += 1
-        lane.last_arrival_s, lane.last_end_s = exchange.arrival_s, exchange.end_s
-        lane.last_hashes = pieces.hashes
+        self._sessions.end_turn(lane, exchange, pieces.hashes)
         return {name: value for name, value in row.items() if value is not None}
 
     def _find_ids(

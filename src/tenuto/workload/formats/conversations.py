@@ -43,6 +43,8 @@ GUESSED = "guessed_lengths"
 BLOCK_TOKENS = 16
 """Tokens per piece if token ids are known: vLLM's smallest block, so that every block size can be
 replayed."""
+HASH_BYTES = 8
+"""Size of a piece's hash."""
 TOKENS_START, TEXTS_START = b"tokens", b"texts"
 """Start values of the hash chains. They differ, so a block of tokens never has the hash of a text."""
 MAX_REMEMBERED = 300_000
@@ -205,7 +207,7 @@ class Hasher:
     def _chain(self, encoded: list[bytes], weights: list[int], parent: bytes) -> Pieces:
         hashes = []
         for piece in encoded:
-            parent = blake2b(b"\x00".join((parent, piece)), digest_size=8, key=self._key).digest()
+            parent = blake2b(b"\x00".join((parent, piece)), digest_size=HASH_BYTES, key=self._key).digest()
             hashes.append(parent)
         return Pieces(hashes, weights)
 
