@@ -185,7 +185,7 @@ class Sessions:
 
 
 def _count_common(last: bytes, hashes: Sequence[bytes]) -> int:
-    """How many pieces two prompts share. A hash covers all pieces before it, so bisection finds the number."""
+    """How many pieces two prompts share. A hash covers all pieces before it, so bisection finds it."""
 
     def differs(at: int) -> bool:
         return last[at * HASH_BYTES : (at + 1) * HASH_BYTES] != hashes[at]
