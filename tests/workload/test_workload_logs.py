@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 
 import pytest
@@ -220,6 +221,19 @@ def test_an_empty_session_is_no_session(write_rows):
     assert [job.job_id for job in jobs] == ["a"]
     jobs = load_workload(write_rows({"messages": [TASK], "session_id": ""})).jobs
     assert [job.job_id for job in jobs] == ["chat-0"]
+
+
+def test_a_row_costs_no_more_after_a_long_conversation(write_rows):
+    messages = [TASK, *[ANSWER, SEEN] * 600]
+    long = {"messages": messages, "session": "a"}
+    short = [{"messages": [{"role": "user", "content": f"{number}"}], "session": "a"} for number in range(300)]
+    times_s = []
+    for rows in ([*short, long], [long, *short]):
+        path = write_rows(*rows)
+        start_s = time.process_time()
+        load_workload(path)
+        times_s.append(time.process_time() - start_s)
+    assert times_s[1] < 3 * times_s[0]
 
 
 def test_times_too_far_apart_are_refused(write_rows):

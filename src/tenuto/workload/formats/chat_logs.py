@@ -15,7 +15,7 @@ long answers took is not in such logs, so the time between two requests counts a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -32,10 +32,12 @@ _MILLISECONDS = 1e11
 
 def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     """The jobs in the order of their first rows. Raises DataError naming file, line and field."""
-    conversations: dict[str, list[LoggedTurn]] = {}
-    by_prompt: dict[tuple[str, ...], str] = {}
+    maker = JobMaker()
+    conversations: dict[str, _Conversation] = {}
+    by_prompt: dict[bytes, str] = {}
     for record in records:
         pieces = _read_pieces(record)
+        hashes = maker.hash_prompt(pieces).hashes
         messages = [message.values for message in record.records("messages")]
         names = (str(record.values[key]) for key in _SESSIONS if key in record)
         name = next(filter(None, names), None)
@@ -45,43 +47,54 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
         answer, usage = read_choice(source), source.get("usage")
         is_whole = messages[-1].get("role") == "assistant" and answer is None and name is None
         if name is None and not (is_whole and sent_s is None):
-            ends = (by_prompt.get(pieces[:end]) for end in range(len(pieces) - 1, 0, -1))
-            name = next((each for each in ends if each is not None), None)
+            known = (by_prompt.get(each) for each in reversed(hashes[:-1]))
+            name = next((each for each in known if each is not None), None)
         if name is None:
             name = f"chat-{len(conversations)}"
         usage = usage if isinstance(usage, dict) else {}
         asked = LoggedTurn(record, pieces, answer, usage, sent_s)
-        _add_row(conversations.setdefault(name, []), messages, asked)
+        conversations.setdefault(name, _Conversation()).add_row(messages, hashes, asked)
         if not is_whole:
-            by_prompt[pieces] = name
-    times = [turn.sent_s for turns in conversations.values() for turn in turns if turn.sent_s is not None]
-    for turns in conversations.values():
+            by_prompt[hashes[-1]] = name
+    jobs = {name: conversation.turns for name, conversation in conversations.items()}
+    times = [turn.sent_s for turns in jobs.values() for turn in turns if turn.sent_s is not None]
+    for turns in jobs.values():
         for index, (turn, following) in enumerate(list(pairwise(turns))):
             if turn.sent_s is not None and following.sent_s is not None:
                 turns[index] = replace(turn, tool_s=max(0.0, following.sent_s - turn.sent_s))
-    make_job, start_s = JobMaker().make_job, min(times, default=0.0)
-    return [make_job(name, turns, start_s) for name, turns in conversations.items() if turns]
+    start_s = min(times, default=0.0)
+    return [maker.make_job(name, turns, start_s) for name, turns in jobs.items() if turns]
 
 
-def _add_row(turns: list[LoggedTurn], messages: list[dict[str, Any]], asked: LoggedTurn) -> None:
-    """Add a row's answers, except those that an earlier row contains or asked for.
+@dataclass(slots=True)
+class _Conversation:
+    """The turns of the rows that belong together."""
 
-    `asked` is the answer to the whole row.
-    """
-    shift = len(asked.prompt) - len(messages)
-    known = {turn.prompt: index for index, turn in enumerate(turns)}
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant" or index + shift == 0:
-            continue
-        prompt = asked.prompt[: index + shift]
-        if prompt in known:
-            turn = turns[known[prompt]]
-            if turn.message is None:
-                turns[known[prompt]] = replace(turn, message=message)
-        else:
-            turns.append(LoggedTurn(asked.place, prompt, message, {}))
-    if messages[-1].get("role") != "assistant" or asked.message is not None:
-        turns.append(asked)
+    turns: list[LoggedTurn] = field(default_factory=list)
+    _indices: dict[bytes, int] = field(default_factory=dict)
+    """Of the turns, by the last hash of their prompts. Comparing the prompts takes minutes if they are long."""
+
+    def add_row(self, messages: list[dict[str, Any]], hashes: Sequence[bytes], asked: LoggedTurn) -> None:
+        """Add a row's answers, except those that an earlier row contains or asked for.
+
+        `asked` is the answer to the whole row, `hashes` are those of its prompt's pieces.
+        """
+        shift = len(asked.prompt) - len(messages)
+        for index, message in enumerate(messages):
+            num_pieces = index + shift
+            if message.get("role") != "assistant" or num_pieces == 0:
+                continue
+            known = self._indices.get(hashes[num_pieces - 1])
+            if known is None:
+                self._add(LoggedTurn(asked.place, asked.prompt[:num_pieces], message, {}), hashes)
+            elif self.turns[known].message is None:
+                self.turns[known] = replace(self.turns[known], message=message)
+        if messages[-1].get("role") != "assistant" or asked.message is not None:
+            self._add(asked, hashes)
+
+    def _add(self, turn: LoggedTurn, hashes: Sequence[bytes]) -> None:
+        self._indices[hashes[len(turn.prompt) - 1]] = len(self.turns)
+        self.turns.append(turn)
 
 
 def _read_pieces(record: Fields) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class JobMaker:
         return Job(job_id, start or 0.0, tuple(turns))
 
     def _make_turn(self, output_id: str, logged: LoggedTurn, at_s: float | None) -> TurnSpec:
-        pieces = self._hash(logged.prompt)
+        pieces = self.hash_prompt(logged.prompt)
         num_prompt, num_output = _get_counts(logged)
         answer = read_message({"role": "assistant", **(logged.message or {})})
         is_guessed = num_prompt is None or num_output is None
@@ -130,7 +130,8 @@ class JobMaker:
             extra={GUESSED: True} if is_guessed else {},
         )
 
-    def _hash(self, prompt: tuple[str, ...]) -> Pieces:
+    def hash_prompt(self, prompt: tuple[str, ...]) -> Pieces:
+        """The hashes of its pieces."""
         # Most prompts continue the one before them. Only what is new is hashed.
         before, known = self._last
         if prompt[: len(before)] != before:
