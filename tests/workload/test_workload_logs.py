@@ -226,7 +226,8 @@ def test_an_empty_session_is_no_session(write_rows):
 def test_a_row_costs_no_more_after_a_long_conversation(write_rows):
     messages = [TASK, *[ANSWER, SEEN] * 600]
     long = {"messages": messages, "session": "a"}
-    short = [{"messages": [{"role": "user", "content": f"{number}"}], "session": "a"} for number in range(300)]
+    asks = [[{"role": "user", "content": f"{number}"}] for number in range(300)]
+    short = [{"messages": messages, "session": "a"} for messages in asks]
     times_s = []
     for rows in ([*short, long], [long, *short]):
         path = write_rows(*rows)
@@ -234,6 +235,16 @@ def test_a_row_costs_no_more_after_a_long_conversation(write_rows):
         load_workload(path)
         times_s.append(time.process_time() - start_s)
     assert times_s[1] < 3 * times_s[0]
+
+
+@pytest.mark.parametrize("taken", ["chat-0", "chat-1"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_conversation_without_an_id_takes_no_name_of_a_session(write_rows, taken, is_first):
+    named = {"messages": [TASK], "session": taken}
+    others = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two")]
+    jobs = load_workload(write_rows(*([named, *others] if is_first else [*others, named]))).jobs
+    assert len({job.job_id for job in jobs}) == 3
+    assert all(len(job.turns) == 1 for job in jobs)
 
 
 def test_times_too_far_apart_are_refused(write_rows):

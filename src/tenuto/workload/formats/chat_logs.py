@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import count, filterfalse, pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
@@ -35,12 +35,13 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
     maker = JobMaker()
     conversations: dict[str, _Conversation] = {}
     by_prompt: dict[bytes, str] = {}
-    for record in records:
+    ids = [_find_id(record) for record in records]
+    # A later row may have an id of this form.
+    free_names = filterfalse(set(ids).__contains__, map("chat-{}".format, count()))
+    for record, name in zip(records, ids, strict=True):
         pieces = _read_pieces(record)
         hashes = maker.hash_prompt(pieces).hashes
         messages = [message.values for message in record.records("messages")]
-        names = (str(record.values[key]) for key in _SESSIONS if key in record)
-        name = next(filter(None, names), None)
         sent_s = _read_time(record)
         response = record.values.get("response")
         source = response if isinstance(response, dict) else record.values
@@ -50,7 +51,7 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
             known = (by_prompt.get(each) for each in reversed(hashes[:-1]))
             name = next((each for each in known if each is not None), None)
         if name is None:
-            name = f"chat-{len(conversations)}"
+            name = next(free_names)
         usage = usage if isinstance(usage, dict) else {}
         asked = LoggedTurn(record, pieces, answer, usage, sent_s)
         conversations.setdefault(name, _Conversation()).add_row(messages, hashes, asked)
@@ -72,7 +73,7 @@ class _Conversation:
 
     turns: list[LoggedTurn] = field(default_factory=list)
     _indices: dict[bytes, int] = field(default_factory=dict)
-    """Of the turns, by the last hash of their prompts. Comparing the prompts takes minutes if they are long."""
+    """Of the turns, by the last hash of their prompts. To compare long prompts would take minutes."""
 
     def add_row(self, messages: list[dict[str, Any]], hashes: Sequence[bytes], asked: LoggedTurn) -> None:
         """Add a row's answers, except those that an earlier row contains or asked for.
@@ -95,6 +96,11 @@ class _Conversation:
     def _add(self, turn: LoggedTurn, hashes: Sequence[bytes]) -> None:
         self._indices[hashes[len(turn.prompt) - 1]] = len(self.turns)
         self.turns.append(turn)
+
+
+def _find_id(record: Fields) -> str | None:
+    ids = (str(record.values[key]) for key in _SESSIONS if key in record)
+    return next(filter(None, ids), None)
 
 
 def _read_pieces(record: Fields) -> tuple[str, ...]:
