@@ -10,7 +10,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
 from tenuto.core.requests import Hints, get_bounded_id
 from tenuto.core.reuse import PrefixMarks
-from tenuto.core.turn_work import KindCounts
+from tenuto.core.turn_work import FADE, MAX_NAMES, forget_some
 from tenuto.core.types import Job, LeaseEnd, LeaseRefusal, TakenBy, ToolCall, Turn, quick
 from tenuto.core.wishes import Verdict
 
@@ -315,17 +315,22 @@ class _Kinds:
         """The last blocks of the beginnings that count."""
         while 2 * (self._ends[-1] + 1) * block_size <= KIND_TOKENS:
             self._ends.append(2 * self._ends[-1] + 1)
-        self._beginnings = KindCounts()
-        """Only whether a beginning is known counts. How many jobs had it decides which is forgotten."""
+        self._beginnings: OrderedDict[int, float] = OrderedDict()
+        """How many jobs had each beginning; it decides which is forgotten. By its hash, because most prompts
+        have several beginnings that no other has."""
 
     def find(self, tenant: str | None, hashes: Sequence[Hashable]) -> str | None:
         """The name for a job with these hashes of its first prompt; None if the prompt has no full block."""
         names = [_name_block(hashes[end]) for end in self._ends if end < len(hashes)]
         if not names:
             return None
-        known = [name for name in names if self._beginnings.get(tenant, name) is not None]
-        for name in names:
-            self._beginnings.observe(tenant, name)
+        keys = [hash((tenant, name)) for name in names]
+        known = [name for name, key in zip(names, keys, strict=True) if key in self._beginnings]
+        for key in keys:
+            count = self._beginnings.pop(key, None)
+            self._beginnings[key] = 1.0 if count is None else FADE * count + 1
+            if len(self._beginnings) > MAX_NAMES:
+                forget_some(self._beginnings, float)
         return known[-1] if known else names[-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -89,18 +89,18 @@ class KindCounts:
     """
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[tuple[str | None, str | None], Counts] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, Counts] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kinds)
 
     def get(self, tenant: str | None, kind: str | None) -> Counts | None:
         """The counts of a kind; None if it was never seen or was forgotten."""
-        return self._kinds.get((tenant, kind))
+        return self._kinds.get(_get_name(tenant, kind))
 
     def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> bool:
         """Count a turn of this kind. Returns whether the kind is new."""
-        name = tenant, kind
+        name = _get_name(tenant, kind)
         counts = self._kinds.get(name)
         is_new = counts is None
         if counts is None:
@@ -111,3 +111,8 @@ class KindCounts:
         if len(self._kinds) > MAX_NAMES:
             forget_some(self._kinds, lambda counts: counts.turns)
         return is_new
+
+
+def _get_name(tenant: str | None, kind: str | None) -> Hashable:
+    # Without tenants, the kind's own text, which its jobs have too: a pair of them takes memory for each kind.
+    return kind if tenant is None else (tenant, kind)
