@@ -117,7 +117,7 @@ def test_of_jobs_with_the_same_text_the_one_with_the_prompt_s_name_goes_on() -> 
         for job, arrival in zip(jobs, arrivals, strict=True):
             later = Arrival(arrival.hints, 16, [*prompt, *range(20, 26)], [*hashes, "c", "d"])
             assert table.find("next", later, 1.0) is job
-    jobs[0].live_turn_ids["next"] = None
+    jobs[0].enter("next")
     assert table.find("parallel", later, 1.0) is jobs[1]
 
 
@@ -132,7 +132,7 @@ def test_a_retry_is_the_same_job_and_a_second_job_that_begins_alike_is_not() -> 
     first.num_turns = 2
     assert table.find("3", arrival, 1.0) is first
     assert table.find("4", Arrival(parse_hints({"tenant": "t"}), 10, prompt, hashes), 1.0) is not first
-    first.live_turn_ids["3"] = None
+    first.enter("3")
     assert table.find("5", arrival, 1.0) is not first, "its turn is still being answered"
 
 

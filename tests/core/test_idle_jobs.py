@@ -26,7 +26,7 @@ def test_the_first_to_forget_is_the_oldest_of_the_tenant_with_most(changes: list
             model[job_id] = tenant or ""
             idle.add(job_id, tenant)
         else:
-            idle.discard(job_id)
+            idle.discard(job_id, tenant)
         counts = Counter(model.values())
         most = min(counts, key=lambda name: (-counts[name], name), default=None)
         oldest = next((job_id for job_id, name in model.items() if name == most), None)
@@ -42,7 +42,7 @@ def test_tenants_without_idle_jobs_take_no_memory() -> None:
         idle.add(f"j{number}", f"tenant {number}")
         if number < 10_000:
             idle.get_first_to_forget()
-        idle.discard(f"j{number}")
+        idle.discard(f"j{number}", f"tenant {number}")
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(idle) == 0

@@ -110,7 +110,7 @@ def check_books(scheduler: Any) -> None:
     if turns.keys() != scheduler.requests.keys():
         differ = sorted(turns.keys() ^ scheduler.requests.keys())
         raise IntegrityError(f"the driver and the scheduler disagree on these requests: {differ[:5]}")
-    live = {turn_id: job.job_id for job in jobs.jobs.values() for turn_id in job.live_turn_ids}
+    live = {turn_id: job.job_id for job in jobs.jobs.values() for turn_id in job.live_turn_ids or ()}
     if live != {turn_id: turn.job.job_id for turn_id, turn in turns.items()}:
         raise IntegrityError("the jobs' live turns are not the driver's turns")
     if idle_and_live := [job_id for job_id in jobs.idle if jobs.jobs[job_id].live_turn_ids]:

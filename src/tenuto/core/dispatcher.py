@@ -157,7 +157,7 @@ class Jobs:
         job = self._jobs.get(job_id)
         if job is None:
             job = self._jobs[job_id] = JobBook(tenant)
-        self._idle.discard(job_id)
+        self._idle.discard(job_id, job.tenant)
         job.num_turns += 1
         job.num_open += 1
         return job
@@ -180,8 +180,10 @@ class Jobs:
 
     def forget(self, job_id: str) -> JobBook | None:
         """Forget a job and return what was known of it."""
-        self._idle.discard(job_id)
-        return self._jobs.pop(job_id, None)
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            self._idle.discard(job_id, job.tenant)
+        return job
 
 
 class Contents:

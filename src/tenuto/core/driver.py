@@ -152,10 +152,10 @@ class Driver:
             if parted_at is not None:
                 self.stats.parted_at.observe(parted_at)
         job.num_turns += 1
-        if len(job.live_turn_ids) >= self.limits.max_parallel_turns:
+        if len(job.live_turn_ids or ()) >= self.limits.max_parallel_turns:
             # Otherwise a client that sends all its requests under one job id would always go first.
             turn.job_arrival_s = now_s
-        job.live_turn_ids[turn_id] = None
+        job.enter(turn_id)
         self._turns[turn_id] = turn
         if self._fairness.arrive(turn, self._retention.get_num_leased_tokens()):
             self.leases.begin_counting()
@@ -272,7 +272,7 @@ class Driver:
             return
         self.stats.num_events += 1
         job = turn.job
-        del job.live_turn_ids[turn_id]
+        job.leave(turn_id)
         if self.pins.max_blocks:
             self.pins.finish(turn)
         self._retention.leave(turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,9 @@ class JobState:
     """Whether the client gave the job an id, as agents do whose requests belong together."""
     is_admitted: bool = False
     """Whether admission has let one of its turns start."""
-    live_turn_ids: dict[str, None] = field(default_factory=dict)
+    live_turn_ids: dict[str, None] | None = None
+    """Its waiting and running turns, in order of arrival; None if there are none. (Most jobs are idle, and an
+    emptied dict takes 0.2 kB.)"""
     num_short_tokens: Counter[str] | None = None
     """As `DriverStats.num_short_tokens`, for this job's turns."""
     account: Account = field(default_factory=Account)
@@ -98,6 +101,18 @@ class JobState:
     complete."""
     wish_news: Verdict | None = None
     """What became of the latest cache wish of its turns."""
+
+    def enter(self, turn_id: str) -> None:
+        """A turn arrived."""
+        if self.live_turn_ids is None:
+            self.live_turn_ids = {}
+        self.live_turn_ids[turn_id] = None
+
+    def leave(self, turn_id: str) -> None:
+        """A turn ended."""
+        assert self.live_turn_ids is not None
+        del self.live_turn_ids[turn_id]
+        self.live_turn_ids = self.live_turn_ids or None
 
     def get_view(self, arrival_s: float | None = None) -> Job:
         """The policy's view of the job. `arrival_s` replaces the job's own arrival."""
@@ -247,7 +262,7 @@ class JobTable:
             kind = self._kinds.find(tenant, arrival.hashes)
             job = JobState(job_id, now_s, tenant, kind, is_named=is_named, account=account)
             self.jobs[job_id] = job
-        self.idle.discard(job_id)
+        self.idle.discard(job_id, job.tenant)
         return job
 
     def _find_repeated(self, arrival: Arrival) -> str | None:
@@ -289,7 +304,7 @@ class JobTable:
     def forget(self, job: JobState) -> None:
         """Forget a job."""
         del self.jobs[job.job_id]
-        self.idle.discard(job.job_id)
+        self.idle.discard(job.job_id, job.tenant)
         self.lineage.forget(job.job_id)
         self.ledger.close(job.job_id, job.tenant or NOBODY, job.account)
 
@@ -346,8 +361,7 @@ class IdleJobs:
     """
 
     def __init__(self) -> None:
-        self._tenants: dict[str, str] = {}
-        """The tenant of each idle job."""
+        self._num_jobs = 0
         self._jobs: dict[str, OrderedDict[str, None]] = {}
         """Each tenant's idle jobs; the one that has been idle longest is first."""
         self._by_number = IndexedHeap()
@@ -355,30 +369,30 @@ class IdleJobs:
         self._changed: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return self._num_jobs
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tenants)
+        return itertools.chain.from_iterable(self._jobs.values())
 
     def add(self, job_id: str, tenant: str | None) -> None:
         """A job became idle now."""
-        if job_id in self._tenants:
-            self.discard(job_id)
+        self.discard(job_id, tenant)
         name = tenant or ""
-        self._tenants[job_id] = name
+        self._num_jobs += 1
         own = self._jobs.get(name)
         if own is None:
             own = self._jobs[name] = OrderedDict()
         own[job_id] = None
         self._changed.add(name)
 
-    def discard(self, job_id: str) -> None:
+    def discard(self, job_id: str, tenant: str | None) -> None:
         """A job is not idle any more, if it was."""
-        name = self._tenants.pop(job_id, None)
-        if name is None:
+        name = tenant or ""
+        own = self._jobs.get(name)
+        if own is None or job_id not in own:
             return
-        own = self._jobs[name]
         del own[job_id]
+        self._num_jobs -= 1
         if own:
             self._changed.add(name)
             return

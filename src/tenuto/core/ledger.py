@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 PLACES = ("gpu", "host", "disk")
 """Where blocks are held: by leases on the GPU, and by the tiers below it."""
@@ -42,13 +43,17 @@ class _Held:
     since_s: float = 0.0
 
 
+_NONE_HELD: Mapping[str, _Held] = MappingProxyType({})
+"""Shared by the many accounts that never hold a block."""
+
+
 @dataclass(slots=True, eq=False)
 class Account:
     """What one job, one tenant or all together used so far."""
 
     above: Account | None = None
     """The account of which it is a part."""
-    held: dict[str, _Held] = field(default_factory=dict)
+    held: Mapping[str, _Held] = field(default_factory=lambda: _NONE_HELD)
     """Blocks held, by place."""
     num_held_blocks: int = 0
     """Blocks held in all places."""
@@ -149,7 +154,8 @@ class Ledger:
         while each is not None:
             held = each.held.get(place)
             if held is None:
-                held = each.held[place] = _Held()
+                held = _Held()
+                each.held = {**each.held, place: held}
             elif now_s > held.since_s:  # a report from a part of the engine may be slightly late
                 held.block_s += held.num_blocks * (now_s - held.since_s)
             held.since_s = now_s if now_s > held.since_s else held.since_s

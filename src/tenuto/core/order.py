@@ -107,10 +107,11 @@ class Order:
             return []
         if self._asks_every_turn:
             return [turn.turn_id]
-        for turn_id in turn.job.live_turn_ids:
+        turn_ids = list(turn.job.live_turn_ids or ())
+        for turn_id in turn_ids:
             self._held.pop(turn_id, None)
             self._overdue.pop(turn_id, None)
-        return list(turn.job.live_turn_ids)
+        return turn_ids
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
         """Turns that have become overdue since the last call. They are admitted next and start first."""

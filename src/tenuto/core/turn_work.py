@@ -114,5 +114,5 @@ class KindCounts:
 
 
 def _get_name(tenant: str | None, kind: str | None) -> Hashable:
-    # Without tenants, the kind's own text, which its jobs have too: a pair of them takes memory for each kind.
+    # Without tenants it is the text that jobs of this kind have anyway, because a pair would take memory.
     return kind if tenant is None else (tenant, kind)
