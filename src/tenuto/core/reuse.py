@@ -84,7 +84,7 @@ class PrefixMarks:
         """The number of blocks of each kept prefix, longest first."""
         ends = [hashes[each - 1] for each in self._positions]
         are_bytes = bool(ends) and isinstance(ends[0], bytes)
-        self._hashes: Sequence[Hashable] = array("q", map(hash, ends)) if are_bytes else tuple(ends)
+        self._hashes: Sequence[Hashable] = array("q", [*map(hash, ends)]) if are_bytes else tuple(ends)
         """The hash of each kept prefix's last block."""
 
     def count_reusable_tokens(self, num_shared_blocks: int, num_prompt_tokens: int, block_size: int) -> int:

@@ -108,18 +108,6 @@ class _Wait:
     started_overdue: bool = False
 
 
-@dataclass(slots=True)
-class _JobMark:
-    """What the queue remembers of one job between turns."""
-
-    evicted_at: float | None = None
-    """The value of `_num_allocated` at which stock vLLM evicts the last finished turn's blocks."""
-    saved: float = 0.0
-    """Work that the job's latest turn saved by hits that stock vLLM would not have had."""
-    period: int = -1
-    """The period in which `saved` was counted; see `StockQueue`."""
-
-
 class StockQueue:
     """Finds the turns that have waited longer than in stock vLLM by more than the operator allows."""
 
@@ -143,9 +131,9 @@ class StockQueue:
         self._gone_work = 0.0
         self._backlog = 0.0
         self._saved = 0.0
-        """Sum of the work that the latest turn of each job saved in this period."""
-        self._period = 0
-        """A period ends when a turn arrives at an empty queue; this is the number of the current one."""
+        """Sum of the work that the latest turn of each job saved, since the queue was last empty."""
+        self._saved_by_job: dict[str, float] = {}
+        """This work: what stock vLLM would not have hit."""
         self._num_allocated = 0.0
         """Tokens that stock vLLM would have allocated for all turns that have arrived so far."""
         self._tokens_per_work = 1.0
@@ -160,7 +148,8 @@ class StockQueue:
         self._last_start_s = 0.0
         self._live: dict[str, _Wait] = {}
         """The turns in the engine."""
-        self._jobs: dict[str, _JobMark] = {}
+        self._evicted_at: dict[str, float] = {}
+        """By job: the `_num_allocated` at which stock vLLM evicts its last finished turn's blocks."""
         self._places: list[_Entry] = []
         """A heap of waiting turns by `place`. Turns that no longer wait are skipped, also below."""
         self._due: dict[bool, list[_Entry]] = {False: [], True: []}
@@ -250,15 +239,15 @@ class StockQueue:
         self._to_come.finish(turn.job)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
-        mark = self._jobs.setdefault(turn.job.job_id, _JobMark())
         # Stock vLLM would run as many turns now as have ever run at once.
         num_running = min(self._num_live, self._max_running)
         num_held = self._num_live_tokens / self._num_live * num_running if num_running else 0.0
-        mark.evicted_at = num_allocated + self._num_cache_tokens - num_held
+        self._evicted_at[turn.job.job_id] = num_allocated + self._num_cache_tokens - num_held
 
     def forget_job(self, job_id: str) -> None:
         """A job was forgotten."""
-        self._jobs.pop(job_id, None)
+        self._evicted_at.pop(job_id, None)
+        self._saved_by_job.pop(job_id, None)
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
         """Turns that became overdue since the last call, by begun work or by the longest allowed wait."""
@@ -378,9 +367,8 @@ class StockQueue:
 
     def _count_hits(self, turn: TurnState) -> int:
         """Tokens that stock vLLM would hit: all reusable ones, until it evicts the earlier turn's blocks."""
-        mark = self._jobs.get(turn.job.job_id)
-        end = None if mark is None else mark.evicted_at
-        return turn.num_reusable_tokens if end is not None and self._num_allocated < end else 0
+        is_cached = self._num_allocated < self._evicted_at.get(turn.job.job_id, -math.inf)
+        return turn.num_reusable_tokens if is_cached else 0
 
     def _count_running(self, now_s: float) -> None:
         self._last_start_s = now_s
@@ -392,13 +380,12 @@ class StockQueue:
 
     def _save(self, wait: _Wait, num_hit_tokens: int) -> None:
         """Count the work that a turn saved by hits that stock would not have had."""
-        turn, mark = wait.turn, self._jobs.setdefault(wait.turn.job.job_id, _JobMark())
-        if mark.period == self._period:
-            self._saved -= mark.saved
+        turn = wait.turn
         num_hit_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
-        mark.saved = max(0.0, wait.work - self._get_work(turn, num_hit_tokens))
-        mark.period = self._period
-        self._saved += mark.saved
+        saved = max(0.0, wait.work - self._get_work(turn, num_hit_tokens))
+        self._saved -= self._saved_by_job.get(turn.job.job_id, 0.0)
+        self._saved += saved
+        self._saved_by_job[turn.job.job_id] = saved
 
     def _stop_waiting(self, wait: _Wait) -> bool:
         """A turn no longer waits. Return whether it did. Without waiting turns, stock has no backlog."""
@@ -410,7 +397,7 @@ class StockQueue:
         self._backlog -= wait.work
         if not self._waiting and not self._overdue:
             self._backlog = self._saved = 0.0
-            self._period += 1
+            self._saved_by_job.clear()
             for heap in (self._places, *self._due.values()):
                 heap.clear()
             self._gone.clear()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tenuto.core.turn_work import MAX_NAMES, MIN_WEIGHT, Counts, KindCounts, forget_some, get_work
 from tenuto.core.types import Job, ToolCall, Turn
@@ -41,8 +42,7 @@ class _Counts:
     back: float = 0.0
 
 
-@dataclass(slots=True)
-class _Away:
+class _Away(NamedTuple):
     """One job: the classes that count it as away (empty while it is not), and whether it ever came back."""
 
     path: _Path = ()
@@ -65,12 +65,11 @@ class Returns:
         It counts as evidence of no return until the job comes back. A job that came back before is exempt
         when it calls a tool: it is always expected back, so it is no evidence.
         """
-        away = self._jobs.get(job.job_id)
-        if away is None:
-            away = self._jobs[job.job_id] = _Away()
+        away = self._jobs.get(job.job_id, _NEW)
         if away.path or (away.came_back and tool is not None):
             return
-        away.path, away.work = _get_path(job, tool, came_back=away.came_back), work
+        away = _Away(_get_path(job, tool, came_back=away.came_back), work, away.came_back)
+        self._jobs[job.job_id] = away
         decay = math.exp(-work * MIN_WEIGHT / PRIOR_TOKENS)
         for name in away.path:
             counts = self._classes.get(name)
@@ -87,13 +86,13 @@ class Returns:
 
     def come_back(self, job_id: str) -> None:
         """A job that was away sent its next turn."""
-        away = self._jobs.setdefault(job_id, _Away())
+        away = self._jobs.get(job_id, _NEW)
         for name in away.path:
             if name in self._classes:
                 self._classes[name].back += away.work
         if _NEW_TOOL in away.path:
             self.share_of_new = self._get_share((_NEW_TOOL,))
-        away.path, away.came_back = (), True
+        self._jobs[job_id] = _BACK
 
     def end(self, job_id: str) -> None:
         """Forget a job that ended. Its evidence stays."""
@@ -101,16 +100,14 @@ class Returns:
 
     def get_share(self, job: Job, tool: str | None) -> float:
         """The share of similar jobs that come back after such a turn; 1 for an exempt job."""
-        away = self._jobs.get(job.job_id)
-        came_back = away is not None and away.came_back
+        came_back = self.came_back(job.job_id)
         if came_back and tool is not None:
             return 1.0
         return self._get_share(_get_path(job, tool, came_back=came_back))
 
     def came_back(self, job_id: str) -> bool:
         """Whether a job ever came back."""
-        away = self._jobs.get(job_id)
-        return away is not None and away.came_back
+        return self._jobs.get(job_id, _NEW).came_back
 
     def get_figures(self) -> dict[str, float]:
         """The shares over all tenants: of new jobs with and without a tool call, of others without."""
@@ -139,6 +136,9 @@ class Returns:
         return f"Returns({dict(self._classes)}, {self._jobs})"
 
 
+_NEW = _Away()
+_BACK = _Away(came_back=True)
+"""Of all jobs that came back and are not counted as away."""
 _NOTHING = _Counts()
 _NEW_TOOL: _Class = ("new job, tool",)
 _NEW_NO_TOOL: _Class = ("new job, no tool",)
