@@ -235,7 +235,7 @@ def test_of_jobs_that_end_together_those_idle_longest_are_forgotten(max_idle: in
     kept = list("acd"[3 - max_idle :])
     assert list(driver._jobs.jobs) == kept == [lease.job_id for lease in driver.leases]
     assert all(driver._jobs.jobs[job_id].last_marks is not None for job_id in kept)
-    assert set(driver._jobs.lineage._finished) == set(waits._jobs) == set(kept)
+    assert set(driver._jobs.lineage._finished) == set(waits._evicted_at) == set(kept)
     assert driver.ledger.total.get_figures(3)["turns"] == 4
 
 

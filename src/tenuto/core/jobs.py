@@ -330,7 +330,7 @@ class _Kinds:
         """The last blocks of the beginnings that count."""
         while 2 * (self._ends[-1] + 1) * block_size <= KIND_TOKENS:
             self._ends.append(2 * self._ends[-1] + 1)
-        self._beginnings: OrderedDict[int, float] = OrderedDict()
+        self._beginnings: dict[int, float] = {}
         """How many jobs had each beginning; it decides which is forgotten. By its hash, because most prompts
         have several beginnings that no other has."""
 
@@ -426,8 +426,9 @@ _Span = tuple[int, int]
 """(end of the prompt's second-to-last full block, the prompt's length). The tokens between are compared."""
 _OUTPUT: _Span = (0, 0)
 """The span of an output's mark. The mark covers the whole prompt, so no tokens are left to compare."""
-_Key = tuple[Hashable, _Span, tuple[int, ...], str | None]
-"""A mark, a span, the prompt's tokens there, and the tenant: a turn never joins another tenant's job."""
+_Key = tuple[Hashable, _Span, int, str | None]
+"""A mark, a span, the hash of the prompt's tokens there, and the tenant: a turn never joins another tenant's
+job."""
 
 
 @dataclass(slots=True)
@@ -479,7 +480,7 @@ class Lineage:
         ends = (num_prompt_blocks, num_prompt_blocks - 1)
         keys: list[_Key] = [(hashes[end - 1], span, compared, tenant) for end in ends if end > 0]
         if len(hashes) > num_prompt_blocks:
-            keys.append((hashes[-1], _OUTPUT, (), tenant))
+            keys.append(_get_key(hashes[-1], _OUTPUT, prompt, tenant))
         self._num_remembered += 1
         turn = self._finished[job_id] = _Finished(self._num_remembered, tuple(keys))
         for key in turn.keys:
@@ -573,7 +574,7 @@ def _get_key(mark: Hashable, span: _Span, prompt: Sequence[int], tenant: str | N
     return mark, span, _get_compared(span, prompt), tenant
 
 
-def _get_compared(span: _Span, prompt: Sequence[int]) -> tuple[int, ...]:
+def _get_compared(span: _Span, prompt: Sequence[int]) -> int:
     boundary, num_prompt_tokens = span
     certain = max(boundary, num_prompt_tokens - GENERATION_PROMPT_SLACK)
-    return tuple(prompt[boundary:certain])
+    return hash(tuple(prompt[boundary:certain]))

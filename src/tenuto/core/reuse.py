@@ -64,25 +64,17 @@ class PrefixMarks:
     idle job. Those of the simulator are equal to others only while they exist, so they are kept themselves.
     """
 
-    __slots__ = ("_block_size", "_hashes", "_num_computed_tokens", "_num_prompt_tokens", "_positions")
+    __slots__ = ("_block_size", "_hashes", "_num_blocks", "_num_computed_tokens", "_num_prompt_tokens")
 
     def __init__(
         self, hashes: Sequence[Hashable], num_prompt_tokens: int, num_computed_tokens: int, block_size: int
     ) -> None:
         """`hashes`: the hashes of the turn's full blocks (prompt and output), of `block_size` tokens each."""
-        num_blocks = min(num_computed_tokens // block_size, len(hashes))
-        num_prompt_blocks = min(num_prompt_tokens // block_size, num_blocks)
-        positions = {num_blocks, num_prompt_blocks, num_prompt_blocks - 1}
-        distance = 1
-        while distance < num_blocks:
-            positions |= {distance, num_blocks - distance}
-            distance *= 2
         self._num_computed_tokens = num_computed_tokens
         self._num_prompt_tokens = num_prompt_tokens
         self._block_size = block_size
-        self._positions = array("I", [each for each in sorted(positions, reverse=True) if each > 0])
-        """The number of blocks of each kept prefix, longest first."""
-        ends = [hashes[each - 1] for each in self._positions]
+        self._num_blocks = min(num_computed_tokens // block_size, len(hashes))
+        ends = [hashes[each - 1] for each in self._get_positions()]
         are_bytes = bool(ends) and isinstance(ends[0], bytes)
         self._hashes: Sequence[Hashable] = array("q", [*map(hash, ends)]) if are_bytes else tuple(ends)
         """The hash of each kept prefix's last block."""
@@ -119,9 +111,21 @@ class PrefixMarks:
         Takes O(log n) time in the number of the turn's blocks.
         """
         is_short = isinstance(self._hashes, array)
-        for position, known in zip(self._positions, self._hashes, strict=True):
+        for position, known in zip(self._get_positions(), self._hashes, strict=True):
             if position <= len(hashes):
                 found = hashes[position - 1]
                 if (hash(found) if is_short else found) == known:
                     return position
         return 0
+
+    def _get_positions(self) -> list[int]:
+        """The number of blocks of each kept prefix, longest first. Not kept, because it takes memory."""
+        num_blocks = self._num_blocks
+        num_prompt_blocks = min(self._num_prompt_tokens // self._block_size, num_blocks)
+        positions = {0, num_blocks, num_prompt_blocks, max(0, num_prompt_blocks - 1)}
+        distance = 1
+        while distance < num_blocks:
+            positions.add(distance)
+            positions.add(num_blocks - distance)
+            distance *= 2
+        return sorted(positions, reverse=True)[:-1]

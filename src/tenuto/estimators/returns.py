@@ -18,7 +18,6 @@ took.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ class Returns:
     """Shares of jobs that come back, and which jobs are away. O(1) per turn."""
 
     def __init__(self) -> None:
-        self._classes: OrderedDict[_Class, _Counts] = OrderedDict()
+        self._classes: dict[_Class, _Counts] = {}
         self._jobs: dict[str, _Away] = {}
         self.share_of_new = 1.0
         """The share of new jobs that come back from a tool call, over all tenants."""
@@ -72,11 +71,8 @@ class Returns:
         self._jobs[job.job_id] = away
         decay = math.exp(-work * MIN_WEIGHT / PRIOR_TOKENS)
         for name in away.path:
-            counts = self._classes.get(name)
-            if counts is None:
-                counts = self._classes[name] = _Counts()
-            else:
-                self._classes.move_to_end(name)
+            known = self._classes.pop(name) if name in self._classes else None
+            counts = self._classes[name] = known or _Counts()
             counts.left = decay * counts.left + work
             counts.back *= decay
         if len(self._classes) > MAX_NAMES:
