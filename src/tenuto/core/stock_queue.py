@@ -101,8 +101,10 @@ class _Wait:
     """The number of the latest `place` and `extra`; heaps also hold earlier ones."""
     is_agents: bool = False
     """Whether its job is expected to send `LEAST_TURNS` turns, and the turn was not preempted."""
-    began: float = 0.0
-    """Work that the engine had begun before this turn started; until then, before it arrived."""
+    began_before: float = 0.0
+    """Work that the engine had begun before this turn arrived."""
+    began_at_start: float = 0.0
+    """Work that it had begun before this turn first started."""
     start_s: float = 0.0
     """When it got its first step, in seconds."""
     started_overdue: bool = False
@@ -173,7 +175,7 @@ class StockQueue:
         self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
         self._num_live_tokens += num_prompt_tokens
-        wait = _Wait(turn, self._num_arrived, turn.arrival_s, began=self._began)
+        wait = _Wait(turn, self._num_arrived, turn.arrival_s, began_before=self._began)
         self._live[turn.turn_id] = self._waiting[turn.turn_id] = wait
         if self._over is None:
             return
@@ -194,7 +196,7 @@ class StockQueue:
         self._count_running(now_s)
         wait = self._live[turn.turn_id]
         self._prompt.observe(turn.arrival.num_prompt_tokens)
-        wait.began, wait.start_s = self._began, now_s
+        wait.began_at_start, wait.start_s = self._began, now_s
         self._began += (work := self._get_work(turn, num_hit_tokens))
         self._work.observe(work)
         job = turn.job
@@ -234,7 +236,7 @@ class StockQueue:
         if not self._stop_waiting(wait):
             self._num_running -= 1
         self._output.observe(num_output_tokens)
-        self._service.observe(self._began - wait.began)
+        self._service.observe(self._began - wait.began_at_start)
         self._service_s.observe(now_s - wait.start_s)
         self._to_come.finish(turn.job)
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
@@ -341,7 +343,8 @@ class StockQueue:
                 due = place - self._skipped + wait.extra
                 self._push(self._due[wait.is_agents], due, wait)
                 if wait.is_agents:
-                    self._push(self._due[False], wait.began + AGENTS_LIMIT * (due - wait.began), wait)
+                    before = wait.began_before
+                    self._push(self._due[False], before + AGENTS_LIMIT * (due - before), wait)
 
     def _find_due(self) -> _Wait | None:
         """A waiting turn that is overdue now, and was not before; None if there is none."""
