@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tenuto.core.dispatcher import MAX_PARTS, Dispatcher, read_arrival
+from tenuto.core.requests import BILLING_TEXT
 from tenuto.core.router import Arrival, EngineInfo, Router
 
 CHAT = [{"role": "system", "content": "s" * 400}, {"role": "user", "content": "u" * 4000}]
@@ -78,6 +79,13 @@ def test_a_mark_that_moves_to_the_newest_message_changes_no_prompt(
     assert len({one.turn.job_id for one in dispatcher._turns.values()}) == 1
     first, second = read(write(0)).parts, read(write(1)).parts
     assert second[: len(first)] == first
+
+
+def test_what_claude_code_says_of_billing_changes_no_prompt() -> None:
+    """vLLM drops that part of the system prompt; it differs in each request."""
+    billing = [{"type": "text", "text": f"{BILLING_TEXT}: cch={number};"} for number in range(2)]
+    first, second = (read({"system": [each, *CHAT[:1]], "messages": CHAT[1:]}) for each in billing)
+    assert first.parts == second.parts
 
 
 @pytest.mark.parametrize("short", [{"prompt": "short"}, {"prompt": [1, 2, 3]}, {}])

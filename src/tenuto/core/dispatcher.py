@@ -25,7 +25,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import IdleJobs
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import is_key
-from tenuto.core.requests import read_hints
+from tenuto.core.requests import drop_mark, get_messages, read_hints, read_parts
 from tenuto.core.router import (
     NO_TOKENS,
     AnsweredTurn,
@@ -672,10 +672,7 @@ def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str,
 
 def _get_prompt(request: Mapping[str, Any]) -> Any:
     """The messages, or what `/v1/completions` takes instead."""
-    messages = request.get("messages")
-    messages = request.get("input") if messages is None else messages
-    if isinstance(messages, str):  # in the job's next turn, this is the first of several messages
-        return [{"role": "user", "content": messages}]
+    messages = get_messages(request)
     return request.get("prompt") if messages is None else messages
 
 
@@ -690,8 +687,8 @@ def _get_parts(request: Mapping[str, Any], messages: Any) -> Iterator[Part]:
         return
     for name in ("tools", "system", "instructions"):
         if request.get(name):
-            yield _make_part(_unmark_content(request[name]))
-    yield from (_make_part(_unmark(message)) for message in messages[:MAX_PARTS])
+            yield _make_part(read_parts(request[name]))
+    yield from (_make_part(_read_message(message)) for message in messages[:MAX_PARTS])
     if len(messages) > MAX_PARTS:  # one by one, millions of empty messages would take seconds
         yield _make_part(messages[MAX_PARTS:])
 
@@ -716,29 +713,12 @@ def _make_part(content: Any) -> Part:
     return Part(_digest(text), max(1, len(text) // CHARS_PER_TOKEN))
 
 
-def _unmark(message: Any) -> Any:
-    """A message in the form that it has in all turns of its job.
-
-    Clients mark their newest message with `cache_control`. Some write its text as a list for that.
-    """
+def _read_message(message: Any) -> Any:
+    """A message in the form that it has in all turns of its job."""
     if not isinstance(message, dict):
         return message
-    message = _drop_mark(message)
-    return {**message, "content": _unmark_content(message["content"])} if "content" in message else message
-
-
-def _unmark_content(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    content = [_drop_mark(part) if isinstance(part, dict) else part for part in content]
-    is_text = len(content) == 1 and isinstance(content[0], dict) and content[0].keys() == {"type", "text"}
-    return content[0]["text"] if is_text else content
-
-
-def _drop_mark(part: dict[str, Any]) -> dict[str, Any]:
-    if "cache_control" not in part:
-        return part
-    return {name: value for name, value in part.items() if name != "cache_control"}
+    message = drop_mark(message)
+    return {**message, "content": read_parts(message["content"])} if "content" in message else message
 
 
 def _write(content: Any) -> str:

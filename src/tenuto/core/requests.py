@@ -387,17 +387,14 @@ _HEAD_TYPES = (None, "message")
 
 def get_conversation_id(request: Mapping[str, Any]) -> str | None:
     """The name of a request's conversation; None if the request holds no messages."""
-    messages = request.get("messages")
-    messages = request.get("input") if messages is None else messages
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
+    messages = get_messages(request)
     if not isinstance(messages, list):
         return None
     digest = hashlib.blake2b(digest_size=12)
     try:
         # Besides messages, the Anthropic API has `system`, and OpenAI's Responses API has `instructions`.
-        for part in (*_get_parts(request.get("system")), *_get_parts(request.get("instructions"))):
-            digest.update(part)
+        for content in (request.get("system"), request.get("instructions")):
+            _add_content(digest, content)
         for name, key in _get_keys(request):
             digest.update(f"\0{name}\0{key}".encode(errors="replace"))
         num_messages = 0
@@ -405,12 +402,18 @@ def get_conversation_id(request: Mapping[str, Any]) -> str | None:
             if not isinstance(message, dict) or not is_head(message):
                 break
             digest.update(b"\0" + str(message.get("role")).encode(errors="replace") + b"\0")
-            for part in _get_parts(message.get("content")):
-                digest.update(part)
+            _add_content(digest, message.get("content"))
             num_messages += 1
     except (ValueError, TypeError, RecursionError):
         return None
     return f"{PREFIX}{digest.hexdigest()}" if num_messages else None
+
+
+def get_messages(request: Mapping[str, Any]) -> Any:
+    """A request's messages, whatever they are; None if it has none. A text alone is one message."""
+    messages = request.get("messages")
+    messages = request.get("input") if messages is None else messages
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 def is_conversation_id(name: str) -> bool:
@@ -436,20 +439,31 @@ BILLING_TEXT = "x-anthropic-billing-header"
 """Claude Code sends a system prompt part that begins so and differs in each request. vLLM drops that part."""
 
 
-def _get_parts(content: Any) -> Iterator[bytes]:
-    """The texts and other parts of a message's content, in one form.
+def read_parts(content: Any) -> list[Any]:
+    """The parts of a message's content, in the form that they have in all requests: texts, and objects.
 
-    Clients write the same text as a string or as a list of parts, and move markers such as `cache_control`
-    from message to message.
+    Clients write the same text as a string or as a list of parts, and move marks such as `cache_control` from
+    message to message.
     """
-    for part in content[:MAX_HEAD_MESSAGES] if isinstance(content, list) else [content]:
+    parts: list[Any] = []
+    for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, dict) else part
         if isinstance(text, str):
-            if not text.startswith(BILLING_TEXT):
-                yield text.encode(errors="replace")
+            parts += [] if text.startswith(BILLING_TEXT) else [text]
         elif isinstance(part, dict):
-            rest = {name: value for name, value in part.items() if name != "cache_control"}
-            yield json.dumps(rest, sort_keys=True).encode()
+            parts.append(drop_mark(part))
+    return parts
+
+
+def drop_mark(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A message, or a part of one, without the mark for the cache."""
+    return {name: value for name, value in part.items() if name != "cache_control"}
+
+
+def _add_content(digest: hashlib.blake2b, content: Any) -> None:
+    for part in read_parts(content[:MAX_HEAD_MESSAGES] if isinstance(content, list) else content):
+        text = part if isinstance(part, str) else json.dumps(part, sort_keys=True)
+        digest.update(text.encode(errors="replace"))
 
 
 # Hints in foreign formats: vllm-router's `agentic_context`, and vLLM's `kv_hints`. Both may contain wishes
