@@ -13,7 +13,6 @@ from tenuto.cli.command import Command, Given, Part
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
 from tenuto.core.console import Progress, format_time
 from tenuto.core.settings import option
-from tenuto.records.codec import MAX_COUNT
 from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.compare import (
     Cell,
@@ -27,7 +26,7 @@ from tenuto.sim.compare import (
 )
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
-from tenuto.workload.load import JPS_HELP, LoadOptions
+from tenuto.workload.load import JPS_HELP, LoadOptions, seed_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +36,7 @@ class CompareOptions(GridOptions):
     GROUP = "the sweep"
 
     jps: tuple[float, ...] = option((), JPS_HELP, above=0, alias="--request-rate")
-    seeds: tuple[int, ...] = option(
-        (42,), "seeds of the arrivals and of generated jobs", minimum=0, maximum=MAX_COUNT, alias="--seed"
-    )
+    seeds: tuple[int, ...] = seed_option((42,), "seeds of the arrivals and of generated jobs")
     out: Path = option(MISSING, "results.jsonl goes here", metavar="DIR")
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     ray: str | None = option(None, "run on a Ray cluster instead (auto: find it)", metavar="ADDRESS")

@@ -15,7 +15,6 @@ from tenuto.client.address import api_key_option, check_api_key, check_url
 from tenuto.core.console import Progress
 from tenuto.core.errors import TenutoError
 from tenuto.core.settings import Options, option
-from tenuto.records.codec import MAX_COUNT
 from tenuto.sim.compare import Cell, check_cells, make_stock
 from tenuto.sim.estimate import (
     MAX_JOBS,
@@ -31,7 +30,7 @@ from tenuto.sim.plan import SeedRunner
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
 from tenuto.sim.steady import take_sample
-from tenuto.workload.load import GENERATORS, LoadOptions
+from tenuto.workload.load import GENERATORS, LoadOptions, seed_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +53,7 @@ class EstimateOptions(Options):
         None, "jobs arriving per second, in all", above=0, alias="--request-rate", shown_default="as recorded"
     )
     machines: int = option(1, "servers that share the traffic, each with --tp GPUs", minimum=1)
-    seeds: tuple[int, ...] = option(
-        (42, 43, 44),
-        "seeds of the arrivals and of generated jobs",
-        minimum=0,
-        maximum=MAX_COUNT,
-        alias="--seed",
-    )
+    seeds: tuple[int, ...] = seed_option((42, 43, 44), "seeds of the arrivals and of generated jobs")
     limit_s: float = option(110.0, "leave out parts that are not done after S seconds", above=0)
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")

@@ -13,7 +13,6 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
-from tenuto.records.codec import MAX_COUNT
 from tenuto.records.text import write_csv
 from tenuto.sim.compare import Cell, check_cells
 from tenuto.sim.fidelity import get_margin
@@ -36,7 +35,7 @@ from tenuto.sim.plan import (
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.sim.steady import Target, take_sample
-from tenuto.workload.load import LoadOptions
+from tenuto.workload.load import LoadOptions, seed_option
 
 _CHANGES = -1
 """The number of the measurement of what changes the plan; setups are numbered from 0."""
@@ -76,13 +75,7 @@ class PlanOptions(GridOptions):
         shown_default="the largest error of predictions that were too fast for such a GPU, at least 0.05",
     )
     jps: float = option(MISSING, "jobs arriving per second, in all", above=0, alias="--request-rate")
-    seeds: tuple[int, ...] = option(
-        (42, 43, 44),
-        "a machine must be steady with each of these seeds",
-        minimum=0,
-        maximum=MAX_COUNT,
-        alias="--seed",
-    )
+    seeds: tuple[int, ...] = seed_option((42, 43, 44), "a machine must be steady with each of these seeds")
     prices: dict[str, float] = option(
         dict,
         "dollars per GPU and hour; may be repeated. The cheapest plan is then the best",

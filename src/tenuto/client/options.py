@@ -22,8 +22,7 @@ from tenuto.client.address import (
 )
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
-from tenuto.records.codec import MAX_COUNT
-from tenuto.workload.load import JPS_HELP, LoadOptions
+from tenuto.workload.load import JPS_HELP, LoadOptions, seed_option
 
 SYNTAX = "NAME=URL[,URL…], NAME=vllm, NAME=policy:POLICY[,key=value…] or NAME=sim:POLICY[,key=value…]"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
@@ -421,9 +420,7 @@ class ValidateOptions(Options):
         read=_read_serve_args,
     )
     workload: str = option("ab8", "the jobs: a generator, or a file of `tenuto record`", metavar="NAME|FILE")
-    seed: int = option(
-        42, "seed of the first pair's jobs; each later pair has the next one", minimum=0, maximum=MAX_COUNT
-    )
+    seed: int = seed_option(42, "seed of the first pair's jobs; each later pair has the next one")
     out: Path = option(Path("validation"), "folder for page, record, runs and logs", metavar="DIR")
     config: str | None = option(
         None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.settings import Options, option
+from tenuto.core.settings import Form, Options, option
 from tenuto.records.codec import MAX_COUNT, MAX_SECONDS, Fields
 from tenuto.records.files import read_objects
 from tenuto.records.load import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
@@ -72,6 +72,12 @@ JPS_HELP = (
 _RANDOM = "the lengths of --workload random"
 
 
+def seed_option(default: int | tuple[int, ...], help: str) -> Any:
+    """An option for one seed, or for several, within the bounds that readers of records have."""
+    several: Form = {"alias": "--seed"} if isinstance(default, tuple) else {}
+    return option(default, help, minimum=0, maximum=MAX_COUNT, **several)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
     """The load that clients put on an engine. `make_workload` makes the jobs."""
@@ -95,7 +101,7 @@ class LoadOptions(Options):
     window_s: float | None = option(
         None, "jobs arrive for S seconds", above=0, shown_default="45 for generators, else all of the trace"
     )
-    seed: int = option(42, "seed of the arrivals and of generated jobs", minimum=0, maximum=MAX_COUNT)
+    seed: int = seed_option(42, "seed of the arrivals and of generated jobs")
     arrival: str = option(
         DEFAULT_ARRIVAL,
         "how jobs arrive at the rate of --jps: poisson, gamma:CV (a CV above 1 is burstier than poisson) or "
