@@ -74,8 +74,10 @@ _RANDOM = "the lengths of --workload random"
 
 def seed_option(default: int | tuple[int, ...], help: str) -> Any:
     """An option for one seed, or for several, within the bounds that readers of records have."""
-    several: Form = {"alias": "--seed"} if isinstance(default, tuple) else {}
-    return option(default, help, minimum=0, maximum=MAX_COUNT, **several)
+    form: Form = {"minimum": 0, "maximum": MAX_COUNT}
+    if isinstance(default, tuple):
+        form["alias"] = "--seed"
+    return option(default, help, **form)
 
 
 @dataclass(frozen=True, kw_only=True)
