@@ -121,7 +121,7 @@ def _has_restarted(before: Page, after: Page) -> bool:
     return any(old is not None and new is not None and new < old for old, new in pairs)
 
 
-def make_state(window: Window, server: dict[str, str | None]) -> dict[str, Any]:
+def make_state(window: Window, server: Mapping[str, Any]) -> dict[str, Any]:
     """The state at the newest look."""
     page = window.newest
     total, rate, percentile = page.total, window.rate, window.percentile
@@ -315,6 +315,8 @@ def _get_tiers(page: Page) -> list[dict[str, Any]]:
 
 TIMEOUT_S = 10.0
 """Seconds to wait for an answer. A server that computes a large step answers late."""
+OTHERS_WAIT_S = 1.5
+"""The same for one of several servers: the others are shown after that, before the next look is due."""
 _NUM_HISTORY = 120
 WIDTH = 80
 _LABEL_WIDTH = 10
@@ -443,7 +445,7 @@ class Watch:
         self._window = Window(window_s)
         self._answered: set[str] = set()
         """The servers that the looks in the window are of."""
-        self._server: dict[str, str | None] | None = None
+        self._server: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
         """The last state; None before the first."""
 
@@ -462,9 +464,10 @@ class Watch:
         page = next(iter(pages.values())) if len(answers) == 1 else join_pages(pages)
         if self._server is None:
             self._server = {"vllm": _ask_version(next(iter(shown)))}
+        urls = {client: get_base_url(str(client.base_url)) for client in answers}
+        self._server["no_answer"] = [url for client, url in urls.items() if client not in shown]
         self._server["url"] = ", ".join(
-            get_base_url(str(client.base_url)) + ("" if client in shown else " (no answer)")
-            for client in answers
+            url + ("" if client in shown else " (no answer)") for client, url in urls.items()
         )
         if pages.keys() != self._answered:
             # Without this, a server that answers again would have computed in one look all it ever did.
@@ -484,9 +487,11 @@ class Watch:
     def _ask(self, given: httpx.Client) -> dict[httpx.Client, _Answer]:
         """The page of a server, or those of a router's engines."""
         engines = self._engines.get(given)
+        is_one = len(self._given) == 1
+        timeout_s = TIMEOUT_S if is_one and not engines else OTHERS_WAIT_S
         try:
             # A router's engines join and leave. A server is not asked for them again.
-            urls = () if engines == {} else parse_engines(given.get(LIST_PATH).text)
+            urls = () if engines == {} else parse_engines(given.get(LIST_PATH, timeout=timeout_s).text)
         except httpx.HTTPError as error:
             if not engines:
                 return {given: error}
@@ -494,7 +499,9 @@ class Watch:
         known = engines or {}
         engines = {url: known.get(url) or _connect(url, given) for url in urls or known}
         clients = tuple(engines.values()) or (given,)
-        answers = dict(zip(clients, _ask_all(_read_page, clients), strict=True))
+        timeout_s = TIMEOUT_S if is_one and len(clients) == 1 else OTHERS_WAIT_S
+        pages = _ask_all(partial(_read_page, timeout_s=timeout_s), clients)
+        answers = dict(zip(clients, pages, strict=True))
         if engines or isinstance(answers[given], Page):
             self._engines[given] = engines
         return answers
@@ -507,20 +514,27 @@ T = TypeVar("T")
 def _ask_all(ask: Callable[[httpx.Client], T], clients: Sequence[httpx.Client]) -> list[T]:
     """Ask all at the same time, because one may hang. A pool's threads would outlive Ctrl-C."""
     answers: dict[httpx.Client, T] = {}
-    threads = [
-        threading.Thread(target=lambda each=each: answers.update({each: ask(each)}), daemon=True)
-        for each in clients
-    ]
+    failures: list[Exception] = []
+
+    def ask_one(client: httpx.Client) -> None:
+        try:
+            answers[client] = ask(client)
+        except Exception as error:  # for the thread that waits
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask_one, args=(each,), daemon=True) for each in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
     return [answers[each] for each in clients]
 
 
-def _read_page(client: httpx.Client) -> _Answer:
+def _read_page(client: httpx.Client, timeout_s: float) -> _Answer:
     try:
-        return parse_page(client.get("/metrics").raise_for_status().text, time.time())
+        return parse_page(client.get("/metrics", timeout=timeout_s).raise_for_status().text, time.time())
     except (httpx.HTTPError, DataError) as error:
         return error
 
@@ -606,6 +620,8 @@ def make_line(state: Mapping[str, Any]) -> str:
         parts.append(f"faults {_n(state['policy']['faults'])}")
         if (mode := state["server"].get("mode")) not in (None, "on"):
             parts.append(f"mode {mode}")
+    if silent := state["server"].get("no_answer"):
+        parts.append(f"no answer from {', '.join(silent)}")
     return " | ".join(parts)
 
 

@@ -317,6 +317,36 @@ def test_servers_are_asked_at_the_same_time(metrics: FakeMetrics) -> None:
     assert len(Watch(clients, "both", 60).look()["engines"]) == 2
 
 
+def test_one_that_hangs_is_named_and_the_others_do_not_wait_for_it(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "OTHERS_WAIT_S", 0.2)
+    with closing(FakeServer(FakeMetrics())) as other:
+        urls = [server.url, other.url]
+        with closing(connect(server.url, None)) as first, closing(connect(other.url, None)) as second:
+            watched = Watch([first, second], "both", 60)
+            assert "no answer" not in make_line(watched.look())
+            other.delay_s = 2.0
+            began_s = time.monotonic()
+            state = watched.look()
+            assert time.monotonic() - began_s < 1.5
+        assert make_line(state).endswith(f"no answer from {other.url}")
+        server.engines = urls
+        with closing(connect(server.url, None)) as client:
+            began_s = time.monotonic()
+            assert Watch([client], "router", 60).look()["server"]["no_answer"] == [other.url]
+            assert time.monotonic() - began_s < 1.5
+
+
+def test_what_nobody_expects_is_told_as_it_is(metrics: FakeMetrics) -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise RuntimeError("nobody expects this")
+
+    client = httpx.Client(base_url="http://a", transport=httpx.MockTransport(fail))
+    with pytest.raises(RuntimeError, match="nobody expects this"):
+        Watch([client], "one", 60).look()
+
+
 def test_servers_of_one_host_differ_by_their_paths(server: FakeServer) -> None:
     with (
         closing(connect(f"{server.url}/a", None)) as first,
