@@ -239,8 +239,11 @@ def _make_list(given: Any) -> list[Any]:
 
 
 def _from_numpy(value: Any) -> Any:
-    """A number of numpy's as Python's own; any other value as it is."""
-    return getattr(value, "item", lambda: value)()
+    """A number of numpy's as Python's own; any other value as it is, for the options' own checks."""
+    try:
+        return value.item()
+    except (AttributeError, TypeError, ValueError):  # not numpy's, or several numbers
+        return value
 
 
 def _place(

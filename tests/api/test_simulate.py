@@ -247,6 +247,14 @@ def test_rates_and_seeds_may_come_from_numpy() -> None:
     assert forget_what_differs(one) == forget_what_differs(records[1])
 
 
+@pytest.mark.parametrize("name", ["jps", "seed", "window_s"])
+def test_several_numbers_where_one_belongs_are_an_error_of_ours(name: str) -> None:
+    several = pytest.importorskip("pandas").Series([1, 2])
+    for given in (several, several.to_numpy()):
+        with pytest.raises(ConfigError, match=f"--{name.removesuffix('_s')} must be .*, got"):
+            tenuto.simulate("stock", **(SMALL | {name: given}))
+
+
 def test_frames() -> None:
     pytest.importorskip("pandas")
     result = tenuto.simulate("stock", jps=1.0, **SMALL)
