@@ -71,6 +71,9 @@ RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
 """Share of the prompt tokens that are computed again, at which a decoding turn's wait counts twice."""
+LEAST_SPEED = 0.5
+"""If answers go first only because memory is short, a step has at least this share of the fastest size's
+speed. Slower steps would make a queue of prompts, and so make memory shorter still."""
 LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 
@@ -122,8 +125,8 @@ def choose_step_tokens(
         speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
         enough = min(SLACK * rate, max(speeds) / SLACK**2)
         if share < usual_weight * (work.busy - share):
-            # Only because memory is short. Much slower steps would make a queue, and so make memory shorter.
-            enough = max(enough, max(speeds) / 2)
+            # Only because memory is short.
+            enough = max(enough, LEAST_SPEED * max(speeds))
         delays = {
             size: get_delay(size, n)
             for size, n, speed in zip(sizes, balances, speeds, strict=True)
