@@ -461,6 +461,18 @@ def test_the_command_shows_and_changes() -> None:
     assert (status, text) == (1, "rank 1: no answer within 30 s")
 
 
+def test_the_operator_releases_one_tenant_s_job_whose_id_another_has_too() -> None:
+    engine = start({"policy": KEEP_ALL})
+    ann, bob = map(tenants.get_key_name, ("ann", "bob"))
+    for tenant in (ann, bob):
+        hold(engine, "j", tenant)
+    client = make_client(engine, keys=["ann", "bob"])
+    assert run_command(client, "release", job="j", tenant=ann, api_key="bob") == (0, "job j: released")
+    assert [lease.turn.job.tenant for lease in engine.scheduler.driver.leases] == [bob]
+    with pytest.raises(ConfigError, match="--tenant"):
+        run_command(client, "status", tenant=ann)
+
+
 def test_the_operator_reads_a_job_s_ledger_also_where_a_client_s_key_is_at_hand() -> None:
     engine = start({"policy": KEEP_ALL})
     hold(engine, "j", ann := tenants.get_key_name("ann"))

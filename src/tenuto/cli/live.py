@@ -181,12 +181,14 @@ No request is lost. A wrong change is refused, and the server stays as it was.
   tenuto control set --url http://localhost:8000 --policy continuum --limit max_lease_s=60
   tenuto control set --url http://localhost:8000 --canary-share 0.1
   tenuto control release --url http://localhost:8000 --job task-17
+  tenuto control release --url http://localhost:8000 --job task-17 --tenant ann     the operator, with tenants
 """,
     options=(Part(ControlOptions),),
     run=_run_control,
     notes="""\
 The server must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the
-same key. Only release does not need it: a client ends its own jobs, with its own API key. Behind a router,
+same key. Only release does not need it: a client ends its own jobs, with its own API key. An operator says
+with --tenant whose job it is. Behind a router,
 give the URL of each engine in turn; only release may go through the router.
 
 Exit status: 0 if every data-parallel rank confirmed; 1 if a rank did not answer in time (ask for the status,

@@ -40,6 +40,7 @@ class _ServerOptions(Options):
 
     url: str = option(MISSING, "the server, e.g. http://localhost:8000", metavar="URL")
     job: str | None = option(None, "one job, by its id; its own client needs no operator's key", metavar="ID")
+    tenant: str | None = option(None, "the tenant of --job, for an operator", metavar="NAME")
     admin_key: str | None = option(
         None, "the operator's key, equal to the server's", environment="TENUTO_ADMIN_KEY", metavar="KEY"
     )
@@ -53,6 +54,8 @@ class _ServerOptions(Options):
         check_url(self.url)
         check_api_key(self.api_key)
         check_api_key(self.admin_key, "the operator's key (--admin-key or $TENUTO_ADMIN_KEY)")
+        if self.tenant is not None and self.job is None:
+            raise ConfigError("--tenant says whose --job it is; there is no --job")
 
     def require_admin_key(self) -> str:
         """The operator's key. Raises ConfigError if there is none."""
@@ -90,10 +93,10 @@ class _ServerOptions(Options):
                     f"no answer from {self.base_url}: {error or type(error).__name__}"
                 ) from error
 
-    @property
-    def job_path(self) -> str:
-        """Where the server answers about the job."""
-        return f"jobs/{quote(self.job or '', safe='')}"
+    def get_job_path(self, end: str = "") -> str:
+        """Where the server answers about the job. `end`: what follows its id."""
+        query = "" if self.tenant is None else f"?tenant={quote(self.tenant, safe='')}"
+        return f"jobs/{quote(self.job or '', safe='')}{end}{query}"
 
     @property
     def base_url(self) -> str:
@@ -192,7 +195,9 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
     does not answer.
     """
     if options.action == "release":
-        response = options.ask(client, f"{options.job_path}/release", options.api_key, {})
+        # A client's own key says whose job it is. Only an operator names the tenant.
+        key = options.api_key if options.tenant is None else options.admin_key or options.api_key
+        response = options.ask(client, options.get_job_path("/release"), key, {})
     else:
         key, operator = options.require_admin_key(), {"X-Tenuto-Operator": options.get_operator()}
         response = options.ask(client, "control", key, options.get_change() or None, **operator)
@@ -264,15 +269,12 @@ class LedgerOptions(_ServerOptions):
 
     GROUP = "the accounts"
 
-    tenant: str | None = option(None, "the tenant of --job, for an operator", metavar="NAME")
     csv: Path | None = option(None, "write a row of CSV for each account; - for stdout", is_written=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.job is None:
             self.require_admin_key()
-            if self.tenant is not None:
-                raise ConfigError("--tenant says whose --job it is; without --job, all tenants are shown")
 
 
 def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> tuple[list[Row], str | None]:
@@ -281,8 +283,7 @@ def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> t
     if options.job is None:
         response = options.ask(client, "ledger", options.admin_key)
     else:
-        query = "" if options.tenant is None else f"?tenant={quote(options.tenant, safe='')}"
-        response = options.ask(client, options.job_path + query, options.admin_key or options.api_key)
+        response = options.ask(client, options.get_job_path(), options.admin_key or options.api_key)
     try:
         answer = response.json()
         if response.status_code != 200:

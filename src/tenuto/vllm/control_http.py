@@ -149,7 +149,7 @@ class ControlAddresses:
         if is_operator:
             tenant = named if self._tenants.has_tenants else None
             if tenant is None and self._tenants.has_tenants:
-                return 400, {"error": "name the job's tenant: ?tenant=NAME (`tenuto ledger`: --tenant NAME)"}
+                return 400, {"error": "name the job's tenant: ?tenant=NAME (in the shell: --tenant NAME)"}
         elif not self._tenants.has_valid_key(headers):
             return 401, {"error": "Unauthorized"}
         else:
