@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("vllm", "0.31.0")
 
+import tenuto.vllm
 from tenuto.core.ledger import add_figures
 from tenuto.vllm.tiers.files import HEADER
 from tests.vllm.conftest import Clock
 from tests.vllm.test_tiers import begin_job, run_turns
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
-from tests.vllm.workerless import make_request
+from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
 
 
 @pytest.mark.parametrize("policy", ["stock", "tenuto", "infercept"])
@@ -96,6 +97,36 @@ def test_kv_on_the_disk_is_charged_to_the_job_that_used_it_last(tmp_path: Path, 
     charged = [each.get_figures(clock.now_s)["disk_block_seconds"] for each in accounts.values()]
     assert charged == [10 * 10.0 + 6 * 10.0, 10 * 10.0]
     engine.shutdown()
+
+
+@pytest.mark.parametrize("end", ["said before", "said after", "left early"])
+def test_a_prompt_that_is_streamed_in_is_counted_in_full(end: str) -> None:
+    """Answers before the last count as prompt, as in vLLM. The client says that it ends, or leaves."""
+    config = make_config(tenuto={"policy": "tenuto"})
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config))
+    prompts = [[7] * 100, [8] * 50, [9] * 30]
+    num_computed = 0
+    for number, prompt in enumerate(prompts):
+        request = make_request("talk", prompt, max_tokens=4, xargs={"job_id": "talk"})
+        request.resumable = True
+        engine.scheduler.add_request(request)
+        if number == 2 and end == "said before":
+            engine.scheduler.add_request(make_request("talk", [1]))
+        for _ in range(2 if number == 2 and end == "left early" else 8):
+            num_computed += engine.step().total_num_scheduled_tokens
+    account = engine.scheduler.driver.ledger.total
+    if end == "said after":
+        engine.scheduler.add_request(make_request("talk", [1]))
+    elif end == "left early":
+        engine.abort("talk")
+    assert not engine.scheduler.requests
+    engine.run()
+    figures = account.get_figures(0.0)
+    # Of each answer before the last, the last token is not computed, and vLLM drops it.
+    assert figures["prompt_tokens"] == 100 + 3 + 50 + 3 + 30
+    assert figures["computed_tokens"] == num_computed
+    assert figures["output_tokens"] == (2 if end == "left early" else 4)
+    assert figures["turns"] == 1
 
 
 def test_a_turn_that_is_aborted_pays_for_what_it_computed() -> None:

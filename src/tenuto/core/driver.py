@@ -185,7 +185,9 @@ class Driver:
         if turn is None:
             return False
         self.stats.num_events += 1
-        turn.num_held_tokens = turn.run_from = num_hit_tokens
+        turn.num_held_tokens = num_hit_tokens
+        if turn.run_from is None:  # else it runs on, with the next part of a prompt that is streamed in
+            turn.run_from = num_hit_tokens
         if turn.started:
             self._fairness.resume(turn, now_s)
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
@@ -265,8 +267,13 @@ class Driver:
         job = self._jobs.get(job_id)
         self.ledger.move(job_id, None if job is None else job.account, place, num_blocks, now_s)
 
-    def finish(self, turn_id: str, now_s: float, finish: Finish) -> None:
-        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them."""
+    def finish(
+        self, turn_id: str, now_s: float, finish: Finish, num_prompt_tokens: int | None = None
+    ) -> None:
+        """A turn ended. Call this just before the engine frees the turn's blocks: a lease may keep them.
+
+        `num_prompt_tokens`: of its whole prompt, of which parts may have been streamed in after its arrival.
+        """
         turn = self._turns.pop(turn_id, None)
         if turn is None:
             return
@@ -286,6 +293,7 @@ class Driver:
         if not finish.aborted:
             job.last_finish_s, job.last_tool = now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
+        turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
         retains = self._retains and not job.runs_as_stock
         goes_on = not (view.is_last or job.is_released)
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
@@ -314,7 +322,8 @@ class Driver:
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         num_computed_tokens = finish.num_computed_tokens
         if not finish.aborted:
-            num_computed_tokens = count_computed_tokens(arrival.num_prompt_tokens, finish.num_output_tokens)
+            num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
+            num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
             )
@@ -322,7 +331,8 @@ class Driver:
                 self._jobs.remember(job, arrival)
         if turn.started:
             run_from = num_computed_tokens if turn.run_from is None else turn.run_from
-            job.account.stop(max(0, num_computed_tokens - run_from), finish.num_output_tokens)
+            num_computed_tokens = max(0, num_computed_tokens - run_from)
+            job.account.stop(num_computed_tokens, finish.num_output_tokens, turn.num_added_tokens)
         if self._step_chooser is not None:
             if not turn.started:
                 self._step_chooser.observe_start(turn.turn_id)

@@ -142,6 +142,8 @@ class TurnState:
     """Those of the hit tokens that were loaded from a tier."""
     run_from: int | None = None
     """Tokens with KV when its current run began; None while it does not run."""
+    num_added_tokens: int = 0
+    """Tokens of its prompt that were streamed in after its arrival; known at its end."""
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     """Tokens that it had computed when it was last preempted."""

@@ -77,12 +77,16 @@ class Account:
             account.recomputed += num_missed_tokens
             account = account.above
 
-    def stop(self, num_computed_tokens: int, num_output_tokens: int = 0) -> None:
-        """A turn ended or was preempted. It computed `num_computed_tokens` since it last started."""
+    def stop(self, num_computed_tokens: int, num_output_tokens: int = 0, num_added_tokens: int = 0) -> None:
+        """A turn ended or was preempted. It computed `num_computed_tokens` since it last started.
+
+        `num_added_tokens`: of its prompt, those that were streamed in after its start.
+        """
         account: Account | None = self
         while account is not None:
             account.computed += num_computed_tokens
             account.output += num_output_tokens
+            account.prompt += num_added_tokens
             account = account.above
 
     def copy(self, *, num_loaded: int = 0, num_stored: int = 0, num_lost: int = 0) -> None:

@@ -357,7 +357,7 @@ class _DrivenScheduler(PrivateHooks):
             self.tier.finish(request, driver.get_finished_turn(request.request_id, finish))
         hooks.engine.begin_end(ended)
         try:
-            driver.finish(request.request_id, ended.now_s, finish)
+            driver.finish(request.request_id, ended.now_s, finish, request.num_prompt_tokens)
         finally:
             hooks.engine.leave(request.request_id)
         driver.stats.decision_s.observe(time.perf_counter() - started_s)
