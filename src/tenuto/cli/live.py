@@ -188,8 +188,8 @@ No request is lost. A wrong change is refused, and the server stays as it was.
     notes="""\
 The server must have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the
 same key. Only release does not need it: a client ends its own jobs, with its own API key. An operator says
-with --tenant whose job it is. Behind a router,
-give the URL of each engine in turn; only release may go through the router.
+with --tenant whose job it is. Behind a router, give the URL of each engine in turn; only release may go
+through the router.
 
 Exit status: 0 if every data-parallel rank confirmed; 1 if a rank did not answer in time (ask for the status,
 and try again); 2 if the server refused, or does not answer.
