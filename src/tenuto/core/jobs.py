@@ -378,13 +378,15 @@ class IdleJobs:
 
     def add(self, job_id: str, tenant: str | None) -> None:
         """A job became idle now."""
-        self.discard(job_id, tenant)
         name = tenant or ""
-        self._num_jobs += 1
         own = self._jobs.get(name)
         if own is None:
             own = self._jobs[name] = OrderedDict()
-        own[job_id] = None
+        if job_id in own:
+            own.move_to_end(job_id)
+        else:
+            own[job_id] = None
+            self._num_jobs += 1
         self._changed.add(name)
 
     def discard(self, job_id: str, tenant: str | None) -> None:
@@ -428,6 +430,7 @@ _Span = tuple[int, int]
 """(end of the prompt's second-to-last full block, the prompt's length). The tokens between are compared."""
 _OUTPUT: _Span = (0, 0)
 """The span of an output's mark. The mark covers the whole prompt, so no tokens are left to compare."""
+_NO_TOKENS = hash(())
 _Key = tuple[Hashable, _Span, int, str | None]
 """A mark, a span, the hash of the prompt's tokens there, and the tenant: a turn never joins another tenant's
 job."""
@@ -482,7 +485,7 @@ class Lineage:
         ends = (num_prompt_blocks, num_prompt_blocks - 1)
         keys: list[_Key] = [(hashes[end - 1], span, compared, tenant) for end in ends if end > 0]
         if len(hashes) > num_prompt_blocks:
-            keys.append(_get_key(hashes[-1], _OUTPUT, prompt, tenant))
+            keys.append((hashes[-1], _OUTPUT, _NO_TOKENS, tenant))
         self._num_remembered += 1
         turn = self._finished[job_id] = _Finished(self._num_remembered, tuple(keys))
         for key in turn.keys:

@@ -91,17 +91,18 @@ class KindCounts:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, Counts] = {}
+        """By tenant and kind. Without a tenant by the kind alone, because a pair would take memory."""
 
     def __len__(self) -> int:
         return len(self._kinds)
 
     def get(self, tenant: str | None, kind: str | None) -> Counts | None:
         """The counts of a kind; None if it was never seen or was forgotten."""
-        return self._kinds.get(_get_name(tenant, kind))
+        return self._kinds.get(kind if tenant is None else (tenant, kind))
 
     def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> bool:
         """Count a turn of this kind. Returns whether the kind is new."""
-        name = _get_name(tenant, kind)
+        name = kind if tenant is None else (tenant, kind)
         counts = self._kinds.pop(name, None)
         is_new = counts is None
         counts = self._kinds[name] = counts or Counts()
@@ -109,8 +110,3 @@ class KindCounts:
         if len(self._kinds) > MAX_NAMES:
             forget_some(self._kinds, lambda counts: counts.turns)
         return is_new
-
-
-def _get_name(tenant: str | None, kind: str | None) -> Hashable:
-    # Without tenants it is the text that jobs of this kind have anyway, because a pair would take memory.
-    return kind if tenant is None else (tenant, kind)

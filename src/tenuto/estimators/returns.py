@@ -96,7 +96,7 @@ class Returns:
 
     def get_share(self, job: Job, tool: str | None) -> float:
         """The share of similar jobs that come back after such a turn; 1 for an exempt job."""
-        came_back = self.came_back(job.job_id)
+        came_back = self._jobs.get(job.job_id, _NEW).came_back
         if came_back and tool is not None:
             return 1.0
         return self._get_share(_get_path(job, tool, came_back=came_back))
