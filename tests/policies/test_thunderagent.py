@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tenuto.core.loader import load_policy
@@ -27,7 +29,8 @@ class Story:
 
     def make_turn(self, job: str, num_tokens: int, now_s: float = 0.0, num_output_tokens: int = 0) -> Turn:
         number = self.num_turns.get(job, 1)
-        return Turn(f"{job}/{number}", Job(job, 0.0, number), now_s, num_tokens, num_output_tokens)
+        kind = job.partition("-")[0]
+        return Turn(f"{job}/{number}", Job(job, 0.0, number, kind=kind), now_s, num_tokens, num_output_tokens)
 
     def arrive(self, job: str, num_tokens: int, now_s: float = 0.0) -> Turn:
         self.num_turns[job] = self.num_turns.get(job, 0) + 1
@@ -52,6 +55,23 @@ class Story:
 
 
 # Decisions.
+
+
+@pytest.mark.parametrize(("counts_shared_once", "starts"), [(False, False), (True, True)])
+def test_what_jobs_of_one_kind_share_may_count_once(counts_shared_once: bool, starts: bool) -> None:
+    story = Story(counts_shared_once=counts_shared_once)
+    for job, num_hit_tokens in (("agent-1", 0), ("agent-2", 300)):
+        turn = story.start(job, 400)
+        story.policy.on_turn_started(replace(turn, num_hit_tokens=num_hit_tokens), 0.0)
+    # 800 tokens, of which 300 are the same. A third agent needs 100 more, another kind 400 more.
+    assert story.may_start(story.arrive("agent-3", 400)) == starts
+    assert story.may_start(story.arrive("other", 501)) is False
+    assert story.may_start(story.arrive("else", 500)) == starts
+    # As long as one of them is active, its own prompt counts in full.
+    story.finish("agent-1", 400)
+    story.policy.on_job_ended(Job("agent-1", 0.0, 1, kind="agent"), 1.0)
+    assert story.may_start(story.arrive("much", 601)) is False
+    assert story.may_start(story.arrive("less", 600))
 
 
 def test_jobs_start_while_their_contexts_fit() -> None:

@@ -52,8 +52,8 @@ class Thunderagent(Policy):
     shared length that it takes from its first request. Later ones set 100 aside and subtract nothing.
 
     Two more differences from the router. It resumes jobs only every 5 s, because it polls from outside the
-    engine. It can also let a context decay during a tool call, by 2^-t after t seconds, when it looks for room to
-    resume jobs (off by default); here that is left out.
+    engine. It can also let a context decay during a tool call, by 2^-t after t seconds, when it looks for
+    room to resume jobs (off by default); here that is left out.
 
     It behaves the same inside vLLM. Known weakness: contexts are counted, not held. KV of a job in a tool
     call is evicted by age, before newer KV of jobs that ended. When contexts grow, the policy pauses jobs
