@@ -674,6 +674,20 @@ FAULTS = (
         ("vllm/test_tier_copies.py::test_a_folder_with_others_files_or_of_another_user_is_refused",),
     ),
     Fault(
+        "disk: another user's files",
+        "vllm/tiers/files.py",
+        "return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()",
+        "return stat.S_ISREG(found.st_mode)",
+        ("vllm/test_tier_copies.py::test_what_another_user_put_into_the_folder_is_not_used",),
+    ),
+    Fault(
+        "disk: another user's engine folder",
+        "vllm/tiers/files.py",
+        "if path.is_symlink() or path.lstat().st_uid != os.geteuid():",
+        "if path.is_symlink():",
+        ("vllm/test_tier_copies.py::test_what_another_user_put_into_the_folder_is_not_used",),
+    ),
+    Fault(
         "disk: reads wait for writes",
         "vllm/tiers/disk.py",
         "(self._readers if is_read else self._writers).submit(",

@@ -24,7 +24,7 @@ from tenuto.vllm.compat import offload
 from tenuto.vllm.compat.offload import Adapter, LookupResult
 from tenuto.vllm.launch import Tiers
 from tenuto.vllm.tiers.disk import DiskTier
-from tenuto.vllm.tiers.files import HEADER, DamagedError, read_chunk, write_chunk
+from tenuto.vllm.tiers.files import HEADER, DamagedError, is_chunk, read_chunk, write_chunk
 from tenuto.vllm.tiers.worker import Copies, Job, Part, get_rows, make_part, read_rows
 
 
@@ -643,6 +643,27 @@ def test_a_folder_with_others_files_or_of_another_user_is_refused(
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="belongs to another user"):
         Tiers(1, str(folder)).check()
+
+
+def test_what_another_user_put_into_the_folder_is_not_used(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view)
+    assert store(tier, b"a") == [True]
+    tier.shutdown()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    monkeypatch.setattr(disk, "prepare_folder", lambda folder: None)
+    tier = make_tier(tmp_path, view)
+    assert tier._engine is None, "each engine's folder is another user's"
+    tier.shutdown()
+    # A file of theirs in a folder of ours.
+    monkeypatch.setattr(disk, "make_folder", lambda folder: None)
+    tier = make_tier(tmp_path, view)
+    assert not has(tier, b"a")
+    with pytest.raises(OSError, match="not a plain file of ours"):
+        read_chunk(tier.get_path(b"a"), b"a", view[1:2].cast("B", [SIZE]), bytes.fromhex(ORIGIN))
+    assert not is_chunk(tier.get_path(b"a"), HEADER.size + SIZE)
+    tier.shutdown()
 
 
 def test_a_full_disk_is_logged_at_a_bounded_rate(

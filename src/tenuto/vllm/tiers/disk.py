@@ -47,6 +47,7 @@ from tenuto.vllm.tiers.files import (
     get_engine_name,
     is_chunk,
     list_folders,
+    make_folder,
     prepare_folder,
     read_chunk,
     remove_chunks,
@@ -343,9 +344,9 @@ class DiskTier(SecondaryTier):
         """A folder that no running engine has locked, and its lock. Prefers a folder with files for us."""
         folders = [self._root / get_engine_name(model, rank, each) for each in range(MAX_ENGINES)]
         for folder in sorted(folders, key=lambda each: origin is None or not (each / origin).is_dir()):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            # A link is not ours.
-            if folder.is_symlink():
+            try:
+                make_folder(folder)
+            except FileExistsError:  # not ours
                 continue
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
@@ -357,14 +358,14 @@ class DiskTier(SecondaryTier):
                 raise
             else:
                 return folder, lock
-        raise OSError(f"{self._root} has {MAX_ENGINES} engines named {model!r} already")
+        raise OSError(
+            f"all {MAX_ENGINES} folders for {model!r} in {self._root} are locked by engines, or not ours"
+        )
 
     def _make_space(self, engine: Path, origin: str | None) -> _Space:
         number = uuid.uuid4().hex
         space = _Space(engine / (origin or f"once-{number}"), bytes.fromhex(origin or number))
-        space.folder.mkdir(mode=0o700, exist_ok=True)
-        if space.folder.is_symlink():
-            raise FileExistsError(f"{space.folder} is a link")
+        make_folder(space.folder)
         return space
 
     def _put(self, name: bytes, owner: str | None) -> None:

@@ -66,6 +66,16 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(f"--disk: cannot write into {str(folder)!r}: {error}") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, unless it exists. Raises OSError; also if it is a link or another user's.
+
+    Others may have been able to write here before `prepare_folder`. What they made stays theirs to change.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.lstat().st_uid != os.geteuid():
+        raise FileExistsError(f"{path} is a link, or belongs to another user")
+
+
 class DamagedError(Exception):
     """A file does not hold what it should."""
 
@@ -77,10 +87,7 @@ def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None
     """
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise FileExistsError(f"{path} is not a plain file")
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=0o700)
-    if path.parent.is_symlink():
-        raise FileExistsError(f"{path.parent} is a link")
+    make_folder(path.parent)
     unfinished = path.with_name(f"{path.name}.{threading.get_ident()}.part")
     try:
         with _open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -98,10 +105,15 @@ def write_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None
 def _open(path: Path, flags: int) -> FileIO:
     """Open a plain file. KV reveals the prompt, so only the server's user may read it."""
     descriptor = os.open(path, flags | _FLAGS, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not _is_ours(os.fstat(descriptor)):
         os.close(descriptor)
-        raise OSError(f"{path} is not a plain file")
+        raise OSError(f"{path} is not a plain file of ours")
     return FileIO(descriptor, "wb" if flags & os.O_WRONLY else "rb")
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether it is a plain file of the server's user. Anybody can compute a checksum."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def read_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
@@ -126,12 +138,12 @@ def read_chunk(path: Path, key: bytes, data: memoryview, origin: bytes) -> None:
 
 
 def is_chunk(path: Path, num_bytes: int) -> bool:
-    """Whether there is a plain file at this path with `num_bytes` bytes, header included."""
+    """Whether there is a plain file of ours at this path with `num_bytes` bytes, header included."""
     try:
         found = path.lstat()
     except OSError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+    return _is_ours(found) and found.st_size == num_bytes
 
 
 def try_read_name(name: str) -> bytes | None:
@@ -154,13 +166,14 @@ def remove_chunks(folder: Path) -> None:
 
 
 def scan(folder: Path) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-    """Our files in the subfolders of a folder, without unreadable ones and those that are not plain files."""
+    """Our files in the subfolders of a folder: plain ones, and those that can be read."""
     for below in list_folders(folder):
         with contextlib.suppress(OSError), os.scandir(below) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        yield entry, entry.stat(follow_symlinks=False)
+                    found = entry.stat(follow_symlinks=False)
+                    if _NAME.fullmatch(entry.name) and _is_ours(found):
+                        yield entry, found
 
 
 def list_folders(folder: Path) -> list[Path]:
