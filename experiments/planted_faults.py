@@ -741,6 +741,13 @@ FAULTS = (
         ("vllm/test_tiers.py::test_a_job_behind_does_not_displace_a_job_before",),
     ),
     Fault(
+        "tiers: a job that ends takes along what others used",
+        "core/tier_order.py",
+        "known.owner, known.is_shared = owner, True",
+        "known.owner = owner",
+        ("core/test_tier_order.py::test_a_job_that_ends_takes_along_what_only_it_used",),
+    ),
+    Fault(
         "tiers: stores do not wait for loads",
         "vllm/tiers/host.py",
         "return loads > 0 or stores *",

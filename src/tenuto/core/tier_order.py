@@ -196,6 +196,8 @@ class _Chunk:
     num_behind: int = 0
     """The chunks that need this one."""
     is_kept: bool = False
+    is_shared: bool = False
+    """Whether more than one owner used it since it was added."""
     is_present: bool = True
 
     @property
@@ -413,16 +415,17 @@ class TierOrder:
     def drop(self, owner: Hashable) -> list[Hashable]:
         """Remove and return the chunks that only this owner used, from the end of its sequence backwards.
 
-        It stops at a chunk that another one continues, that another owner used later or wished to keep, or
-        that is pinned. Chunks that were kept for this owner are removed too.
+        It stops at a chunk that another one continues, that another owner used too or wished to keep, or that
+        is pinned. Chunks that were kept for this owner are removed too.
         """
         dropped: list[Hashable] = []
         last = self._tails.pop(owner, None)
         found = None if last is None else self._chunks[last]
         while found is not None:
-            is_anothers = self.kept.get_owner(found.chunk) not in (None, owner)
+            is_anothers = found.is_shared or self.kept.get_owner(found.chunk) not in (None, owner)
             if found.num_pins or found.num_behind or is_anothers:
                 self._tails[owner] = found.chunk
+                self._offer(found)
                 break
             dropped.append(found.chunk)
             self._leave(found)
@@ -465,7 +468,7 @@ class TierOrder:
         """Add a chunk that is not present. It has no rank yet, and its owner's change is not counted."""
         added = self._absent.pop(chunk, None) or _Chunk(chunk)
         added.before, added.owner, added.num_pins, added.is_present = before, owner, num_pins, True
-        added.needed = None
+        added.needed, added.is_shared = None, False
         if before is not None and needs_before:
             added.needed = self._chunks.get(before) or self._absent.get(before)
             if added.needed is None:
@@ -499,7 +502,7 @@ class TierOrder:
             del self._tails[known.owner]
         self.changes.count(known.owner, -1)
         self.changes.count(owner, 1)
-        known.owner = owner
+        known.owner, known.is_shared = owner, True
 
     def _pop_firsts(self, number: int, up_to: Key | None, spared: Container[Hashable]) -> list[_Chunk]:
         """Remove the chunks to evict first, up to `number`, and return their records. See `pop_firsts`."""
