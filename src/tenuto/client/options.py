@@ -20,7 +20,7 @@ from tenuto.client.address import (
     engine_urls_option,
     get_base_url,
 )
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import KEY_FLAG, ConfigError, is_flag
 from tenuto.core.settings import Options, option
 from tenuto.workload.load import JPS_HELP, LoadOptions, seed_option
 
@@ -437,7 +437,7 @@ class ValidateOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(each.startswith(("--api-key", "--api_key")) for each in self.serve_args):
+        if any(is_flag(each, KEY_FLAG) for each in self.serve_args):
             raise ConfigError("--serve-args: leave --api-key out; the servers listen on 127.0.0.1 only")
 
     @property

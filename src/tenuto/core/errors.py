@@ -75,16 +75,24 @@ def suggest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 
 HIDDEN = "***"
+KEY_FLAG = "--api-key"
+_SECRET_FLAGS = (KEY_FLAG, "--hf-token")
+
+
+def is_flag(argument: str, flag: str) -> bool:
+    """Whether an argument is this flag of vLLM's, which accepts abbreviations that are not ambiguous."""
+    name = argument.partition("=")[0].replace("_", "-")
+    return flag.startswith(name) and len(name) > flag.rindex("-") + 1
 
 
 def redact(arguments: Sequence[str]) -> list[str]:
-    """The arguments with every value of `--api-key` hidden; the option may have several values."""
+    """The arguments of vLLM with the values of keys and tokens hidden; an option may have several values."""
     shown: list[str] = []
     is_key = False
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, _ = argument.partition("=")
-            is_key = name.replace("_", "-") == "--api-key"
+            is_key = any(is_flag(argument, flag) for flag in _SECRET_FLAGS)
             shown.append(f"{name}={HIDDEN}" if is_key and equals else argument)
         else:
             shown.append(HIDDEN if is_key else argument)

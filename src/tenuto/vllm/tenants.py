@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
-from tenuto.core.errors import ConfigError, TenutoError
+from tenuto.core.errors import KEY_FLAG, ConfigError, TenutoError, is_flag
 from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import find_key_check, has_key_check
@@ -42,7 +42,6 @@ INTRODUCE = "tenuto_tenants"
 """The name under which an API server tells the engines that it has tenants."""
 LOG_EVERY_S = 60.0
 
-_KEY_FLAG = "--api-key"
 _KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
 """A line with API keys in vLLM's config file."""
 _INTRODUCTION = "this server has tenants"
@@ -290,8 +289,7 @@ def _is_started_with_tenants() -> bool:
 
 def _names_keys(arguments: Sequence[str]) -> bool:
     """Whether API keys are in a server's arguments (maybe abbreviated) or in its `--config` file."""
-    flags = (each.partition("=")[0].replace("_", "-") for each in arguments)
-    if any(_KEY_FLAG.startswith(flag) and len(flag) > len("--api-") for flag in flags):
+    if any(is_flag(each, KEY_FLAG) for each in arguments):
         return True
     files = [Path(file) for name, file in pairwise(arguments) if name == "--config"]
     return any(_KEY_LINE.search(each.read_text(errors="replace")) for each in files if each.is_file())
