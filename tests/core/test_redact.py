@@ -15,7 +15,7 @@ from tenuto.core.errors import redact
         ("--api_key s3 s4 --seed 1", "--api_key *** *** --seed 1"),
         ("--api-key s3 --api-key=s4", "--api-key *** --api-key=***"),
         ("serve m --api-key", "serve m --api-key"),
-        ("serve m --api-ke s3 --api_k=s4 --api-server-count 2", "serve m --api-ke *** --api_k=*** --api-server-count 2"),
+        ("--api-ke s3 --api_k=s4 --api-server-count 2", "--api-ke *** --api_k=*** --api-server-count 2"),
         ("--hf-token s3 --hf_tok=s4 --hf-overrides {}", "--hf-token *** --hf_tok=*** --hf-overrides {}"),
         ("serve s3 --port 80", "serve s3 --port 80"),
     ],
