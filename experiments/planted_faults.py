@@ -204,12 +204,19 @@ FAULTS = (
     Fault(
         "requests: fields of any depth go on to the workers",
         "vllm/scheduler.py",
-        "            drop_deep_fields(request)\n",
+        "            drop_deep_fields(request, self._deep_fields)\n",
         "",
         (
             "vllm/test_attacks.py::"
             "test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_workers",
         ),
+    ),
+    Fault(
+        "requests: an id goes into the log as its client wrote it",
+        "vllm/requests.py",
+        "name = get_bounded_id(request.request_id)",
+        "name = request.request_id",
+        ("vllm/test_attacks.py::test_a_client_writes_no_lines_of_its_own_into_the_log",),
     ),
     Fault(
         "routers: an id that a client can write for a job without one",
@@ -696,7 +703,7 @@ FAULTS = (
     ),
     Fault(
         "disk: every failure is logged",
-        "vllm/tiers/disk.py",
+        "vllm/complaints.py",
         "            if now_s < self._next_s:\n                return\n",
         "",
         ("vllm/test_tier_copies.py::test_a_full_disk_is_logged_at_a_bounded_rate",),

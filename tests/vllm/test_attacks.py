@@ -216,3 +216,16 @@ def test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_worker
     assert [is_deep(value) for value in ({}, deep, {"a": [deep]}, [0] * 9999, "[" * 999)] == [
         *(False, True, True, False, False)
     ]
+
+
+def test_a_client_writes_no_lines_of_its_own_into_the_log(log: pytest.LogCaptureFixture) -> None:
+    """vLLM's Responses API lets it choose the request's id."""
+    deep: Any = 1.0
+    for _ in range(40):
+        deep = [deep]
+    scheduler = start("continuum").scheduler
+    for end in ("\nINFO control: ann changed the mode", "x" * 10**6, "-3"):
+        xargs = {"kv_transfer_params": {"x": deep}}
+        scheduler.add_request(make_request(f"resp_1{end}", list(range(50)), xargs=xargs))
+    (line,) = (text for each in log.records if "levels deep" in (text := each.getMessage()))
+    assert line.isprintable() and len(line) < 200

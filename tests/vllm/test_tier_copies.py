@@ -22,6 +22,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import Use
 from tenuto.vllm.compat import offload
 from tenuto.vllm.compat.offload import Adapter, LookupResult
+from tenuto.vllm.complaints import COMPLAIN_EVERY_S
 from tenuto.vllm.launch import Tiers
 from tenuto.vllm.tiers.disk import DiskTier
 from tenuto.vllm.tiers.files import HEADER, DamagedError, is_chunk, read_chunk, write_chunk
@@ -678,7 +679,7 @@ def test_a_full_disk_is_logged_at_a_bounded_rate(
     tier = make_tier(tmp_path, view)
     for number in range(50):
         store(tier, bytes([number]))
-    now_s[0] += disk.COMPLAIN_EVERY_S
+    now_s[0] += COMPLAIN_EVERY_S
     store(tier, b"x")
     tier.shutdown()
     lines = [each.getMessage() for each in log.records if "No space" in each.getMessage()]

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
-from tenuto.core.requests import Hints, parse_hints
+from tenuto.core.requests import Hints, get_bounded_id, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.core.wishes import MarkFinder, Wish
 from tenuto.records.codec import MAX_DEPTH, is_deep
 from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint, replace_fields
+from tenuto.vllm.complaints import Complaints
 from tenuto.vllm.tenants import TenantVerifier
 
 logger = logging.getLogger("vllm.tenuto")
@@ -26,7 +27,7 @@ MAX_TAIL_TOKENS = 6144
 """The most that is decoded: the tail may have only the end of a long call, such as one that writes a file."""
 
 
-def drop_deep_fields(request: Any) -> None:
+def drop_deep_fields(request: Any, complaints: Complaints) -> None:
     """Remove fields that a client nested too deeply (`MAX_DEPTH`), before vLLM passes them on to its workers.
 
     Workers in processes of their own get them by pickle, which fails at some hundred levels. Then the engine
@@ -40,7 +41,9 @@ def drop_deep_fields(request: Any) -> None:
     if not deep:
         return
     names = [name[:40] for name in deep[:4]]
-    logger.warning("%s: %s nested over %d levels deep, dropped", request.request_id, names, MAX_DEPTH)
+    # The Responses API lets clients choose the id, of any length and with any characters.
+    name = get_bounded_id(request.request_id)
+    complaints.add(f"{name}: {names} nested over {MAX_DEPTH} levels deep, dropped")
     replace_fields(request, {name: value for name, value in fields.items() if name not in deep})
 
 

@@ -45,6 +45,7 @@ from tenuto.vllm.compat.scheduler import (
     serve_by_priority,
     set_tokens_per_prompt,
 )
+from tenuto.vllm.complaints import Complaints
 from tenuto.vllm.control_http import CALL
 from tenuto.vllm.engine import Ended
 from tenuto.vllm.hooks import Hooks
@@ -83,6 +84,7 @@ class _DrivenScheduler(PrivateHooks):
             serve_by_priority(vllm_config)
         self.tenants = TenantVerifier(trusts_clients=settings.tenants == "client")
         check_names((*(settings.limits.tenant_weights or ()), *(settings.canary.tenants or ())))
+        self._deep_fields = Complaints("request")
         self._queued: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Events that the driver has not been told yet, in order."""
         self._has_queued_step = False
@@ -147,7 +149,7 @@ class _DrivenScheduler(PrivateHooks):
     def add_request(self, request: Any) -> None:
         """A request arrived. Later pieces of a request that is streamed in go only to vLLM's own code."""
         if request.request_id not in self.requests:
-            drop_deep_fields(request)
+            drop_deep_fields(request, self._deep_fields)
             self._queue(self._handle_arrival, request, time.monotonic())
             if self._hooks.is_followed:
                 # The driver decides the request's place in the queue.

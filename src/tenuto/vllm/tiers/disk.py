@@ -39,6 +39,7 @@ from tenuto.vllm.compat.offload import (
     try_get_chains,
     try_get_name,
 )
+from tenuto.vllm.complaints import Complaints
 from tenuto.vllm.state import sync_folder
 from tenuto.vllm.tiers.background import LinkSpeed
 from tenuto.vllm.tiers.files import (
@@ -68,8 +69,6 @@ MAX_READ_S = 5.0
 compute instead of waiting for it."""
 MAX_ENGINES = 64
 """Engines of one name and rank that may share a folder."""
-COMPLAIN_EVERY_S = 60.0
-"""A full disk fails at every chunk, but failures are logged only this often."""
 _ORIGIN = re.compile(r"[0-9a-f]{32}")
 _ONCE = re.compile(r"once-[0-9a-f]{32}")
 """A folder whose KV must not be loaded: it is older than a reset, or its origin is unknown."""
@@ -98,27 +97,6 @@ class _Job:
     """The agent's job that uses the chunks."""
     good: set[bytes] = field(default_factory=set)
     seconds: float = 0.0
-
-
-class Complaints:
-    """Logs failures at a bounded rate, with the number of those left out."""
-
-    def __init__(self) -> None:
-        self._num = 0
-        self._next_s = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, text: str) -> None:
-        """Count a failure, and log it if the last line is old enough."""
-        with self._lock:
-            self._num += 1
-            now_s = time.monotonic()
-            if now_s < self._next_s:
-                return
-            num, self._num, self._next_s = self._num, 0, now_s + COMPLAIN_EVERY_S
-        logger.warning(
-            "disk tier: %s%s", text, f" ({num} such failures since the last line)" if num > 1 else ""
-        )
 
 
 class DiskTier(SecondaryTier):
@@ -162,7 +140,7 @@ class DiskTier(SecondaryTier):
         self._done: list[_Job] = []
         self._reads: dict[int, float] = {}  # by job, the oldest first: when it was asked for
         self._speed = LinkSpeed(self.block_size_bytes, 1)
-        self._write_complaints, self._read_complaints = Complaints(), Complaints()
+        self._write_complaints, self._read_complaints = (Complaints("disk tier") for _ in range(2))
 
     def open(self, model: str, rank: int, origin: str | None) -> None:
         """Use the files whose KV has the same origin, and no others.
