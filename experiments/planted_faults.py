@@ -575,6 +575,13 @@ FAULTS = (
         ("vllm/test_state_file.py::test_a_crash_while_saving_leaves_the_old_file",),
     ),
     Fault(
+        "files: the state is written through a link",
+        "vllm/state.py",
+        'open(partial, "x",',
+        'open(path, "w",',
+        ("vllm/test_state_file.py::test_a_link_that_another_user_put_there_is_not_written_through",),
+    ),
+    Fault(
         "files: a damaged state is not set aside",
         "vllm/state.py",
         "                self._path.replace(aside)",

@@ -101,6 +101,16 @@ def test_only_the_server_s_user_reads_the_file(tmp_path: Path) -> None:
     assert (tmp_path / "state.json").stat().st_mode & 0o077 == 0
 
 
+def test_a_link_that_another_user_put_there_is_not_written_through(tmp_path: Path) -> None:
+    other, path = tmp_path / "other", tmp_path / "state.json"
+    other.write_text("mine")
+    for name in (path.name, f".{path.name}.{os.getpid()}.partial"):
+        (tmp_path / name).symlink_to(other)
+    save_state(path, "counting", {"count": 1})
+    assert other.read_text() == "mine"
+    assert path.lstat().st_mode & 0o777 == 0o600 and load_state(path, "counting") == {"count": 1}
+
+
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 def test_a_crash_while_saving_leaves_the_old_file(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

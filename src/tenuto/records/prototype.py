@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
 from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
-from tenuto.records.files import writing
+from tenuto.records.files import replacing, writing
 from tenuto.records.metrics import group_by
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
 from tenuto.records.schema import TurnRecord
@@ -332,11 +331,12 @@ class LiveTimestamps:
         if not self._is_changed or now_s - self._saved_s < self.SAVE_EVERY_S:
             return
         self._saved_s, self._is_changed = now_s, False
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
-            with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+            with (
+                replacing(self._path) as partial,
+                open(partial, "x", encoding="utf-8", opener=open_private) as file,
+            ):
                 # Without indents, so that it is encoded in C: the engine waits for it.
                 file.write(json.dumps(self._jobs))
-            partial.replace(self._path)
         except OSError as error:
             logger.error("%s cannot be written: %s", self._path, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -13,6 +12,8 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Learns, Policy
+from tenuto.records.files import replacing
+from tenuto.records.trace import open_private
 
 FORMAT = "tenuto-state-1"
 MAX_BYTES = 64 << 20
@@ -27,10 +28,9 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     Raises OSError if it cannot be written, ValueError if the state is not JSON or too large.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        # Only the server's user may read the file, because a state names tenants.
-        with open(partial, "w", encoding="utf-8", opener=functools.partial(os.open, mode=0o600)) as file:
+    with replacing(path) as partial:
+        # Only the server's user may read the file, because a state names tenants. "x" follows no link.
+        with open(partial, "x", encoding="utf-8", opener=open_private) as file:
             # `dump` encodes in pieces. `dumps` would hold the interpreter lock for the whole text.
             record = {"format": FORMAT, "policy": policy_name, "state": state}
             json.dump(record, file, allow_nan=False, separators=(",", ":"))
@@ -38,10 +38,6 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
             os.fsync(file.fileno())
             if file.tell() > MAX_BYTES:
                 raise ValueError(f"the state has {file.tell()} bytes, over the limit of {MAX_BYTES}")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     # Make the renaming durable, so that it survives a power failure. Some file systems do not support this.
     with contextlib.suppress(OSError):
         sync_folder(path.parent)
