@@ -28,16 +28,18 @@ def save_state(path: str | Path, policy_name: str, state: dict[str, Any]) -> Non
     Raises OSError if it cannot be written, ValueError if the state is not JSON or too large.
     """
     path = Path(path)
-    with replacing(path) as partial:
-        # Only the server's user may read the file, because a state names tenants. "x" follows no link.
-        with open(partial, "x", encoding="utf-8", opener=open_private) as file:
-            # `dump` encodes in pieces. `dumps` would hold the interpreter lock for the whole text.
-            record = {"format": FORMAT, "policy": policy_name, "state": state}
-            json.dump(record, file, allow_nan=False, separators=(",", ":"))
-            file.flush()
-            os.fsync(file.fileno())
-            if file.tell() > MAX_BYTES:
-                raise ValueError(f"the state has {file.tell()} bytes, over the limit of {MAX_BYTES}")
+    # Only the server's user may read the file, because a state names tenants. "x" follows no link.
+    with (
+        replacing(path) as partial,
+        open(partial, "x", encoding="utf-8", opener=open_private) as file,
+    ):
+        # `dump` encodes in pieces. `dumps` would hold the interpreter lock for the whole text.
+        record = {"format": FORMAT, "policy": policy_name, "state": state}
+        json.dump(record, file, allow_nan=False, separators=(",", ":"))
+        file.flush()
+        os.fsync(file.fileno())
+        if file.tell() > MAX_BYTES:
+            raise ValueError(f"the state has {file.tell()} bytes, over the limit of {MAX_BYTES}")
     # Make the renaming durable, so that it survives a power failure. Some file systems do not support this.
     with contextlib.suppress(OSError):
         sync_folder(path.parent)
