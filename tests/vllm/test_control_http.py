@@ -129,6 +129,13 @@ def test_without_an_operator_s_key_control_is_off_and_says_what_to_set(
             assert "TENUTO_ADMIN_KEY" in answer.json()["error"]
 
 
+def test_a_key_that_no_header_can_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_VARIABLE, "schlüssel")
+    headers = {"Authorization": "Bearer schlüssel".encode()}
+    answer = make_client(start({"policy": KEEP_ALL})).get("/tenuto/control", headers=headers)
+    assert answer.status_code == 403 and "no header can hold" in answer.json()["error"]
+
+
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "Bearer ", "operator-secret", "Basic operator-secret"])
 def test_only_the_operator_s_key_opens_control(key: str | None, caplog: pytest.LogCaptureFixture) -> None:
     engine = start({"policy": KEEP_ALL})

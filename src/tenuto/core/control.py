@@ -51,6 +51,9 @@ def check_operator(authorization: str) -> tuple[int, str] | None:
             f"control is off: start the server with the environment variable {ADMIN_VARIABLE} "
             "set to a secret of the operator's, and send it as `Authorization: Bearer …`"
         )
+    if not (key.isascii() and key.isprintable()):
+        # Clients and servers disagree on the bytes of such a header, so no key would ever be the same.
+        return 403, f"control is off: {ADMIN_VARIABLE} has characters that no header can hold; use ASCII"
     scheme, _, given = authorization.partition(" ")
     is_same = hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
     if scheme.lower() == "bearer" and is_same:
