@@ -49,10 +49,11 @@ class Server:
     group: str | None = None
     num_short: int = 0
     held: dict[str, int] = field(default_factory=dict)
-    """Blocks by job, as are the next three."""
+    """Blocks by job, as are the next four."""
     ranks: dict[str, str] = field(default_factory=dict)
     told: dict[str, tuple[str, str] | None] = field(default_factory=dict)
     reused: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
     num_answers: int = 0
     seen: set[str | None] = field(default_factory=set)
     noise: Random = field(default_factory=lambda: Random(1))
@@ -97,6 +98,8 @@ class Server:
             }
         if self.has_tenants:
             rank["ledger"] = {"turns": 1, "prompt_tokens": 10**6}
+            del rank["reused_tokens"]
+            rank["kept_tokens"] = self.kept.get(job, 0)
         return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
     def show(self, rank: str, mode: str) -> str:
@@ -132,13 +135,14 @@ class Server:
         num_output = body["max_tokens"]
         is_last = body["vllm_xargs"]["is_last_step"]
         num_blocks = (num_prompt + num_output - 1) // BLOCK_SIZE
-        holds = rank in self.holding
+        holds, was_held = rank in self.holding, bool(self.held.get(job))
         self.held[job] = 0 if is_last or not holds else num_blocks
         self.told[job] = None if holds else self.first_news if first and self.first_news else self.news
         usage = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
         num_cached = BLOCK_SIZE if self.short else num_prompt // BLOCK_SIZE * BLOCK_SIZE
         self.num_short += 32 if self.short else 0
         self.reused[job] = self.reused.get(job, 0) + num_cached
+        self.kept[job] = self.kept.get(job, 0) + was_held * num_cached
         if self.says_cached:
             usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         if is_last:
@@ -190,11 +194,14 @@ def test_a_server_that_does_not_count_cached_tokens_is_asked_for_the_job_s(
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_server_with_tenants_is_asked_for_hits_on_what_the_job_computed(
+def test_a_server_with_tenants_is_asked_for_hits_on_what_the_job_s_leases_held(
     short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_ok, said = check(Server("tenuto", says_cached=False, has_tenants=True, short=short), monkeypatch)
     assert is_ok is not short, said
+    # A gap without a lease, by choice: it does not say whether anything was hit.
+    server = Server("continuum", says_cached=False, has_tenants=True, holding="0")
+    assert check(server, monkeypatch)[0]
 
 
 @pytest.mark.parametrize("short", [False, True])

@@ -401,9 +401,17 @@ def test_a_client_cannot_tell_what_other_tenants_have_in_the_cache() -> None:
     assert (told[0]["ledger"]["prompt_tokens"], "computed_tokens" in told[0]["ledger"]) == (81, False)
     whole = [ask(name, "operator-secret", f"?tenant={eve}")["ledger"] for name in guesses]
     assert [each["cached_tokens"] for each in whole] == [80, 32, 0]
-    # A job's hits on what it computed itself are its own business.
+    # A job's hits on what its lease held are its own business.
     send("right", [*secret, 2, *[5] * 40], eve)
-    assert ask("right", "eve")["reused_tokens"] == 80
+    assert ask("right", "eve")["kept_tokens"] == 80
+    # Not so hits on what it computed: without a lease, others may have computed that again since.
+    engine.scheduler.reset_prefix_cache()
+    send("k", [*secret, 1], ann)
+    for name in ("half", "wrong"):
+        send(name, [*guesses[name], 2, *[5] * 40], eve)
+    assert ask("half", "eve") == ask("wrong", "eve")
+    whole = [ask(name, "operator-secret", f"?tenant={eve}") for name in ("half", "wrong")]
+    assert [each["reused_tokens"] for each in whole] == [32, 0]
     options = LedgerOptions(url="http://server", job="right", api_key="eve")
     rows, _ = read_ledger(options, make_client(engine, keys=["ann", "eve"]))
     assert "–" in format_rows(rows)

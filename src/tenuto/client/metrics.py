@@ -270,8 +270,9 @@ class OwnJob:
     """What happened to its lease (`tenuto.core.types.WORDS`); None if it is complete or there was none."""
     reason: str | None = None
     num_cached_tokens: int = 0
-    """Tokens that its turns found in the cache or loaded; only those that the job had computed, if the server
-    tells its clients no others."""
+    """Tokens that its turns found in the cache or loaded."""
+    sees_leased_only: bool = False
+    """Whether the server counts only tokens that the job's leases held, because others are other tenants'."""
     num_short_tokens: Mapping[str, float] | None = None
     """As `CacheState.num_short_tokens`, for its turns only; None if the server does not report it."""
 
@@ -295,11 +296,15 @@ def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
 
 
 def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
-    ledger, cached, short = rank.get("ledger") or {}, rank["reused_tokens"], rank.get("short_tokens")
+    ledger, short = rank.get("ledger") or {}, rank.get("short_tokens")
+    sees_all = "reused_tokens" in rank
+    cached = rank["reused_tokens" if sees_all else "kept_tokens"]
     if "cached_tokens" in ledger:
         cached = ledger["cached_tokens"] + ledger["loaded_tokens"]
     own = None if short is None else {str(group): float(number) for group, number in short.items()}
-    return OwnJob(int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), own)
+    return OwnJob(
+        int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), not sees_all, own
+    )
 
 
 def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
@@ -312,6 +317,7 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
         told.news,
         told.reason,
         sum(job.num_cached_tokens for job in jobs),
+        any(job.sees_leased_only for job in jobs),
         {group: sum(each.get(group, 0) for each in short) for group in groups} if short else None,
     )
 

@@ -263,9 +263,11 @@ class _Check:
         job = self._read_job()
         short = self._read_short(job)
         cached = answer.cached_tokens
+        min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
         if cached is None:
             cached = job.num_cached_tokens - job_before.num_cached_tokens
-        min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
+            if job.sees_leased_only and turns and turns[-1].gap != "held":
+                min_cached = 0  # there was no lease whose tokens could count
         held = self._release() if is_last else least
         gap: Gap = "end" if is_last else judge_gap(job, held, expected)
         self._messages.append({"role": "assistant", "content": answer.text})

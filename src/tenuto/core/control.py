@@ -281,11 +281,13 @@ class Control:
 
 
 def leave_out_hits(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tenant may know of its job. Of hits, only those on what the job itself computed.
+    """What a tenant may know of its job. Of hits, only those on what a lease of the job held.
 
-    `job`: as `Driver.describe_job` describes it. The rest would show what other tenants have in the cache.
+    `job`: as `Driver.describe_job` describes it. The rest would show what other tenants have in the cache. So
+    would all hits on what the job computed before: others may have computed it again since.
     """
-    own = {name: value for name, value in job.items() if name not in ("short_tokens", "ledger")}
+    hidden = ("reused_tokens", "short_tokens", "ledger")
+    own = {name: value for name, value in job.items() if name not in hidden}
     return {**own, "ledger": {name: job["ledger"][name] for name in OWN_FIGURES}}
 
 

@@ -207,7 +207,9 @@ class Driver:
         self.stats.num_hit_tokens += num_hit_tokens
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
-        turn.job.num_reused_tokens += min(num_hit_tokens, turn.num_reusable_tokens)
+        num_reused_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
+        turn.job.num_reused_tokens += num_reused_tokens
+        turn.job.num_kept_tokens += min(num_reused_tokens, self._retention.count_held_tokens(turn))
         turn.num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.num_recomputed_tokens += turn.num_missed_tokens
         turn.job.account.start(
@@ -541,6 +543,7 @@ class Driver:
             "wish": None if job.wish_news is None else job.wish_news.describe(),
             "reusable_tokens": job.num_reusable_tokens,
             "reused_tokens": job.num_reused_tokens,
+            "kept_tokens": job.num_kept_tokens,
             "short_tokens": dict(job.num_short_tokens or {}),
             "ledger": job.account.get_figures(now_s),
         }

@@ -96,6 +96,8 @@ class JobState:
     num_reusable_tokens: int = 0
     """Sums over its started turns: tokens reusable from the turn before, and those of these that were hit."""
     num_reused_tokens: int = 0
+    num_kept_tokens: int = 0
+    """Those of the reused tokens that a lease of the job held until the turn started."""
     lease_news: LeaseEnd | LeaseRefusal | TakenBy | None = None
     """Why its last finished turn has no lease, or why the lease lost blocks; None if the lease is
     complete."""

@@ -577,6 +577,13 @@ class Retention:
         lease = self.leases.get(turn.lease_job_id)
         return lease if lease is not None and lease.next_turn_id == turn.turn_id else None
 
+    def count_held_tokens(self, turn: TurnState) -> int:
+        """How many of a waiting turn's first tokens the lease that waits for it holds."""
+        lease = self.get_claimed(turn)
+        if lease is None or not turn.arrival.is_supported:
+            return 0
+        return self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)
+
     def hit(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
         """A turn started. It now holds the blocks that its lease kept, so the lease ends."""
         lease = self.get_claimed(turn)

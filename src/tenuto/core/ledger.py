@@ -23,9 +23,9 @@ from host memory or disk. computed: run through the model, counted when a turn e
 recomputed: computed before (`tenuto.core.reuse`). output: of ended turns. stored: copied to the tiers."""
 FIGURES = ("turns", *(f"{kind}_tokens" for kind in TOKENS), *(f"{place}_block_seconds" for place in PLACES))
 """The figures of an account."""
-OWN_FIGURES = ("turns", "prompt_tokens", "recomputed_tokens", "output_tokens", "gpu_block_seconds")
-"""Those that depend only on what the job itself sent and computed. From the others, a client could tell what
-else is in the cache and in the tiers: hits on it are not computed, and what is stored is not stored again."""
+OWN_FIGURES = ("turns", "prompt_tokens", "output_tokens", "gpu_block_seconds")
+"""Those that depend only on what the job itself sent and held. From the others, a client could tell what else
+is in the cache and in the tiers: hits on it are not computed, and what is stored is not stored again."""
 MAX_TENANTS = 1000
 """Most tenants with an account of their own, because clients may invent tenants. Others share one account."""
 OTHER_TENANTS = "(others)"
