@@ -98,8 +98,8 @@ def test_the_end_of_a_job_gives_back_its_own_and_nothing_of_others() -> None:
     assert len(order.kept) == 0
     chunks = fill(order, "a")
     keep(order, chunks[:2], 100.0)
-    order.use(chunks, (), "b")
-    assert order.drop("b") == ["a2"]
+    order.use([*chunks, "b0"], (), "b")
+    assert order.drop("b") == ["b0"]
     assert len(order.kept) == 2
 
 

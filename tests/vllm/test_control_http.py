@@ -340,7 +340,7 @@ def test_a_client_sees_what_is_held_for_its_own_job_and_why_nothing_is() -> None
     (rank,) = client.get(url, headers=ann).json()["ranks"]
     (lease,) = engines[1].scheduler.driver.leases
     assert (rank["rank"], rank["turns"], rank["leased_blocks"]) == (1, 1, len(lease.blocks))
-    assert (rank["lease_news"], rank["reused_tokens"]) == (None, 0)
+    assert (rank["lease_news"], rank["kept_tokens"]) == (None, 0)
     assert engines[1].scheduler.reset_prefix_cache()
     (rank,) = client.get(url, headers=ann).json()["ranks"]
     assert (rank["leased_blocks"], rank["lease_news"], rank["reason"]) == (0, "ended", "reset")

@@ -21,7 +21,6 @@ MAX_STORING_S = 0.1
 class _Kept:
     until_s: float
     tenant: str
-    owner: Hashable | None
 
 
 class KeptChunks:
@@ -50,17 +49,10 @@ class KeptChunks:
     def __contains__(self, chunk: Hashable) -> bool:
         return chunk in self._kept
 
-    def get_owner(self, chunk: Hashable) -> Hashable | None:
-        """The job for which a chunk is kept; None if it is not kept."""
-        known = self._kept.get(chunk)
-        return None if known is None else known.owner
-
-    def keep(
-        self, chunk: Hashable, until_s: float, tenant: str, end: int, owner: Hashable | None = None
-    ) -> list[Hashable]:
+    def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> list[Hashable]:
         """Keep a chunk. Returns the chunks that lose their place for it, maybe this one.
 
-        A chunk keeps a later deadline that it has. `end`: where it ends in its sequence. `owner`: the job.
+        A chunk keeps a later deadline that it has. `end`: where it ends in its sequence.
         """
         known = self._kept.get(chunk)
         if known is not None and known.until_s >= until_s:
@@ -68,7 +60,7 @@ class KeptChunks:
         if known is not None:
             self.discard(chunk)
         self._number += 1
-        self._kept[chunk] = _Kept(until_s, tenant, owner)
+        self._kept[chunk] = _Kept(until_s, tenant)
         self._count(tenant, 1)
         own = self._by_tenant.setdefault(tenant, [])
         heapq.heappush(own, (until_s, -end, self._number, chunk))
@@ -328,7 +320,7 @@ class TierOrder:
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
         """Keep a present chunk: evict it last until `until_s`. `end`: its end in the sequence, in tokens."""
         kept = self._chunks[chunk]
-        lost = self.kept.keep(chunk, until_s, tenant, end, kept.owner)
+        lost = self.kept.keep(chunk, until_s, tenant, end)
         kept.is_kept = True
         for each in lost:
             self._chunks[each].is_kept = False
@@ -415,15 +407,14 @@ class TierOrder:
     def drop(self, owner: Hashable) -> list[Hashable]:
         """Remove and return the chunks that only this owner used, from the end of its sequence backwards.
 
-        It stops at a chunk that another one continues, that another owner used too or wished to keep, or that
-        is pinned. Chunks that were kept for this owner are removed too.
+        It stops at a chunk that another one continues, that another owner used too, or that is pinned. Chunks
+        that this owner wished to keep are removed too.
         """
         dropped: list[Hashable] = []
         last = self._tails.pop(owner, None)
         found = None if last is None else self._chunks[last]
         while found is not None:
-            is_anothers = found.is_shared or self.kept.get_owner(found.chunk) not in (None, owner)
-            if found.num_pins or found.num_behind or is_anothers:
+            if found.num_pins or found.num_behind or found.is_shared:
                 self._tails[owner] = found.chunk
                 self._offer(found)
                 break
