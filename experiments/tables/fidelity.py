@@ -9,6 +9,7 @@ GPU's time of every step: how much a result hangs on it.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.sim.cost import batch as step_batch
-from tenuto.sim.run import get_versions, run
+from tenuto.sim.run import GC_THRESHOLD, get_versions, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the GPU's time of every step")
     parser.add_argument("--json", action="store_true", help="print the rows instead of the tables")
     parsed = parser.parse_args()
+    gc.set_threshold(*GC_THRESHOLD)
     step_batch.PREFILL_SCALE *= parsed.scale
     step_batch.DECODE_SCALE *= parsed.scale
     sweeps = [json.loads(PUBLISHED[gpu].read_text(encoding="utf-8")) for gpu in parsed.machines.split(",")]
