@@ -347,17 +347,9 @@ class TierOrder:
 
     def remove(self, chunk: Hashable) -> None:
         """Remove a chunk, pinned or not. Chunks that continue it stay."""
-        found = self._chunks[chunk]
-        self._leave(found)
-        if found.owner is not None and self._tails.get(found.owner) == chunk:
-            # The one before it becomes its owner's last, if it has the same owner.
-            before = self._get_before(found)
-            if before is not None and before.owner == found.owner:
-                self._tails[found.owner] = before.chunk
-            else:
-                del self._tails[found.owner]
-        if found.needed is not None and found.needed.is_present:
-            self._offer(found.needed)
+        needed = self._take_out(self._chunks[chunk])
+        if needed is not None:
+            self._offer(needed)
 
     def make_room(
         self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
@@ -497,23 +489,42 @@ class TierOrder:
 
     def _pop_firsts(self, number: int, up_to: Key | None, spared: Container[Hashable]) -> list[_Chunk]:
         """Remove the chunks to evict first, up to `number`, and return their records. See `pop_firsts`."""
-        gone: list[_Chunk] = []
+        heap, gone = self._heap, list[_Chunk]()
         passed: list[_Entry] = []
-        while len(gone) < number and self._heap:
-            entry = self._heap[0]
-            is_current = _is_current(entry)
-            if is_current and up_to is not None and entry[1][0] > up_to:
-                break
-            heapq.heappop(self._heap)
-            found = entry[4]
-            if is_current and found.chunk in spared:
+        # The chunk that the last one needed. It often goes next, and then never enters the heap.
+        freed: _Entry | None = None
+        while len(gone) < number and (heap or freed is not None):
+            entry = heapq.heappop(heap) if freed is None else heapq.heappushpop(heap, freed)
+            found, freed = entry[4], None
+            if not _is_current(entry):
+                continue
+            if up_to is not None and entry[1][0] > up_to:
                 passed.append(entry)
-            elif is_current:
-                gone.append(found)
-                self.remove(found.chunk)
+                break
+            if found.chunk in spared:
+                passed.append(entry)
+                continue
+            gone.append(found)
+            needed = self._take_out(found)
+            if needed is not None and not (needed.num_pins or needed.num_behind):
+                freed = self._make_entry(needed)
+        if freed is not None:
+            passed.append(freed)
         for entry in passed:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
         return gone
+
+    def _take_out(self, found: _Chunk) -> _Chunk | None:
+        """Remove a chunk. Returns the one that it needed, which may have become evictable, if it is present."""
+        self._leave(found)
+        if found.owner is not None and self._tails.get(found.owner) == found.chunk:
+            # The one before it becomes its owner's last, if it has the same owner.
+            before = self._get_before(found)
+            if before is not None and before.owner == found.owner:
+                self._tails[found.owner] = before.chunk
+            else:
+                del self._tails[found.owner]
+        return found.needed if found.needed is not None and found.needed.is_present else None
 
     def _offer(self, found: _Chunk) -> None:
         """Add a present chunk to the heap if it may be evicted."""
@@ -522,8 +533,11 @@ class TierOrder:
         if len(self._heap) > MIN_HEAP and len(self._heap) > 2 * len(self._chunks):
             self._heap = list({entry[4]: entry for entry in self._heap if _is_current(entry)}.values())
             heapq.heapify(self._heap)
+        heapq.heappush(self._heap, self._make_entry(found))
+
+    def _make_entry(self, found: _Chunk) -> _Entry:
         self._num_pushed += 1
-        heapq.heappush(self._heap, (found.is_kept, found.use, found.place, self._num_pushed, found))
+        return found.is_kept, found.use, found.place, self._num_pushed, found
 
 
 def _is_current(entry: _Entry) -> bool:
