@@ -51,7 +51,6 @@ longest of them or the chosen size, so that a long prompt does not use the extra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -100,61 +99,54 @@ def choose_step_tokens(
         # Before any step was observed: vLLM's default on small GPUs, good enough for a few steps anywhere.
         return min(4 * MIN_STEP_TOKENS, budget)
 
-    def get_speed(num_tokens: int, num_decoding: float, decode_s: float) -> float:
-        """Prompt tokens a second, beside so many turns that decode, alone for so long a step."""
-        num_prompt_tokens = max(1, num_tokens - num_decoding)
-        step_s = decode_s + max(0.0, fixed_s + num_prompt_tokens * token_s)
-        return num_prompt_tokens / step_s if step_s > 0 else math.inf
+    pass_s, request_s = times.get_decode_line()
 
-    def get_delay(num_tokens: int, num_decoding: float) -> float:
-        """Seconds by which each prompt token delays each turn that decodes."""
-        return max(0.0, fixed_s / max(1, num_tokens - num_decoding) + token_s)
+    def look(num_tokens: int, num_decoding: float) -> tuple[float, float]:
+        """A step's prompt tokens a second, and seconds by which each of them delays each turn that decodes."""
+        num_prompt_tokens = num_tokens - num_decoding
+        if num_prompt_tokens < 1:
+            num_prompt_tokens = 1
+        added_s, delay_s = fixed_s + num_prompt_tokens * token_s, fixed_s / num_prompt_tokens + token_s
+        step_s = pass_s + request_s * num_decoding + (added_s if added_s > 0 else 0.0)
+        speed = num_prompt_tokens / step_s if step_s > 0 else math.inf
+        return speed, delay_s if delay_s > 0 else 0.0
 
-    decode_s = times.get_decode_s(num_decoding)
-    most = get_speed(budget, num_decoding, decode_s)
+    most, _ = look(budget, num_decoding)
     half = MIN_STEP_TOKENS // 2
-    is_short = work.again > AGAIN and get_speed(half, num_decoding, decode_s) >= most / PATIENCE
-    least = half if is_short else MIN_STEP_TOKENS
+    is_short = work.again > AGAIN and look(half, num_decoding)[0] >= most / PATIENCE
+    size = half if is_short else MIN_STEP_TOKENS
     # At least half of a step is for prompts: kernels work in tiles, and a partly filled tile is wasted.
-    sizes = [size for size in _get_sizes(least, budget) if size >= 2 * num_decoding]
+    sizes = []
+    while size < budget:
+        if size >= 2 * num_decoding:
+            sizes.append(size)
+        size *= 2
     sizes.append(budget)
     rate, share = work.prompt_rate * (1 - work.again), min(1.0, work.prompt_rate * token_s)
     usual_weight, prompt_weight = prompt_weight, prompt_weight / (1 + work.again / AGAIN)
     if share >= prompt_weight * (work.busy - share):
-        balances = [size * work.answer_share for size in sizes]
-        speeds = [get_speed(size, n, times.get_decode_s(n)) for size, n in zip(sizes, balances, strict=True)]
-        enough = min(SLACK * rate, max(speeds) / SLACK**2)
+        looks = [look(size, size * work.answer_share) for size in sizes]
+        best_speed = max([speed for speed, _ in looks])
+        enough = min(SLACK * rate, best_speed / SLACK**2)
         if share < usual_weight * (work.busy - share):
             # Only because memory is short.
-            enough = max(enough, LEAST_SPEED * max(speeds))
-        delays = {
-            size: get_delay(size, n)
-            for size, n, speed in zip(sizes, balances, speeds, strict=True)
-            if speed >= enough
-        }
+            enough = max(enough, LEAST_SPEED * best_speed)
+        delays = {size: delay for size, (speed, delay) in zip(sizes, looks, strict=True) if speed >= enough}
         longest = SLACK * min(delays.values())
         return next(size for size, delay in delays.items() if delay <= longest)
-    speeds = [get_speed(size, num_decoding, decode_s) for size in sizes]
+    looks = [look(size, num_decoding) for size in sizes]
     # Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long.
     waits = []
-    for size, speed in zip(sizes, speeds, strict=True):
+    for speed, delay in looks:
         left = speed - rate
         if left <= 0 or left < (most - rate) / PATIENCE:
             waits.append(math.inf)
         else:
-            waits.append(prompt_weight / left + num_decoding * get_delay(size, num_decoding))
+            waits.append(prompt_weight / left + num_decoding * delay)
     longest = SLACK * min(waits)
     best = max([size for size, wait in zip(sizes, waits, strict=True) if wait <= longest])
-    fast = min([size for size, speed in zip(sizes, speeds, strict=True) if speed >= most / SLACK])
+    fast = min([size for size, (speed, _) in zip(sizes, looks, strict=True) if speed >= most / SLACK])
     return min(best, fast)
-
-
-def _get_sizes(least: int, budget: int) -> Iterator[int]:
-    """Sizes of steps from `least` to below the budget, each twice the one before."""
-    size = least
-    while size < budget:
-        yield size
-        size *= 2
 
 
 @dataclass

@@ -118,8 +118,10 @@ class StepTimes:
         self._decode = _Moments()
         self._prefill = _Moments()
         self._added = _Added()
-        self._lines: tuple[float, tuple[float, float]] | None = None
-        """Seconds per prefill token, and the line of decoding; None if a step was observed since."""
+        self._token_s: float | None = None
+        """Seconds per prefill token; None if a step with prefill was observed since."""
+        self._decode_line: tuple[float, float] | None = None
+        """The line of decoding; None if a step without prefill was observed since."""
         self._added_line: tuple[float, float] | None = None
         """The line of `get_added`; None if a step was observed since."""
         self._full_share = 0.0
@@ -134,11 +136,13 @@ class StepTimes:
         self._full_share += MIN_WEIGHT * (is_full - self._full_share)
         if duration_s <= 0 or num_requests < 1:
             return
-        self._lines = self._added_line = None
+        self._added_line = None
         num_prefill_tokens = num_tokens - num_requests
         if num_prefill_tokens < MIN_PREFILL_TOKENS:
+            self._decode_line = None
             self._decode.observe(num_requests, duration_s)
         else:
+            self._token_s = None
             self._prefill.observe(num_tokens, duration_s)
             decode_s = self.get_decode_s(num_requests)
             self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s, num_requests)
@@ -154,20 +158,39 @@ class StepTimes:
             self._full_share = full_share
         known_s = durations_s if min(durations_s) > 0 else [each_s for each_s in durations_s if each_s > 0]
         if known_s:
-            self._lines = self._added_line = None
+            self._decode_line = self._added_line = None
             self._decode.observe_each(num_requests, known_s)
 
     def get_token_s(self) -> float:
-        """Seconds that one more prefill token takes; 0 before any was seen."""
-        return self._get_lines()[0]
+        """Seconds that one more prefill token takes; 0 before any was seen.
+
+        Computed at most once per step, because many turns end with one step.
+        """
+        if self._token_s is None:
+            fit = self._prefill
+            _, self._token_s = fit.try_get_line() or (0.0, 0.0)
+            if self._token_s * fit.x <= 1e-6 * fit.y and fit.x:
+                # Steps of all sizes take as long, or the sizes are equal: the mean time of a token.
+                self._token_s = fit.y / fit.x
+        return self._token_s
+
+    def get_decode_line(self) -> tuple[float, float]:
+        """Seconds of a step that only decodes: of any, and of each request more. (0, 0) before any was seen.
+
+        The first is one pass over the weights, and host time.
+        """
+        if self._decode_line is None:
+            fit = self._decode
+            # No line while all steps decode for equally many: most of their time is the pass over the
+            # weights.
+            mean_s = fit.y / fit.weight if fit.weight else 0.0
+            self._decode_line = fit.try_get_line() or (mean_s, 0.0)
+        return self._decode_line
 
     def get_decode_s(self, num_requests: float) -> float:
-        """Seconds of a step that decodes for this many requests; 0 before any was seen.
-
-        For no requests, it is one pass over the weights, and host time.
-        """
-        fixed, slope = self._get_lines()[1]
-        return fixed + slope * num_requests
+        """Seconds of a step that decodes for this many requests; 0 before any was seen."""
+        pass_s, request_s = self.get_decode_line()
+        return pass_s + request_s * num_requests
 
     def get_worth_s(self, view: EngineView) -> float:
         """Seconds for which idle KV is worth its memory; infinite while no turn runs.
@@ -177,12 +200,12 @@ class StepTimes:
         nothing. Only a turn that needs memory takes it. So it does not matter whether one waits already.
         """
         num_running_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
-        token_s, (pass_s, slope) = self._get_lines()
+        pass_s, request_s = self.get_decode_line()
         shared_s = (1 - self._full_share) * pass_s
         if not (num_running_blocks > 0 and shared_s > 0):
             return math.inf
-        gain = shared_s / (pass_s + slope * view.num_running)
-        restore_s = min([token_s * view.block_size, *(tier.s_per_block for tier in view.tiers)])
+        gain = shared_s / (pass_s + request_s * view.num_running)
+        restore_s = min([self.get_token_s() * view.block_size, *(tier.s_per_block for tier in view.tiers)])
         return restore_s * num_running_blocks / gain
 
     def get_added(self) -> tuple[float, float]:
@@ -195,21 +218,6 @@ class StepTimes:
             known = self._added.weight > PRIOR_CASES
             self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
         return self._added_line
-
-    def _get_lines(self) -> tuple[float, tuple[float, float]]:
-        """Both fits, computed at most once per step, because many turns end with one step."""
-        if self._lines is None:
-            fit = self._prefill
-            _, token_s = fit.try_get_line() or (0.0, 0.0)
-            if token_s * fit.x <= 1e-6 * fit.y and fit.x:
-                # Steps of all sizes take as long, or the sizes are equal: the mean time of a token.
-                token_s = fit.y / fit.x
-            fit = self._decode
-            # No line while all steps decode for equally many: most of their time is the pass over the
-            # weights.
-            decode = fit.try_get_line() or ((fit.y / fit.weight, 0.0) if fit.weight else (0.0, 0.0))
-            self._lines = token_s, decode
-        return self._lines
 
     def __repr__(self) -> str:
         return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._full_share!r})"
