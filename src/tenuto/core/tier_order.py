@@ -515,7 +515,7 @@ class TierOrder:
         return gone
 
     def _take_out(self, found: _Chunk) -> _Chunk | None:
-        """Remove a chunk. Returns the one that it needed, which may have become evictable, if it is present."""
+        """Remove a chunk. Returns the one that it needed, if that is present: it may be evicted now."""
         self._leave(found)
         if found.owner is not None and self._tails.get(found.owner) == found.chunk:
             # The one before it becomes its owner's last, if it has the same owner.

@@ -102,7 +102,7 @@ def choose_step_tokens(
     pass_s, request_s = times.get_decode_line()
 
     def look(num_tokens: int, num_decoding: float) -> tuple[float, float]:
-        """A step's prompt tokens a second, and seconds by which each of them delays each turn that decodes."""
+        """A step's prompt tokens a second, and seconds by which each delays each turn that decodes."""
         num_prompt_tokens = num_tokens - num_decoding
         if num_prompt_tokens < 1:
             num_prompt_tokens = 1

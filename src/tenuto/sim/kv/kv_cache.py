@@ -316,10 +316,10 @@ class KvCache:
     def _note_slots(self, request: Request) -> None:
         if self.can_truncate:
             table: BlockTable = request.tables[0]
-            size = self._block_size
+            size, num_full = self._block_size, table.row.num_blocks
             request.slots_end = min(
-                table.num_blocks * size - self._num_lookahead_tokens,
-                (table.num_full + 1) * size - 1,
+                (num_full + table.num_blanks) * size - self._num_lookahead_tokens,
+                (num_full + 1) * size - 1,
                 self.config.max_model_len - 2,
             )
 

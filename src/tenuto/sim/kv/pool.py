@@ -30,7 +30,7 @@ and `tests/sim/test_scheduler_pool.py` compares the two.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -159,31 +159,32 @@ class Path:
         segment      S   S   S   T    T   T   O     O            block 3 ends in the task
     """
 
-    __slots__ = ("first_blocks", "segments", "starts", "subtree")
+    __slots__ = ("first_blocks", "segments", "subtree")
 
     def __init__(self, root: Segment, key: Hashable, spans: Iterable[Span], block_size: int) -> None:
         """The path of these spans. `key`: what their KV also depends on, the cache salt and the adapter."""
         segment, start = root.follow(key, 0), 0
-        self.starts: list[int] = []
+        self.first_blocks: list[int] = []
         self.segments: list[Segment] = []
         for content_id, num_tokens in spans:
             segment = segment.follow(content_id, start)
-            self.starts.append(start)
+            self.first_blocks.append(start // block_size)
             self.segments.append(segment)
             start += num_tokens
-        self.first_blocks = [start // block_size for start in self.starts]
         self.subtree = self.segments[0].subtree
 
-    def get_ranges(self, first: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+    def get_ranges(self, first: int, end: int) -> list[tuple[Segment, int, int]]:
         """The blocks from `first` to before `end`, as (segment, first block, end) of each segment."""
-        index = bisect_right(self.first_blocks, first) - 1
-        while first < end:
-            is_last = index + 1 == len(self.segments)
-            stop = end if is_last else min(end, self.first_blocks[index + 1])
+        ranges: list[tuple[Segment, int, int]] = []
+        index = bisect_right(self.first_blocks, first)
+        for stop in self.first_blocks[index : bisect_left(self.first_blocks, end, index)]:
             if stop > first:
-                yield self.segments[index], first, stop
+                ranges.append((self.segments[index - 1], first, stop))
                 first = stop
             index += 1
+        if first < end:
+            ranges.append((self.segments[index - 1], first, end))
+        return ranges
 
     def get_segment(self, block: int) -> Segment:
         """The segment that a block belongs to."""
@@ -313,18 +314,16 @@ class ExtentPool:
         segments    │    A    │ B     │ C          one range for each segment, or for each copy in it
         cached      ├─────────┼───┤   ├──┤         the row ends where the first block is missing
         """
-        row = Row()
+        ranges: list[Range] = []
         for segment, start, stop in path.get_ranges(first, end):
             copies = segment.copies[group]
             if len(copies) == 1 and copies[0].first <= start and stop <= copies[0].end:
-                row.append(copies[0], start, stop)
+                ranges.append((copies[0], start, stop))
                 continue
-            for extent, begin, last in get_first_cached(copies, start, stop):
-                row.append(extent, begin, last)
-                start = last
-            if start < stop:
+            ranges += get_first_cached(copies, start, stop)
+            if not ranges or ranges[-1][2] < stop:
                 break
-        return row
+        return Row(ranges)
 
     def find_runs(self, path: Path, group: int, end: int) -> list[tuple[int, int]]:
         """All cached blocks of a sequence before block `end`, as runs (first, end) with gaps between them."""
