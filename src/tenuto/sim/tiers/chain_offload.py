@@ -54,7 +54,8 @@ class ChainOffloader(Offloader):
         if num_chunks <= skip:
             return None
         chunks = self._get_chunks(request, num_chunks)
-        num_tokens = self._tiers.hit_length(chunks) * self._chunk_tokens - num_hit_tokens
+        chunks = chunks[: self._tiers.hit_length(chunks)]
+        num_tokens = len(chunks) * self._chunk_tokens - num_hit_tokens
         if num_tokens <= 0:
             return None
         return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
@@ -155,7 +156,7 @@ class ChainOffloader(Offloader):
             return chunks[:num_chunks]
         last = (len(chunks) + 1) * size - 1
         for segment, _, stop in request.path.get_ranges(last, num_chunks * size):
-            chunks += [(segment, block) for block in range(last, stop, size)]
+            chunks += zip(itertools.repeat(segment), range(last, stop, size), strict=False)
             last = (len(chunks) + 1) * size - 1
         return chunks[:num_chunks]
 

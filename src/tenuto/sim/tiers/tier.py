@@ -81,13 +81,14 @@ class Tier:
 
     def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
         """How many chunks from a sequence's start are present; the first `first` are. Changes nothing."""
-        low, high = first, len(chunks)
+        low = first
+        probe = high = len(chunks)  # often all are present
         while low < high:
-            middle = (low + high + 1) // 2
-            if chunks[middle - 1] in self.order:
-                low = middle
+            if chunks[probe - 1] in self.order:
+                low = probe
             else:
-                high = middle - 1
+                high = probe - 1
+            probe = (low + high + 1) // 2
         return low
 
     def put(self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0) -> Sequence[Hashable]:
