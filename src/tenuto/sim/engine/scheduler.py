@@ -225,7 +225,8 @@ class Scheduler:
             # Requests wait for loads, blocks for stores.
             times_s.append(self.offloader.get_next_stored_s())
             times_s += [load.done_s for load in self.state.loading[:1]]
-        return min((each for each in times_s if each is not None), default=None)
+        known_s = [each for each in times_s if each is not None]
+        return min(known_s) if known_s else None
 
     def get_tiers(self) -> Sequence[TierView]:
         """The tiers below the GPU; empty in an engine without tiers."""
@@ -869,10 +870,11 @@ class Scheduler:
                     return 0
             num_in_blocks = self._count_steps_in_blocks(running)
         num_steps = min(num_steps, num_in_blocks)
-        if num_steps == 0 or self._may_start_one():
+        if num_steps == 0:
             return 0
         # Of requests that generate the same text, it matters which caches a block first.
-        return num_steps if len({each.path.segments[-1] for each in running}) == len(running) else 0
+        num_texts = len({each.path.segments[-1] for each in running})
+        return 0 if num_texts < len(running) or self._may_start_one() else num_steps
 
     def run_quiet_steps(self, num_steps: int) -> None:
         """Apply the effects of this many quiet steps to requests and their blocks."""
@@ -901,7 +903,9 @@ class Scheduler:
                 or num_tokens == request.num_prompt_tokens
             ):
                 return 0
-            num_left = min(num_left, request.num_tokens_at_end - num_tokens)
+            left = request.num_tokens_at_end - num_tokens
+            if left < num_left:
+                num_left = left
         return max(0, num_left - 1)
 
     def _count_steps_in_blocks(self, running: list[Request]) -> int:
@@ -915,7 +919,11 @@ class Scheduler:
         num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
         if num_each >= self.config.kv.max_model_len // size:
             return num_each * size
-        slots: list[int] = [each.tables[0].num_blocks * size - each.num_computed_tokens for each in running]
+        slots: list[int] = [
+            (table.row.num_blocks + table.num_blanks) * size - each.num_computed_tokens
+            for each in running
+            for table in each.tables  # one, with full attention
+        ]
         slots.sort()
         return num_each * size + min(slots[num_more], size)
 
@@ -929,10 +937,13 @@ class Scheduler:
         if request is None or len(running) == config.max_num_seqs or budget == 0:
             return False
         hit = self.kv.get_hit(request)
-        if not {each.path.segments[-1] for each in running}.isdisjoint(request.path.segments):
-            # It continues a running request's output, so its hit may grow. Any other request's hit can only
-            # shrink, and the number of free blocks only falls.
-            return True
+        segments = request.path.segments
+        for each in running:
+            own = each.path.segments
+            if len(own) <= len(segments) and segments[len(own) - 1] is own[-1]:
+                # It continues a running request's output, so its hit may grow. Any other request's hit can
+                # only shrink, and the number of free blocks only falls.
+                return True
         most = min(budget, config.long_prefill_token_threshold or budget)
         return not self._is_refused(request, hit, min(most, request.num_tokens - hit.num_tokens))
 

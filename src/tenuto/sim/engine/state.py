@@ -164,7 +164,7 @@ class EngineState:
     @property
     def num_waiting(self) -> int:
         """Number of requests that have not started, including loading ones."""
-        return len(self.waiting) + self.num_loading
+        return len(self.waiting) + len(self.loading) + len(self.loaded)
 
 
 EMPTY_BATCH = StepBatch.of()
