@@ -107,28 +107,29 @@ class TurnTable:
     def _get_latest(self, past: Past) -> _Turns:
         return self._turns[min(past.num_turns, MAX_ROWS) - 1]
 
-    def look(self, num_turns: int, num_new_tokens: float | None) -> Left:
-        """What a job has left after this many turns, at least one turn.
+    def look(self, num_turns: int, num_new_tokens: float | None) -> tuple[float, float, float]:
+        """What a job has left after this many turns, at least one turn, as in `Left`.
 
         `num_new_tokens`: the new tokens of the next turn's prompt, if they are known.
         """
         # Sums are computed only now and then, so they may lack the latest number.
-        index = min(num_turns, len(self._work_after) - 1)
-        turns = self._turns[index] if index < len(self._turns) else None
-        if turns is None:
+        last = len(self._work_after) - 1
+        index = num_turns if num_turns < last else last
+        if index == len(self._turns):
             after = self._work_after[index]
             if num_new_tokens is None:
-                return Left(after, after, self._share)
-            return Left(num_new_tokens + after, num_new_tokens, self._share)
+                return after, after, self._share
+            return num_new_tokens + after, num_new_tokens, self._share
+        turns = self._turns[index]
         share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
         if num_new_tokens is None:
-            return Left(self._work_after[index], turns.work / turns.count, share)
+            return self._work_after[index], turns.work / turns.count, share
         this = num_new_tokens + (turns.work - turns.new) / turns.count
         # The share that ended their job, shrunk towards the share of all turns.
         ended, followed = turns.by_size.get(_get_size(num_new_tokens), (0.0, 0.0))
         ends = (ended + PRIOR_CASES * share) / (ended + followed + PRIOR_CASES)
-        after = self._work_after[min(index + 1, len(self._work_after) - 1)]
-        return Left(this + (1 - ends) * after, this, ends)
+        after = self._work_after[index + 1 if index < last else last]
+        return this + (1 - ends) * after, this, ends
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
@@ -296,14 +297,15 @@ class RemainingWork:
         known = self._known.get((num_turns, table, num_new_tokens))
         if known is not None:
             return known
-        left, own = self._all.look(num_turns, num_new_tokens), table.look(num_turns, num_new_tokens)
+        work, this, ends = self._all.look(num_turns, num_new_tokens)
+        own_work, own_this, own_ends = table.look(num_turns, num_new_tokens)
         weight = table.num_jobs / (table.num_jobs + PRIOR_CASES)
         if len(self._known) == MAX_NAMES:
             self._known.clear()
         known = self._known[num_turns, table, num_new_tokens] = Left(
-            left.work + weight * (own.work - left.work),
-            left.this + weight * (own.this - left.this),
-            left.ends + weight * (own.ends - left.ends),
+            work + weight * (own_work - work),
+            this + weight * (own_this - this),
+            ends + weight * (own_ends - ends),
         )
         return known
 
