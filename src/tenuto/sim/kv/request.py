@@ -169,7 +169,7 @@ class BlockHashes(Sequence[BlockHash]):
     def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
         if isinstance(index, slice):
             return [self[n] for n in range(*index.indices(len(self)))]
-        num_blocks = len(self)
+        num_blocks = self._request.num_tokens // self._block_size
         block = index + num_blocks if index < 0 else index
         if not 0 <= block < num_blocks:
             raise IndexError(f"block {index} of {num_blocks}")

@@ -53,7 +53,7 @@ class ChainOffloader(Offloader):
         skip = num_hit_tokens // self._chunk_tokens
         if num_chunks <= skip:
             return None
-        chunks = self._get_chunks(request, num_chunks)
+        chunks = self._get_chunks(request, num_chunks)[:num_chunks]
         chunks = chunks[: self._tiers.hit_length(chunks)]
         num_tokens = len(chunks) * self._chunk_tokens - num_hit_tokens
         if num_tokens <= 0:
@@ -68,7 +68,7 @@ class ChainOffloader(Offloader):
         """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
-        chunks = self._get_chunks(request, num_chunks)
+        chunks = self._get_chunks(request, num_chunks)[:num_chunks]
         copy = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
         self._report_held(now_s)
@@ -87,7 +87,7 @@ class ChainOffloader(Offloader):
             return now_s
         request.num_stored_chunks = num_chunks
         chunks = self._get_chunks(request, num_chunks)
-        done_s = self._store(chunks, now_s, *self._get_rank(request, first, now_s), request)
+        done_s = self._store(chunks, now_s, *self._get_rank(request, first, now_s), num_chunks, request)
         request.stored_s = max(request.stored_s, done_s)
         return done_s
 
@@ -98,7 +98,8 @@ class ChainOffloader(Offloader):
         row = self._kv.get_hit(request).rows[0]
         done_s, use = now_s, request.tier_use
         if use is not None:
-            chunks = self._get_chunks(request, len(row) // self._chunk_blocks)
+            num_chunks = len(row) // self._chunk_blocks
+            chunks = self._get_chunks(request, num_chunks)[:num_chunks]
             if request.is_stored and self._stores_all:
                 done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
             self._tiers.use(chunks, use)
@@ -136,10 +137,16 @@ class ChainOffloader(Offloader):
         return (NOBODY, 0) if self.is_sync else (self._get_use(request, now_s), first)
 
     def _store(
-        self, chunks: list[Chunk], now_s: float, use: Use, first: int, request: Request | None = None
+        self,
+        chunks: list[Chunk],
+        now_s: float,
+        use: Use,
+        first: int,
+        end: int | None = None,
+        request: Request | None = None,
     ) -> float:
-        """Store cached chunks from number `first` on. Returns the time at which the copy is complete."""
-        copy = self._tiers.store(chunks, now_s, use, first)
+        """Store cached chunks from `first` to before `end`. Returns when the copy is complete."""
+        copy = self._tiers.store(chunks, now_s, use, first, end)
         self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s, request)
         return copy.done_s
 
@@ -151,14 +158,15 @@ class ChainOffloader(Offloader):
             heapq.heappush(self._stores, (done_s, next(self._numbers), row))
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
+        """A request's chunks, at least this many."""
         chunks, size = request.chunks, self._chunk_blocks
         if num_chunks <= len(chunks):
-            return chunks[:num_chunks]
+            return chunks
         last = (len(chunks) + 1) * size - 1
         for segment, _, stop in request.path.get_ranges(last, num_chunks * size):
             chunks += zip(itertools.repeat(segment), range(last, stop, size), strict=False)
             last = (len(chunks) + 1) * size - 1
-        return chunks[:num_chunks]
+        return chunks
 
     def _get_row_chunks(self, row: Row) -> Iterator[Chunk]:
         last = self._chunk_blocks - 1

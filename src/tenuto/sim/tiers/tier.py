@@ -79,10 +79,10 @@ class Tier:
     def __len__(self) -> int:
         return len(self.order)
 
-    def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
-        """How many chunks from a sequence's start are present; the first `first` are. Changes nothing."""
+    def hit_length(self, chunks: Sequence[Hashable], first: int = 0, end: int | None = None) -> int:
+        """How many of a sequence's chunks before `end` are here; the first `first` are. Changes nothing."""
         low = first
-        probe = high = len(chunks)  # often all are present
+        probe = high = len(chunks) if end is None else end  # often all are present
         while low < high:
             if chunks[probe - 1] in self.order:
                 low = probe
@@ -91,13 +91,19 @@ class Tier:
             probe = (low + high + 1) // 2
         return low
 
-    def put(self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0) -> Sequence[Hashable]:
-        """Use a sequence's chunks from number `first` on, and store missing ones if allowed; return these."""
+    def put(
+        self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0, end: int | None = None
+    ) -> Sequence[Hashable]:
+        """Use a sequence's chunks from `first` to before `end`, and store missing ones if allowed.
+
+        Returns the stored ones.
+        """
         order = self.order
         if first and chunks[first - 1] not in order:
             return ()
-        num_hit = self.hit_length(chunks, first)
-        num_new = len(chunks) - num_hit
+        end = len(chunks) if end is None else end
+        num_hit = self.hit_length(chunks, first, end)
+        num_new = end - num_hit
         num_short = num_new - (self.capacity_chunks - len(order))
         if num_short > 0:
             # All new chunks follow the last one that is here.
@@ -183,19 +189,26 @@ class OffloadTiers:
             done_s = max(done_s, tier.link.transfer((num_hit - nearer_hit) * chunk_bytes, now_s))
             nearer_hit = max(nearer_hit, tier.hit_length(chunks))
         for tier in self.tiers:
-            tier.put(chunks[:num_hit], use, first)
+            tier.put(chunks, use, first, num_hit)
             # A chunk is not evicted before those that continue it.
-            num_held = tier.hit_length(chunks[:num_hit])
+            num_held = tier.hit_length(chunks, end=num_hit)
             tier.hold(chunks[max(skip, num_held - 1) : num_held], done_s)
         return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
 
-    def store(self, chunks: Sequence[Hashable], now_s: float, use: Use = NOBODY, first: int = 0) -> Copy:
-        """Copy to each tier the chunks that it lacks from number `first` on. Ends with the last copy."""
+    def store(
+        self,
+        chunks: Sequence[Hashable],
+        now_s: float,
+        use: Use = NOBODY,
+        first: int = 0,
+        end: int | None = None,
+    ) -> Copy:
+        """Copy the chunks from `first` to before `end` to the tiers that lack them. Ends with the last copy."""
         self._end_copies(now_s)
         chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
         for tier in self.tiers:
-            new = tier.put(chunks, use, first)
+            new = tier.put(chunks, use, first, end)
             num_stored = max(num_stored, len(new))
             stored_s = tier.link.transfer(len(new) * chunk_bytes, now_s)
             tier.hold(new[-1:], stored_s)
@@ -205,7 +218,7 @@ class OffloadTiers:
     def use(self, chunks: Sequence[Hashable], use: Use) -> None:
         """Count a use of these chunks in each tier that has them."""
         for tier in self.tiers:
-            tier.put(chunks[: tier.hit_length(chunks)], use)
+            tier.put(chunks, use, end=tier.hit_length(chunks))
 
     def drop(self, job_id: str, now_s: float) -> None:
         """Drop chunks that only this job used, except those that are being copied."""
