@@ -203,7 +203,7 @@ class OffloadTiers:
         first: int = 0,
         end: int | None = None,
     ) -> Copy:
-        """Copy the chunks from `first` to before `end` to the tiers that lack them. Ends with the last copy."""
+        """Copy chunks from `first` to before `end` to the tiers that lack them. Ends with the last copy."""
         self._end_copies(now_s)
         chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
