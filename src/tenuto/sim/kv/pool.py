@@ -528,7 +528,8 @@ class ExtentPool:
         """
         extents = []
         for extent, first, end in row.ranges:
-            extent = skip_to(extent, first)
+            if extent.end <= first:
+                extent = skip_to(extent, first)
             if extent.first < first:
                 extent = self._split(extent, first)
             while extent.end < end:
