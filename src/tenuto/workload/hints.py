@@ -49,7 +49,8 @@ def say_last(job: Job, index: int) -> Hints:
 
 def say_tool(job: Job, index: int) -> Hints:
     """The job, whether this is its last turn, and which tool the turn will call."""
-    return replace(say_last(job, index), tool=job.turns[index].tool)
+    is_last = index == len(job.turns) - 1
+    return Hints(job_id=job.job_id, tenant=job.tenant, is_last=is_last, tool=job.turns[index].tool)
 
 
 def _say_tool_time(job: Job, index: int, factor: float = 1.0) -> Hints:
