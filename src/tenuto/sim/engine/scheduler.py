@@ -714,15 +714,16 @@ class Scheduler:
                 chunk_tokens += num_tokens
                 chunk_context += context
                 num_pairs += num_tokens * (context + num_tokens / 2)
-            request.num_computed_tokens = context + num_tokens
+            request.num_computed_tokens = num_computed_tokens = context + num_tokens
             # With full attention, nothing after the prompt is stored before the turn ends.
             if offloader is not None and (context < request.num_prompt_tokens or offloader.stores_answers):
                 done_s = offloader.store_computed(request, self.state.now_s)
                 if offloader.is_sync:
                     step.copies_done_s = max(step.copies_done_s, done_s)
             request.num_in_flight_tokens += num_tokens
-            request.is_prefill_chunk = context + num_tokens < request.num_tokens + request.num_placeholders
-            if request.is_prefill_chunk:
+            is_chunk = num_computed_tokens < request.num_tokens + request.num_placeholders
+            request.is_prefill_chunk = is_chunk
+            if is_chunk:
                 step.chunks.add(turn_id)
             elif is_async:
                 request.num_placeholders += 1
