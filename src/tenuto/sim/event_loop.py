@@ -312,7 +312,7 @@ class SteppedEngine:
     def _price(self, first: int, num_steps: int) -> list[float]:
         """Seconds of each of `num_steps` quiet steps, from number `first` of the coming ones."""
         running = self.scheduler.state.running
-        num_context_tokens = sum(request.num_computed_tokens for request in running) + first * len(running)
+        num_context_tokens = sum([request.num_computed_tokens for request in running]) + first * len(running)
         return price_stretch(self._step_cost, len(running), num_context_tokens, num_steps)
 
     def _get_limit_s(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tenuto.core.errors import IntegrityError
 from tenuto.core.reuse import count_lost_tokens, count_missed_tokens
@@ -313,8 +314,9 @@ class Simulation:
     def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
         """Every turn that runs got a token at each of these times."""
         turns = [self._live[request.turn_id] for request in engine.scheduler.state.running]
-        before_s, last_s = ends_s[0], ends_s[-1]
+        first_s, last_s = ends_s[0], ends_s[-1]
+        for gap_s, equal in groupby([first_s - turn.last_token_s for turn in turns]):
+            self.gaps.add(gap_s, len(list(equal)))
         for turn in turns:
-            self.gaps.add(before_s - turn.last_token_s)
             turn.last_token_s = last_s
         self.gaps.add_between(ends_s, len(turns))
