@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -100,6 +101,24 @@ def test_only_the_part_before_the_breakpoint_is_held() -> None:
     assert not len(none.driver.leases)
     assert none.driver.stats.num_lease_refusals[LeaseRefusal.NOT_CACHED] == 1
     assert none.driver.stats.num_wishes == {("anthropic", "refused"): 1}
+
+
+def test_a_part_whose_end_is_not_found_does_not_count() -> None:
+    lost, short = Span(3600.0, 0), Span(300.0)
+    for spans, told in (((lost,), ("refused", 0.0)), ((lost, short), ("clipped", 300.0))):
+        for hints in (Hints(job_id="j", tool="ls"), Hints(job_id="j")):
+            engine = ToyEngine(Short(), 20)
+            wished = dataclasses.replace(hints, wish=wish(*spans))
+            engine.arrive("t", NOW_S, make_tokens(0, 18), [99], wished)
+            engine.start_first(NOW_S)
+            verdict = engine.driver.judge_wish(wished)
+            engine.finish("t", NOW_S, is_last=hints.tool is None)
+            assert engine.driver.stats.num_wishes == {("anthropic", told[0]): 1}
+            assert verdict is not None and verdict.reason is not None
+            assert (verdict.result, verdict.below_s) == told
+            assert verdict.reason.value == "mark-not-found"
+            # What the policy keeps stays.
+            assert len(engine.driver.leases) == (hints.tool is not None or len(spans) > 1)
 
 
 def test_a_longer_wish_for_a_smaller_part_goes_on_with_that_part() -> None:

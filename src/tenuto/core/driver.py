@@ -795,7 +795,7 @@ class Driver:
         """A finished turn's wish if it is accepted. If not, the result is reported at once."""
         refusal = LeaseRefusal.ABORTED if finish.aborted else self._get_wish_refusal(turn)
         wish = turn.arrival.hints.wish
-        if refusal is None and wish is not None and wish.spans:
+        if refusal is None and wish is not None and wish.found_s > 0:
             return wish
         self._report_wish(turn, refusal, now_s)
         return None

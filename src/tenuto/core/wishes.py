@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-from tenuto.core.types import LeaseEnd, LeaseRefusal
+from tenuto.core.types import LeaseEnd, LeaseRefusal, Reason
 
 MAX_KEEP_S = 86_400.0
 """Longer times are shortened to this, one day: the longest that any dialect defines."""
@@ -83,6 +83,11 @@ class Wish:
     def keep_s(self) -> float:
         """The longest time asked for, in seconds; 0 without spans."""
         return max((span.keep_s for span in self.spans), default=0.0)
+
+    @property
+    def found_s(self) -> float:
+        """As `keep_s`, without the parts whose end is not in the prompt."""
+        return max((span.keep_s for span in self.spans if span.extent > 0), default=0.0)
 
     @property
     def num_tokens(self) -> int | None:
@@ -386,6 +391,12 @@ WISH_HEADER = "X-Tenuto-Wish"
 RESULTS = ("accepted", "clipped", "refused")
 
 
+class WishRefusal(Reason):
+    """Why less is kept than was wished, whatever the settings are."""
+
+    MARK_NOT_FOUND = "mark-not-found", "the text before its breakpoint is not in the prompt"
+
+
 class Verdict(NamedTuple):
     """What becomes of a wish. Its lease may still be revoked, and its chunks evicted, earlier."""
 
@@ -397,7 +408,7 @@ class Verdict(NamedTuple):
     """The longest time on the GPU, in seconds."""
     below_s: float
     """The longest time in host memory and on disk, in seconds."""
-    reason: LeaseRefusal | LeaseEnd | None = None
+    reason: LeaseRefusal | LeaseEnd | WishRefusal | None = None
 
     def describe(self) -> dict[str, Any]:
         """The verdict in JSON types."""
@@ -412,17 +423,17 @@ def judge(
     `has_tier`: whether there is host memory or a disk that keeps chunks for wishes. `refusal`: the reason why
     nothing is kept, or None.
     """
-    asked_s = wish.keep_s
+    asked_s, found_s = wish.keep_s, wish.found_s
     if not wish.spans:
         return None
-    gpu_s = 0.0 if refusal is not None else min(asked_s, max_lease_s)
-    below_s = asked_s if has_tier and refusal is None else 0.0
-    reason: LeaseRefusal | LeaseEnd | None = refusal
+    gpu_s = 0.0 if refusal is not None else min(found_s, max_lease_s)
+    below_s = found_s if has_tier and refusal is None else 0.0
+    reason: LeaseRefusal | LeaseEnd | WishRefusal | None = refusal
     result = "accepted"
-    if refusal is not None or not max(gpu_s, below_s):
-        result, reason = "refused", refusal or LeaseEnd.TIME_LIMIT
-    elif max(gpu_s, below_s) < asked_s:
-        result, reason = "clipped", LeaseEnd.TIME_LIMIT
+    if refusal is not None or max(gpu_s, below_s) < asked_s:
+        result = "clipped" if max(gpu_s, below_s) else "refused"
+        is_found = max(gpu_s, below_s) < found_s
+        reason = refusal or (LeaseEnd.TIME_LIMIT if is_found else WishRefusal.MARK_NOT_FOUND)
     return Verdict(result, wish.dialect, asked_s, gpu_s, below_s, reason)
 
 
