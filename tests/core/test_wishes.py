@@ -256,7 +256,7 @@ def test_a_mark_is_the_share_of_the_text_and_its_end() -> None:
     body["system"][0]["cache_control"] = HOUR
     wish = read(body)
     assert wish is not None and wish.spans[0].mark is not None
-    share, tail = wish.spans[0].mark
+    share, tail, _ = wish.spans[0].mark
     assert share == pytest.approx(205 / 505, abs=0.01)
     assert tail == ("s" * 98 + " end")[-MAX_TAIL_CHARS:]
     assert cut(body, ("system", 0)) == {"tools": body["tools"], "system": body["system"][:1]}
@@ -298,6 +298,33 @@ def test_a_mark_is_found_among_the_tokens_and_nothing_behind_it() -> None:
     assert finder.find(Mark(0.4, "word1998 word1999"), prompt[:1000]) == 0
     assert finder.find(Mark(1.0, "whatever"), prompt) == 6000
     assert finder.find(Mark(0.5, ""), prompt) == 0
+
+
+@pytest.mark.parametrize("is_system_first", [False, True])
+@pytest.mark.parametrize("role", [None, "system", "developer"])
+def test_the_end_of_the_system_text_is_found_before_the_tools_and_behind_them(
+    role: str | None, is_system_first: bool
+) -> None:
+    """Templates such as those of Qwen and Hermes write the tools behind the system text."""
+    of_tools, of_system, of_user = (
+        " ".join(f"{name}{n}" for n in range(number))
+        for name, number in (("t", 4000), ("s", 1500), ("u", 2000))
+    )
+    blocks = [{"type": "text", "text": of_system, "cache_control": HOUR}]
+    body: dict[str, Any] = {"tools": [{"name": "a", "description": of_tools}]}
+    user = {"role": "user", "content": of_user}
+    if role is None:
+        body |= {"system": blocks, "messages": [user]}
+    else:
+        body["messages"] = [{"role": role, "content": blocks}, user]
+    head = (of_system, of_tools) if is_system_first else (of_tools, of_system)
+    words = Words(" ".join((*head, of_user)))
+    finder = MarkFinder(words.decode, words.encode)
+    wish = read_wish_text(write_wish(read(body) or Wish("none")))
+    assert wish is not None
+    # The tokenizer of this test has a blank behind each word, so the last word is not whole in the text.
+    found = wish.resolve(lambda mark: finder.find(mark, range(7500))).num_tokens
+    assert found == (1500 if is_system_first else 5500) - 1
 
 
 def test_a_mark_of_many_tokens_is_found_without_reading_the_prompt() -> None:
@@ -370,7 +397,8 @@ def test_a_wish_reaches_the_engine_as_text() -> None:
         '{"dialect": "mine", "spans": [[5, null]], "malformed": []}',
         *(json.dumps({"dialect": "openai", "spans": [span], "malformed": []}) for span in (
             3, [], [5], [0, None], [-1, None], [1e9, None], ["5", None], [5, 0], [5, -3], [5, 1.5], [5, True],
-            [5, 10**30], [5, None, 2, "x"], [5, None, 0.5, 3], [5, None, 0.5, "x" * 100], [True, None],
+            [5, 10**30], [5, None, 2, "x", None], [5, None, 0.5, 3, None], [5, None, 0.5, "x" * 100, None],
+            [5, None, 0.5, "x"], [5, None, 0.5, "x", 2], [5, None, 0.5, "x", "x"], [True, None],
             {"keep": 5},
         )),
     ],

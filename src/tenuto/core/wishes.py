@@ -51,6 +51,8 @@ class Mark(NamedTuple):
     """The share of the request's characters that are before it, from 0 to 1."""
     tail: str = ""
     """The last characters before it; empty if it does not follow a text."""
+    share_before_tools: float | None = None
+    """The same share if the template writes the system text before the tools; None: it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,12 @@ def make_mark(body: Mapping[str, Any], place: Place) -> Mark:
     part = body[str(name)][int(number)]
     part = part["content"][int(inside[0])] if inside else part
     text = None if place[0] == "tools" else _get_text(part)
-    return Mark(min(1.0, share), "" if text is None else text.rstrip()[-MAX_TAIL_CHARS:])
+    tail = "" if text is None else text.rstrip()[-MAX_TAIL_CHARS:]
+    is_system = name == "system" or body[str(name)][int(number)].get("role") in ("system", "developer")
+    if share >= 1.0 or not (tail and is_system and body.get("tools")):
+        return Mark(min(1.0, share), tail)
+    num_before_tools = _count_all({**cut(body, place), "tools": None}) or 0
+    return Mark(share, tail, num_before_tools / num_all)
 
 
 _NO_TEXT = ("cache_control", "prompt_cache_breakpoint", "type", "role", "id")
@@ -239,6 +246,7 @@ class MarkFinder:
     """Finds marks among a prompt's tokens, and remembers the positions of the last ones.
 
     The mark's share of the text gives its approximate position, and its last characters give it exactly.
+    Where templates differ in the order of parts, there are two such positions.
     First, the tokens of these characters are searched, which is fast. In the prompt, a tokenizer may split
     them differently; then the text around the position is decoded. The time of both is bounded whatever the
     prompt's length, because the engine waits meanwhile. Misses are not remembered, because another prompt may
@@ -277,10 +285,16 @@ class MarkFinder:
         # Its first and last tokens may differ in the prompt, where text precedes and follows it.
         num_before = max(2, len(tail) - 10)
         core = tail[num_before:-2]
-        found = self._search(mark, prompt, core, num_before) or self._look(mark, prompt, core)
-        if found:
-            self._remember(mark.tail, found)
-        return found
+        for share in (mark.share, mark.share_before_tools):
+            if share is None:
+                break
+            guess = int(share * len(prompt))
+            found = self._search(mark, prompt, guess, core, num_before)
+            found = found or self._look(mark, prompt, guess, core)
+            if found:
+                self._remember(mark.tail, found)
+                return found
+        return 0
 
     def _remember(self, tail: str, end: int) -> None:
         self._known[tail] = end
@@ -288,14 +302,13 @@ class MarkFinder:
         if len(self._known) > self.NUM_KNOWN:
             self._known.popitem(last=False)
 
-    def _search(self, mark: Mark, prompt: Sequence[int], core: list[int], num_before: int) -> int:
+    def _search(self, mark: Mark, prompt: Sequence[int], guess: int, core: list[int], num_before: int) -> int:
         """Search for the tail's tokens around its expected position; 0 if they are not there.
 
         `core`: some of the tokens, which follow `num_before` others.
         """
         if len(core) < self.MIN_CORE:
             return 0
-        guess = int(mark.share * len(prompt))
         start = max(0, guess - self.WINDOW)
         around = list(prompt[start : start + 2 * self.WINDOW])
         places, place = [], -1
@@ -314,19 +327,19 @@ class MarkFinder:
         before, found, _ = self._decode(part).partition(mark.tail)
         return first + self._count(part, len(before) + len(found), behind - first) if found else 0
 
-    def _look(self, mark: Mark, prompt: Sequence[int], core: Sequence[int]) -> int:
+    def _look(self, mark: Mark, prompt: Sequence[int], guess: int, core: Sequence[int]) -> int:
         """Search for the tail in the text around its expected position; 0 if it is not there."""
-        first = max(0, int(mark.share * len(prompt)) - self.WINDOW // 2)
+        first = max(0, guess - self.WINDOW // 2)
         window = prompt[first : first + self.WINDOW]
         # Tokenizers split a text differently only at some places. To read the text takes far longer.
         if len(core) >= self.MIN_CORE and set(pairwise(core)).isdisjoint(pairwise(window)):
             return 0
         text = self._decode(window)
-        guess = len(text) * (mark.share * len(prompt) - first) / max(1, len(window))
+        middle = len(text) * (guess - first) / max(1, len(window))
         ends = [match.end() for match in re.finditer(re.escape(mark.tail), text)]
         if not ends:
             return 0
-        return first + self._count(window, min(ends, key=lambda each: abs(each - guess)))
+        return first + self._count(window, min(ends, key=lambda each: abs(each - middle)))
 
     def _count(self, tokens: Sequence[int], end: int, low: int = 0) -> int:
         """The most tokens, `low` or more, whose text is not longer than `end` characters."""
@@ -369,16 +382,19 @@ def parse_wish(text: Any, dialects: Sequence[str]) -> Wish | None:
 
 
 def _parse_span(parsed: Any) -> Span:
-    if not isinstance(parsed, list) or len(parsed) not in (2, 4):
-        raise ValueError("a span has two or four parts")
+    if not isinstance(parsed, list) or len(parsed) not in (2, 5):
+        raise ValueError("a span has two or five parts")
     keep_s = read_number(parsed[0])
     if keep_s is None or not 0 < keep_s <= MAX_KEEP_S:
         raise ValueError("no time")
-    if len(parsed) == 4:
-        share, tail = read_number(parsed[2]), parsed[3]
-        if share is None or not 0 <= share <= 1 or not isinstance(tail, str) or len(tail) > MAX_TAIL_CHARS:
+    if len(parsed) == 5:
+        tail, shares = parsed[3], [read_number(parsed[2])]
+        shares += [] if parsed[4] is None else [read_number(parsed[4])]
+        if not isinstance(tail, str) or len(tail) > MAX_TAIL_CHARS:
             raise ValueError("no mark")
-        return Span(keep_s, None, Mark(share, tail))
+        if not all(share is not None and 0 <= share <= 1 for share in shares):
+            raise ValueError("no share")
+        return Span(keep_s, None, Mark(shares[0] or 0.0, tail, *shares[1:]))
     num_tokens = parsed[1]
     if num_tokens is not None and not (type(num_tokens) is int and 0 < num_tokens <= MAX_PROMPT_TOKENS):
         raise ValueError("no number of tokens")
