@@ -64,6 +64,15 @@ def test_without_a_place_a_line_stays_and_dropping_goes_on() -> None:
     assert changed["messages"][-1] == request["messages"][-1]
 
 
+@pytest.mark.parametrize("content", ['{"answer":', [{"type": "text", "text": '{"answer":'}]])
+def test_no_line_moves_into_the_beginning_of_the_model_s_answer(content: Any) -> None:
+    request = make(7)
+    request["messages"].append({"role": "assistant", "content": content})
+    changed = HeadLines(drop=[BILLING], move=[DATE]).edit(request)
+    assert changed["messages"][-1] == request["messages"][-1]
+    assert "Today is 7." in changed["messages"][0]["content"]
+
+
 def test_turns_then_have_one_beginning_and_one_name() -> None:
     lines = HeadLines(drop=[BILLING, DATE])
     edited = [{**make(n), **lines.edit(make(n))} for n in range(3)]

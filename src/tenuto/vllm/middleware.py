@@ -451,7 +451,7 @@ class HeadLines:
     def edit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The members of a request that change, with their new values. Never raises.
 
-        If the last message has no text, lines cannot be moved and stay where they are.
+        If the last message has no text, or the model continues it, lines stay where they are.
         """
         name = "messages" if isinstance(request.get("messages"), list) else "input"
         messages = request.get(name)
@@ -514,10 +514,12 @@ def _compile(pattern: str, name: str) -> re.Pattern[str]:
 
 
 def _add_lines(messages: list[Any], lines: Sequence[str]) -> list[Any] | None:
-    """The messages with these lines at the end of the last one; None if that holds no text."""
+    """The messages with these lines at the end of the last one; None if the client has no text there."""
     if not lines:
         return messages
     last = messages[-1] if messages else None
+    if isinstance(last, dict) and last.get("role") in ("assistant", "model"):
+        return None  # The model goes on with this text, as if it were its own.
     content = last.get("content") if isinstance(last, dict) else None
     added = "\n" + "\n".join(lines)
     if isinstance(content, str):
