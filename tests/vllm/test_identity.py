@@ -7,6 +7,7 @@ import pytest
 
 from tenuto.core.requests import JOB_HEADERS, get_conversation_id
 from tenuto.vllm import middleware
+from tenuto.vllm.control_http import read_body
 from tests.vllm.asgi import REQUEST, get_xargs, make_scope, only_names_the_conversation, post
 
 SESSION = "0f0a8d7e-3c5e-4b0e-9a55-1d6f5a6e2b11"
@@ -156,6 +157,51 @@ def test_each_job_keeps_to_one_rank():
     # Whoever named the job, and in whichever process.
     named = [({"vllm_xargs": {"job_id": "j0"}}, {}), ({}, {"x-session-id": "j0"}), ({"session_id": "j0"}, {})]
     assert {get_rank(body, headers, dp_size=4) for body, headers in named} == {ranks[0]} == {"2"}
+
+
+@pytest.mark.parametrize("choice", ["name", "load"])
+@pytest.mark.parametrize("header", ["x-session-id", "x-claude-code-session-id"])
+def test_a_job_that_a_header_names_keeps_to_its_rank_where_no_body_is_read(monkeypatch, header, choice):
+    monkeypatch.setenv(middleware.DP_CHOICE_VARIABLE, choice)
+    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 1000)
+    large = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    requests = [
+        (middleware._PATHS[0], REQUEST),
+        *((path, large) for path in middleware._PATHS),
+        *((path, REQUEST) for path in middleware._UNREAD_PATHS),
+    ]
+    ranks: dict[str, set[str]] = {}
+    answers = []
+
+    async def app(scope, receive, send):
+        assert json.loads((await read_body(receive, 10**6))[0])["messages"] == body["messages"]
+        seen.append(dict(scope["headers"]).get(b"x-data-parallel-rank"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message):
+        answers.extend(
+            value.decode() for name, value in message.get("headers", ()) if name == b"x-tenuto-job"
+        )
+
+    whole, seen = middleware.Middleware(app, dp_size=64), []
+    for job in ("j0", "j1", "j2", None):
+        seen.clear()
+        for path, body in requests if job else requests[1:]:
+            messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+            async def receive(left=messages):
+                return left.pop()
+
+            asyncio.run(whole(make_scope({header: job} if job else {}, path), receive, send))
+        ranks[job] = set(seen)
+    assert all(len(each) == 1 for each in ranks.values())
+    assert ranks.pop(None) == {None}
+    assert len(set.union(*ranks.values())) > 1
+    if whole._ranks is not None:
+        # A prompt that is not read counts as long as the job's context, not as nothing.
+        assert whole._ranks.dispatcher.get_num_context_tokens("j0") > len(requests)
+    assert answers == [job for job in ("j0", "j1", "j2") for _ in requests]
 
 
 def test_the_number_of_ranks_comes_from_the_environment(monkeypatch):

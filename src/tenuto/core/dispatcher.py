@@ -467,6 +467,11 @@ class Dispatcher:
         self._turns[turn.turn_id] = _Open(turn)
         return self._route(turn, now_s)
 
+    def get_num_context_tokens(self, job_id: str) -> int:
+        """The length of a job's last prompt with its answer; 0 if the job is not known."""
+        job = self._jobs.get(job_id)
+        return 0 if job is None else job.num_context_tokens
+
     def first_token(self, turn_id: str, now_s: float) -> None:
         """The first token of a turn's answer arrived."""
         one = self._turns.get(turn_id)

@@ -13,10 +13,11 @@ engines does not start.
 Responses get a header with the job's name on this server (`JOB_HEADER`), for routers with header affinity. If
 the request has a cache wish, another header says what becomes of it (`WishAnswers`).
 
-Everything else passes through unchanged: other paths, bodies that are not a JSON object, and requests without
-new names. A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored. vLLM runs
-middleware before it checks an API key. The middleware therefore reads and parses a body only when the
-application asks for it, which is after that check. The number of bytes that it reads is bounded.
+Everything else passes through unchanged: other paths, bodies that are not a JSON object or too large, and
+requests without new names. If a header names the job, all its requests still go to one data-parallel rank.
+A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored. vLLM runs middleware
+before it checks an API key. The middleware therefore reads and parses a body only when the application asks
+for it, which is after that check. The number of bytes that it reads is bounded.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
 """How a job's rank is chosen: `name` (the default) by a hash of its name, `load` by the ranks' work."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_UNREAD_PATHS = ("/inference/v1/generate", "/v1/chat/completions/batch", "/cohere/v2/chat")
+"""Other ways to generate. Their bodies are not read, so only headers name their jobs."""
 _RANK_HEADER = "x-data-parallel-rank"
 _SENT_ON = ("vllm_xargs", "kv_transfer_params")
 
@@ -168,9 +171,12 @@ class Middleware:
         async def read() -> Message:
             nonlocal pending
             if pending is None:
-                body, after = await read_body(receive, MAX_BODY_BYTES)
+                is_read = scope["path"].endswith(_PATHS)
+                body, after = await read_body(receive, MAX_BODY_BYTES if is_read else 0)
                 if after is None:
                     body = self._rewrite(scope, body, found)
+                else:
+                    self._place_by_headers(scope, found)
                 pending = [{"type": "http.request", "body": body, "more_body": after is not None}]
                 # The rest of a body that is too large, or the message that the client disconnected.
                 pending += [] if after is None else [after]
@@ -206,18 +212,44 @@ class Middleware:
                 _set_header(scope, "content-length", str(len(body)))
         if not is_usable:
             return body
-        # The choice of rank must not trust the tenant that a client claims, either.
-        known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
+        self._place({**request, "vllm_xargs": xargs}, own_session_id, scope, found)
+        return body
+
+    def _place_by_headers(self, scope: Scope, found: _Found) -> None:
+        """As `_place`, for a request whose body is not read; only if a header names the job."""
+        headers = get_headers(scope)
+        own_session_id = get_own_session_id({}, headers, scope["path"])
+        fields = get_new_fields({}, headers, {}, own_session_id)
+        if own_session_id is not None or "job_id" in fields:
+            self._place({"vllm_xargs": fields}, own_session_id, scope, found, is_read=False)
+
+    def _place(
+        self,
+        request: Mapping[str, Any],
+        own_session_id: str | None,
+        scope: Scope,
+        found: _Found,
+        *,
+        is_read: bool = True,
+    ) -> None:
+        """Choose the request's data-parallel rank, and the headers of its response."""
+        known, headers = request["vllm_xargs"], get_headers(scope)
+        if self._tenants.has_tenants:
+            # The choice of rank must not trust the tenant that a client claims, either.
+            known = {**known, "tenant": tenants.get_carried()}
         hints = parse_hints(known, own_session_id)
         headers_found = make_job_header(hints.name), self._wishes.make_header(get_engine_client(scope), hints)
         found.headers = [header for header in headers_found if header is not None]
         job_id = hints.job_id or hints.conversation
-        if self._ranks is not None and _RANK_HEADER not in headers:
-            found.turn = self._ranks.open_turn({**request, "vllm_xargs": known}, headers, scope["path"])
+        if _RANK_HEADER in headers:
+            return
+        if self._ranks is not None:
+            found.turn = self._ranks.open_turn(
+                {**request, "vllm_xargs": known}, headers, scope["path"], is_read=is_read
+            )
             _set_header(scope, _RANK_HEADER, str(found.turn.rank))
-        elif self._dp_size > 1 and job_id is not None and _RANK_HEADER not in headers:
+        elif self._dp_size > 1 and job_id is not None:
             _set_header(scope, _RANK_HEADER, str(get_rank_by_name(job_id, self._dp_size)))
-        return body
 
 
 class _Found:
@@ -251,7 +283,7 @@ def _is_generation(scope: Scope) -> bool:
         scope["type"] == "http"
         and scope["method"] == "POST"
         # Compare the end of the path, because the path may begin with the server's root path.
-        and scope["path"].endswith(_PATHS)
+        and scope["path"].endswith(_PATHS + _UNREAD_PATHS)
     )
 
 
@@ -333,10 +365,15 @@ class Ranks:
         for rank in range(size):
             self.dispatcher.join(EngineInfo(str(rank)), get_now_s())
 
-    def open_turn(self, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> RankedTurn:
-        """Choose the rank of a request."""
+    def open_turn(
+        self, request: Mapping[str, Any], headers: Mapping[str, str], path: str, *, is_read: bool = True
+    ) -> RankedTurn:
+        """Choose the rank of a request. If its prompt is not read, it counts as long as its job's context."""
         turn_id = str(next(self._numbers))
         arrival = read_arrival(turn_id, request, headers, path)
+        if not is_read and arrival.job_id is not None:
+            num_tokens = self.dispatcher.get_num_context_tokens(arrival.job_id)
+            arrival = arrival._replace(num_prompt_tokens=max(1, num_tokens))
         (sending,) = self.dispatcher.arrive(arrival, self.get_now_s())
         return RankedTurn(self, turn_id, int(sending.engine))
 
