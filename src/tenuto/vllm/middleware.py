@@ -233,10 +233,9 @@ class Middleware:
         is_read: bool = True,
     ) -> None:
         """Choose the request's data-parallel rank, and the headers of its response."""
-        known, headers = request["vllm_xargs"], get_headers(scope)
-        if self._tenants.has_tenants:
-            # The choice of rank must not trust the tenant that a client claims, either.
-            known = {**known, "tenant": tenants.get_carried()}
+        xargs, headers = request["vllm_xargs"], get_headers(scope)
+        # The choice of rank must not trust the tenant that a client claims, either.
+        known = {**xargs, "tenant": tenants.get_carried()} if self._tenants.has_tenants else xargs
         hints = parse_hints(known, own_session_id)
         headers_found = make_job_header(hints.name), self._wishes.make_header(get_engine_client(scope), hints)
         found.headers = [header for header in headers_found if header is not None]
