@@ -317,3 +317,10 @@ def test_hostile_text_takes_linear_time(pattern):
 def test_a_megabyte_of_each_mark_is_read_soon():
     for pattern in ("[", '{"a":', "<tool_call>", "```\n", "<think>", '"\\', "<function=a>"):
         assert measure_s(pattern * (2**20 // len(pattern))) < 5
+
+
+@pytest.mark.parametrize("comment", ["# run the tests\n", "#!/bin/bash\n\n  # first\n", ""])
+def test_a_comment_before_a_command_is_not_its_name(comment):
+    assert find_tool_call(f"```bash\n{comment}pytest -q\n```") == ToolCall(
+        "pytest", f"{comment}pytest -q".strip()
+    )

@@ -351,8 +351,10 @@ def _make_call(name: str, arguments: Any) -> ToolCall | None:
 
 
 def _make_shell_call(command: str) -> ToolCall | None:
-    words = command.split(None, 1)
-    first = words[0] if words else ""
+    # Commands often begin with a comment that says what they are for, or with `#!/bin/bash`.
+    lines = (line.split(None, 1) for line in command.splitlines())
+    words = [words[0] for words in lines if words]
+    first = next((word for word in words if not word.startswith("#")), words[0] if words else "")
     # `PASSWORD=x make test`: names are stored and shown, so they must not contain a possible secret.
     assigned = _ASSIGNMENT.match(first)
     name = get_bounded_tool(assigned[0] if assigned else first)
