@@ -169,6 +169,14 @@ def test_a_stream_without_tokens_is_one_too(form: Format) -> None:
     assert (read.text, read.usage, read.is_finished) == ("", Usage(3, 0, 0, 1), True)
 
 
+def test_calls_without_a_number_are_several() -> None:
+    read = Response()
+    for function in ({"name": "ls", "arguments": "{}"}, {"name": "cat", "arguments": "{}"}):
+        event = {"choices": [{"delta": {"tool_calls": [{"id": "1", "function": function}]}}]}
+        read.add(openai_chat.read_event(event), 1.0)
+    assert [(call.name, call.arguments) for call in read.calls] == [("ls", "{}"), ("cat", "{}")]
+
+
 CALLS = [Call(0, "bash", '{"command": "ls"}'), Call(1, "done", "{}")]
 SPOKEN = [Delta(reasoning="hm"), Delta(text="I "), Delta(text="look"), Delta(calls=CALLS)]
 

@@ -138,10 +138,12 @@ def read_reasoning(message: Body) -> str:
 def _read_calls(calls: Any) -> Iterator[Call]:
     for position, call in enumerate(get_each_object(calls)):
         if isinstance(function := call.get("function"), dict):
-            index = call.get("index", position)
+            name = as_text(function.get("name"))
+            # Some servers number no calls, and send each in an event of its own.
+            index = call.get("index", None if name else position)
             yield Call(
                 index if isinstance(index, int | str) else None,
-                as_text(function.get("name")),
+                name,
                 as_text(function.get("arguments")),
             )
 
