@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tenuto.core.requests import JOB_HEADERS, get_conversation_id
+from tenuto.core.requests import CONVERSATION_FIELD, JOB_HEADERS, get_conversation_id, get_header_id
 from tenuto.vllm import middleware
 from tenuto.vllm.control_http import read_body
 from tests.vllm.asgi import REQUEST, get_xargs, make_scope, only_names_the_conversation, post
@@ -44,6 +44,14 @@ def test_xargs_win_over_all_else():
     assert post(body, {"x-dynamo-session-id": "e"}).body == json.dumps(body).encode()
     body["tool"] = "ls"
     assert get_xargs(body) == {"job_id": "a", "x": [1, "b"], "tool": "ls"}
+
+
+@pytest.mark.parametrize("value", ["", " ", [1]])
+def test_an_unusable_id_in_xargs_hides_no_other(value):
+    body = {**REQUEST, "vllm_xargs": {"job_id": value, "x": 1}}
+    assert get_xargs(body, {"x-dynamo-session-id": "e"}) == {"job_id": "e", "x": 1}
+    named = json.loads(post(body).body)["vllm_xargs"]
+    assert named == {"job_id": value, "x": 1, CONVERSATION_FIELD: get_conversation_id(REQUEST)}
 
 
 def test_the_first_source_names_the_job():
@@ -219,7 +227,7 @@ def test_the_number_of_ranks_comes_from_the_environment(monkeypatch):
         ({**REQUEST, "job_id": "j"}, {}, b"j"),
         (REQUEST, {"x-session-id": "s"}, b"s"),
         (REQUEST, {}, get_conversation_id(REQUEST).encode()),
-        ({**REQUEST, "job_id": "é"}, {}, None),
+        ({**REQUEST, "job_id": "é"}, {}, get_header_id("é").encode()),
         ({"prompt": "p"}, {}, None),
     ],
 )

@@ -282,9 +282,8 @@ JOB_HEADER = "X-Tenuto-Job"
 
 
 def make_job_header(name: str | None) -> tuple[str, str] | None:
-    """The header with a job's name; None without a name, or if a header cannot hold it."""
-    is_possible = name is not None and name.isascii() and name.isprintable()
-    return (JOB_HEADER, name) if is_possible and name is not None else None
+    """The header with a job's name, as of `get_header_id`; None without a name."""
+    return None if name is None else (JOB_HEADER, get_header_id(name))
 
 
 def are_xargs(xargs: Any) -> bool:
@@ -317,7 +316,7 @@ def get_new_fields(
     own_session_id: str | None,
     unix_s: float | None = None,
 ) -> dict[str, Any]:
-    """Hint fields to add to `vllm_xargs`. Fields that are already there stay, whether usable or not."""
+    """Hint fields to add to `vllm_xargs`. Those that are already there stay, if they are usable."""
     context = get_usable_fields(_read_context(get_context(request, xargs)))
     given = {**context, **get_usable_fields(request)}
     fields = {**get_header_fields(headers), **given}
@@ -335,7 +334,8 @@ def get_new_fields(
         fields |= {**get_usable_fields(_read_actions(request["kv_hints"])), **given}
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
         fields[WISH_FIELD] = write_wish(wish)
-    return _make_xargs({name: value for name, value in fields.items() if name not in xargs})
+    usable = get_usable_fields(xargs)
+    return _make_xargs({name: value for name, value in fields.items() if name not in usable})
 
 
 def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
