@@ -256,3 +256,9 @@ def test_a_tier_below_takes_the_wished_part() -> None:
     run(engine, "t", Hints(job_id="j", tool="ls", wish=wish(Span(3600.0, 8))))
     assert [len(stored) for stored in engine.stored] == [2]
     assert engine.driver.stats.num_wishes == {("anthropic", "accepted"): 1}
+
+
+def test_without_a_share_of_it_a_tier_below_keeps_nothing_for_a_wish() -> None:
+    engine = ToyEngine(Giving(), 20, limits=Limits(max_wished_share=0.0))
+    run(engine, "t", Hints(job_id="j", tool="ls", wish=HOUR))
+    assert engine.driver.stats.num_wishes == {("anthropic", "clipped"): 1}

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tenuto.core.requests import WISH_FIELD
+from tenuto.core.requests import WISH_FIELD, Hints
 from tenuto.core.tier_order import Use, list_wished
 from tenuto.core.types import Yields
 from tenuto.core.wishes import Mark, Span, Wish, write_wish
@@ -79,6 +79,10 @@ def ask(middleware_of: Any, body: Any, client: Any) -> tuple[str | None, bytes]:
         (make_client(), "clipped; dialect=openai; asked=86400; gpu=600; below=0; reason=time-limit"),
         (make_client(extra=WORKER), "accepted; dialect=openai; asked=86400; gpu=600; below=86400"),
         (make_client(extra={"spec_module_path": "others"}), "clipped; dialect=openai; asked=86400; gpu=600"),
+        (
+            make_client(extra=WORKER, limits={"max_wished_share": 0}),
+            "clipped; dialect=openai; asked=86400; gpu=600; below=0",
+        ),
         (make_client(limits={"max_lease_s": 60}), "clipped; dialect=openai; asked=86400; gpu=60"),
         (make_client(mode="off"), "refused; dialect=openai; asked=86400; gpu=0; below=0; reason=policy-rel"),
         (make_client(policy="stock"), "refused; dialect=openai; asked=86400; gpu=0; below=0"),
@@ -92,6 +96,18 @@ def test_the_answer_says_what_the_settings_allow(client: Any, expected: str) -> 
     assert said is not None and said.startswith(expected)
     assert json.loads(body)["vllm_xargs"][WISH_FIELD]
     assert {**json.loads(body), "vllm_xargs": None} == {**BODY, "vllm_xargs": None}
+
+
+@pytest.mark.parametrize(("tenant", "expected"), [("ann", "clipped"), (None, "refused")])
+def test_nothing_is_kept_for_a_client_without_a_tenant(
+    monkeypatch: pytest.MonkeyPatch, tenant: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("TENUTO_TENANT_HEADER", "X-Tenant")
+    monkeypatch.setenv("TENUTO_SECRET", "s" * 20)
+    hints = Hints(tenant=tenant, wish=Wish("openai", (Span(86_400.0),)))
+    answers = Middleware(lambda *_: asyncio.sleep(0))._wishes
+    _, said = answers.make_header(make_client(), hints) or ("", "")
+    assert said.startswith(expected)
 
 
 def test_without_a_wish_nothing_is_said() -> None:

@@ -674,7 +674,12 @@ class Driver:
             refusal = LeaseRefusal.LAST_TURN
         longest_s = self.limits.max_lease_s
         most_s = longest_s if hints.retain_s is None else min(longest_s, hints.retain_s)
-        return judge(hints.wish, most_s, has_tier=self._engine.can_store, refusal=refusal)
+        return judge(hints.wish, most_s, has_tier=self._keeps_below, refusal=refusal)
+
+    @property
+    def _keeps_below(self) -> bool:
+        """Whether tiers below the GPU keep chunks for wishes."""
+        return self._engine.can_store and self.limits.max_wished_share > 0
 
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
@@ -820,7 +825,7 @@ class Driver:
             if isinstance(event, LeaseRefused):
                 refusal = event.reason
         if wish is not None:
-            self._report_wish(turn, None if self._engine.can_store else refusal, now_s)
+            self._report_wish(turn, None if self._keeps_below else refusal, now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
         """End a job. `keeps_copies`: tiers below the GPU keep the KV that only this job used."""

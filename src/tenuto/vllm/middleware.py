@@ -97,7 +97,7 @@ class Middleware:
         self._ranks = Ranks(self._dp_size) if chooses_by_load else None
         self._head_lines = read_head_lines(os.environ)
         self._tenants = TenantReader(app)
-        self._wishes = WishAnswers()
+        self._wishes = WishAnswers(has_tenants=self._tenants.has_tenants)
         self._control = ControlAddresses(self._tenants, self._wishes.follow)
         self._watched: Any = None
         """The client of the engines whose requests are signed."""
@@ -411,7 +411,8 @@ class WishAnswers:
     operators' changes through this process. The metrics and the trace have what became of each wish.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_tenants: bool = False) -> None:
+        self._has_tenants = has_tenants
         self._client: Any = None
         self._now: Mapping[str, Any] | None = None
         """The status, as of `Control.get_status`; None if nothing is kept here."""
@@ -429,7 +430,8 @@ class WishAnswers:
         most_s = limits.max_lease_s if hints.retain_s is None else min(limits.max_lease_s, hints.retain_s)
         refusal = LeaseRefusal.LAST_TURN if hints.is_last else None
         refusal = refusal if self._keeps(hints) else LeaseRefusal.POLICY
-        return make_wish_header(wish, judge(wish, most_s, has_tier=self._has_tier, refusal=refusal))
+        has_tier = self._has_tier and limits.max_wished_share > 0
+        return make_wish_header(wish, judge(wish, most_s, has_tier=has_tier, refusal=refusal))
 
     def follow(self, status: Mapping[str, Any]) -> None:
         """An operator changed what runs."""
@@ -450,7 +452,7 @@ class WishAnswers:
     def _keeps(self, hints: Hints) -> bool:
         """Whether the settings allow to keep anything for a request with these hints."""
         now = self._now
-        if now is None or now["mode"] != "on":
+        if now is None or now["mode"] != "on" or (self._has_tenants and hints.tenant is None):
             return False
         canary = read_canary(now["canary"])
         if canary.is_on and not canary.selects(hints.job_id or "", hints.tenant, hints.group):
