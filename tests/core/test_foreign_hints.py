@@ -70,6 +70,24 @@ def test_a_program_without_an_id_is_its_task_and_agent() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ttl_s", "more", "headers", "expected"),
+    [
+        (30, {}, {}, (False, 30.0, 30.0)),
+        (30, {"expected_resume": False}, {}, (True, 30.0, 30.0)),
+        (30, {}, {"x-tenuto-last-step": "true"}, (True, 30.0, 30.0)),
+        # No lease; and nobody said that the job is back at once.
+        (0, {}, {}, (None, None, 0.0)),
+        ("soon", {}, {}, (None, None, None)),
+    ],
+)
+def test_a_program_with_a_retention_time_comes_back(
+    ttl_s: Any, more: dict[str, Any], headers: dict[str, str], expected: tuple[bool | None, float | None, Any]
+) -> None:
+    hints = read({"agentic_context": {"program_id": "p", "kv_retention_ttl_seconds": ttl_s, **more}}, headers)
+    assert (hints.is_last, hints.expected_tool_s, hints.retain_s) == expected
+
+
+@pytest.mark.parametrize(
     ("kind", "payload", "is_last", "retain_s"),
     [
         ("Retain", {}, False, None),

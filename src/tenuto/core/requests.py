@@ -320,6 +320,9 @@ def get_new_fields(
     context = get_usable_fields(_read_context(get_context(request, xargs)))
     given = {**context, **get_usable_fields(request)}
     fields = {**get_header_fields(headers), **given}
+    if "expected_tool_seconds" in context:
+        # A program with a retention time comes back, unless the client says that this turn is its last.
+        fields.setdefault("is_last_step", False)
     if get_bounded_id(own_session_id) is not None and "job_id" not in given:
         fields.pop("job_id", None)
     elif "job_id" not in fields:
@@ -532,5 +535,8 @@ def _read_actions(envelope: Any) -> dict[str, Any]:
 
 
 def _keep_for(ttl: Any) -> dict[str, Any]:
-    """The hint fields for a retention time: the job is expected back by then, and no lease lasts longer."""
-    return {"expected_tool_seconds": ttl, "retain_seconds": ttl}
+    """The hint fields for a retention time: the job is expected back by then, and no lease lasts longer.
+
+    A time of 0 says only that there is no lease.
+    """
+    return {"expected_tool_seconds": ttl if _get_seconds(ttl) else None, "retain_seconds": ttl}
