@@ -166,7 +166,13 @@ def test_the_last_turn_of_a_job_keeps_what_its_client_wishes_unless_it_said_so_i
     engine.start_first(NOW_S)
     engine.finish("t", NOW_S, is_last=True)
     assert engine.ended == []
+    told = engine.driver.describe_job("j", NOW_S)
+    assert told is not None
+    assert (told["turns"], told["leased_blocks"]) == (1, len(get_lease(engine).blocks))
+    assert told["wish"]["result"] == "clipped"
+    assert told["ledger"]["prompt_tokens"] == 18
     assert engine.driver.release("j", NOW_S)
+    assert engine.driver.describe_job("j", NOW_S) is None
     assert engine.driver.get_num_leased_blocks() == 0
     assert engine.ended == ["j"], "its copies below the GPU go too"
 

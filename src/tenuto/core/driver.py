@@ -529,9 +529,14 @@ class Driver:
     def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
         """What the driver knows of a job, in JSON types; None if the job is not known.
 
-        It says what was found in the cache, also of what other jobs computed.
+        It says what was found in the cache, also of what other jobs computed. Of a job that has ended, only
+        what a wish keeps is known, and the account.
         """
         job, lease = self._jobs.get(job_id), self.leases.get(job_id)
+        if job is None and lease is not None and lease.wish is not None:
+            verdict = self.judge_wish(Hints(wish=lease.wish, retain_s=lease.most_s))
+            job = JobState(job_id, lease.granted_s, None, num_turns=lease.turn.job.num_turns)
+            job.account, job.wish_news = self.ledger.get_closed(job_id) or job.account, verdict
         if job is None:
             return None
         what, why = name_reason(job.lease_news)
