@@ -19,6 +19,7 @@ from tenuto.core.dispatcher import MAX_PARTS, read_arrival
 from tenuto.core.errors import ConfigError
 from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.requests import (
+    HINT_FIELDS,
     MAX_EXPECTED_TOOL_S,
     MAX_ID_CHARS,
     MAX_TOOL_CHARS,
@@ -26,6 +27,7 @@ from tenuto.core.requests import (
     Hints,
     are_xargs,
     get_header_fields,
+    get_usable_fields,
     is_head,
     make_fields,
     parse_hints,
@@ -237,10 +239,13 @@ def pass_middleware(data: bytes) -> None:
     xargs = before.get("vllm_xargs") or {}
     if repr(after) != repr(before) and not are_xargs(after["vllm_xargs"]):
         raise Wrong(f"vLLM does not take {after['vllm_xargs']!r}")
+    usable = get_usable_fields(xargs) if isinstance(xargs, dict) else {}
     if isinstance(xargs, dict) and any(
         repr(after["vllm_xargs"].get(name)) != repr(xargs[name])
         for name in xargs
         if isinstance(after.get("vllm_xargs"), dict) and name not in ("tenuto_tenant", "agentic_context")
+        # Unusable hints give way to what the rest of the request says.
+        if name in usable or name not in HINT_FIELDS
     ):
         raise Wrong("what was in vllm_xargs is not there any more")
     sent = {name.decode(): value.decode("latin-1") for name, value in headers}
