@@ -417,6 +417,18 @@ def test_a_client_cannot_tell_what_other_tenants_have_in_the_cache() -> None:
     assert "–" in format_rows(rows)
 
 
+def test_a_client_in_shadow_mode_cannot_tell_what_others_computed_again() -> None:
+    """A lease in shadow mode holds nothing, so that the hits are on what others have in the cache."""
+    engine = start({"policy": KEEP_ALL, "mode": "shadow", "tenants": "client"}, num_blocks=30)
+    text, other = [7, 3, 9, 4] * 20, [8] * 400
+    for name, prompt in (("ann", text), ("bob", other), ("eve", text), ("ann", [*text, 5])):
+        xargs = {"job_id": "j", "tool": "x", "tenant": name}
+        engine.scheduler.add_request(make_request(f"{name} {len(prompt)}", prompt, xargs=xargs))
+        engine.run()
+    job = engine.scheduler.driver.describe_job("ann\tj", 0.0)
+    assert (job["reused_tokens"], job["kept_tokens"]) == (80, 0)
+
+
 def test_without_keys_and_tenants_anybody_releases_as_anybody_sends() -> None:
     engine = start({"policy": KEEP_ALL})
     hold(engine, "j", None)

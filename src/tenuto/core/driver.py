@@ -209,7 +209,8 @@ class Driver:
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
         num_reused_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
         turn.job.num_reused_tokens += num_reused_tokens
-        turn.job.num_kept_tokens += min(num_reused_tokens, self._retention.count_held_tokens(turn))
+        if not self.is_shadow:
+            turn.job.num_kept_tokens += min(num_reused_tokens, self._retention.count_held_tokens(turn))
         turn.num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.num_recomputed_tokens += turn.num_missed_tokens
         turn.job.account.start(
