@@ -185,6 +185,23 @@ FAULTS = (
         ("vllm/test_control_http.py::test_a_client_cannot_tell_what_other_tenants_have_in_the_cache",),
     ),
     Fault(
+        "tenants: a client in shadow mode sees hits on what others computed again",
+        "core/driver.py",
+        "if not self.is_shadow:\n            turn.job.num_kept_tokens",
+        "if True:\n            turn.job.num_kept_tokens",
+        ("vllm/test_control_http.py::test_a_client_in_shadow_mode_cannot_tell_what_others_computed_again",),
+    ),
+    Fault(
+        "jobs: a tool's time is learned again from each turn that is given up",
+        "core/driver.py",
+        "job.paused_s = None",
+        "pass",
+        (
+            "core/test_driver_jobs.py::"
+            "test_a_tool_s_time_is_told_once_even_if_the_client_gives_up_and_asks_again",
+        ),
+    ),
+    Fault(
         "copies: known by how their ids begin",
         "vllm/compat/offload.py",
         "ended = self._loads.keys() & (output.finished_recving or set())",

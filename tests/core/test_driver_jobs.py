@@ -65,6 +65,20 @@ def test_the_tool_s_time_is_not_known_while_another_turn_of_the_job_lives() -> N
     assert sum(engine.driver.stats.tool_s.counts) == 0
 
 
+def test_a_tool_s_time_is_told_once_even_if_the_client_gives_up_and_asks_again() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    job, prompt = Hints(job_id="job"), PROMPT + OUTPUT + RESULT
+    run(engine, "t1", 0, PROMPT, hints=job, tool=LS)
+    engine.arrive("t2", 4, prompt, OUTPUT, job)
+    engine.start_first(4)
+    engine.abort("t2", 64)
+    run(engine, "again", 65, prompt, hints=job, tool=LS)
+    run(engine, "t3", 68, prompt + OUTPUT + RESULT, hints=job)
+    returned = [each[1:] for each in engine.driver.policy.heard if each[0] == "tool returned"]
+    assert returned == [("t2", LS, 3.0), ("t3", LS, 2.0)]
+    assert engine.driver.stats.tool_s.total == 5.0
+
+
 def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
     engine = ToyEngine(KeepFor(), 40)
     prompt = PROMPT

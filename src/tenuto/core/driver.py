@@ -139,7 +139,9 @@ class Driver:
         job = self._jobs.find(turn_id, arrival, now_s)
         job.is_released = False
         self._place(job, arrival)
-        pause_s = None if job.last_finish_s is None or job.live_turn_ids else now_s - job.last_finish_s
+        pause_s = None if job.paused_s is None or job.live_turn_ids else now_s - job.paused_s
+        # If the client gives this turn up and asks again, it has called no other tool in between.
+        job.paused_s = None
         turn = TurnState(turn_id, job, now_s, arrival, pause_s)
         parted_at: int | None = None
         if (marks := job.last_marks) is not None:
@@ -294,7 +296,7 @@ class Driver:
             )
         view = turn.get_finished_view(finish)
         if not finish.aborted:
-            job.last_finish_s, job.last_tool = now_s, view.tool
+            job.has_finished, job.paused_s, job.last_tool = True, now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
         turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
         retains = self._retains and not job.runs_as_stock

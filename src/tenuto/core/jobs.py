@@ -82,7 +82,10 @@ class JobState:
     """As `DriverStats.num_short_tokens`, for this job's turns."""
     account: Account = field(default_factory=Account)
     """What it used so far."""
-    last_finish_s: float | None = None
+    has_finished: bool = False
+    """Whether one of its turns finished and was not aborted."""
+    paused_s: float | None = None
+    """When its last such turn finished; None once another turn has arrived."""
     last_tool: ToolCall | None = None
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
@@ -131,7 +134,8 @@ class TurnState:
     arrival_s: float
     arrival: Arrival
     pause_s: float | None = None
-    """Seconds since the job's last turn finished; None if there was none, or another is alive."""
+    """Seconds since the job's last turn finished; None if there was none, if it was aborted, or if another is
+    alive."""
     num_reusable_tokens: int = 0
     is_parted: bool = False
     """See `Turn.is_parted`."""
@@ -299,7 +303,7 @@ class JobTable:
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
-        if job.last_finish_s is None:
+        if not job.has_finished:
             # None of the job's turns finished, so no later turn can extend one.
             return job
         self.idle.add(job.job_id, job.tenant)
