@@ -564,6 +564,13 @@ FAULTS = (
         ("vllm/test_scheduler.py::test_a_full_disk_ends_the_trace_and_not_the_engine",),
     ),
     Fault(
+        "files: what a policy learned is written whatever it is",
+        "core/loader.py",
+        "        json.dumps(state)\n",
+        "",
+        ("records/test_trace_file.py::test_what_a_policy_learned_is_left_out_of_headers_if_it_is_no_json",),
+    ),
+    Fault(
         "files: a failure of the state is told once for ever",
         "vllm/state.py",
         "            self._has_failed = False\n        except",

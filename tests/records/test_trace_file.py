@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import stat
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tenuto.core.policy import Learns, Policy
 from tenuto.records.trace import Commands, TraceOptions, TraceWriter
 
 
@@ -102,3 +104,49 @@ def test_a_trace_that_cannot_be_set_aside_ends_with_a_message(
     (tmp_path / "t.1").mkdir()
     write_steps(tmp_path / "t", 100, 1000)
     assert "the trace ends here" in caplog.text
+
+
+NO_JSON: list[Any] = [{("bash", 1): 3.0}, {"seen": {1, 2}}, {}]
+"""By a key, by a value, and by its depth."""
+for _ in range(100_000):
+    NO_JSON[2] = {"seen": NO_JSON[2]}
+
+
+@dataclass
+class Learned(Policy, Learns):
+    """Learned something; a policy is code from outside, and may get it wrong."""
+
+    state: Any = field(init=False)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("state", NO_JSON, ids=["key", "value", "depth"])
+def test_what_a_policy_learned_is_left_out_of_headers_if_it_is_no_json(tmp_path: Path, state: Any) -> None:
+    policy = Learned()
+    policy.state = {"seen": 1}
+    with closing(TraceWriter(str(tmp_path / "t"), policy, options=TraceOptions(max_bytes=1000))) as trace:
+        policy.state = state
+        for _ in range(20):
+            trace.write(TOLD)
+            trace.end_step()
+        trace.begin_run(policy, "another", {})
+    headers = [each for name in ("t.1", "t") for each in read(tmp_path / name) if each["kind"] == "header"]
+    assert len(headers) >= 2
+    assert headers[-1]["policy"] == "another"
+    assert not any("state" in header for header in headers)
+
+
+@pytest.mark.parametrize("inputs", [NO_JSON[0], NO_JSON[2]], ids=["key", "depth"])
+def test_a_record_that_is_no_json_ends_the_trace_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, inputs: Any
+) -> None:
+    with closing(TraceWriter(str(tmp_path / "t"))) as trace:
+        trace.write({**TOLD, "inputs": [inputs]})
+        trace.write(TOLD)
+    assert "the trace ends here" in caplog.text
+    assert [record["kind"] for record in read(tmp_path / "t")] == ["header"]

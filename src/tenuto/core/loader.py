@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import sys
@@ -332,12 +333,13 @@ def describe_policy(policy: Policy, name: str | None = None) -> dict[str, Any]:
     """A policy's name, its options and what it has learned: all that is needed to make an equal one.
 
     `name`: the name by which it was loaded, if known, because a preset's name does not follow from its
-    policy.
+    policy. A state that is not JSON is left out.
     """
     options = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     described = {"policy": name or get_policy_name(type(policy)), "options": options}
     try:
         state = policy.get_state() if isinstance(policy, Learns) else None
+        json.dumps(state)
     except Exception:  # it may be user code; the code that keeps its state reports the error
         state = None
     return described if state is None else {**described, "state": state}

@@ -74,7 +74,7 @@ class TraceWriter:
     """Appends records to a file. The records of a finished step survive kill -9.
 
     An existing file is continued with a new header, and steps start from 0 again. If the disk fails during
-    the run, the trace stops with a message, because it must not stop the engine.
+    the run, or a record is not JSON, the trace stops with a message, because it must not stop the engine.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TraceWriter:
             record = {"step": self._step, **self._hider.hide(record)}
             # JSON escapes all non-ASCII characters, so each character is one byte.
             self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             self._give_up(error)
 
     def begin_run(self, policy: Policy, name: str, facts: dict[str, Any]) -> None:
