@@ -414,6 +414,31 @@ def test_a_trace_of_changes_can_be_read_and_replayed(tmp_path: Path) -> None:
     assert 0 < granted - 10 < len(data.leases) <= granted
 
 
+@pytest.mark.parametrize("what", [{"options": {"stretch": 400}}, {"canary": {"share": 0.9}}], ids=str)
+def test_what_happened_before_a_change_is_told_to_the_policy_before_it(
+    tmp_path: Path, what: dict[str, Any]
+) -> None:
+    """Also where leases go on, so that nothing else is done at once. The new policy continues its state."""
+    trace = tmp_path / "trace.jsonl"
+    engine = start({"policy": "tenuto", "trace": str(trace), "tenants": "client"}, depth=2)
+    load = Load(engine, 3)
+    for _ in range(120):
+        load.step()
+    assert engine.scheduler._queued
+    old = engine.scheduler.configured_policy
+    learned = old.get_state()
+    assert change(engine, **what)["ok"]
+    assert old.get_state() == learned
+    for _ in range(60):
+        load.step()
+    engine.run()
+    engine.scheduler.shutdown()
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    first, second = (number for number, line in enumerate(lines) if line["kind"] == "header")
+    assert lines[second]["state"] == json.loads(json.dumps(learned))
+    assert check_decisions(trace).num_differences == 0
+
+
 # Shadow.
 
 

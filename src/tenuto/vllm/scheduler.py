@@ -384,6 +384,8 @@ class _DrivenScheduler(PrivateHooks):
 
     @property
     def configured_policy(self) -> Policy:
+        """The configured policy, after it was told of all events."""
+        self._handle_queued()
         policy: Policy = self._hooks.policy
         return policy
 
@@ -401,15 +403,16 @@ class _DrivenScheduler(PrivateHooks):
         Leases stay if the policy is still the same; its options, the limits and the canary may differ.
         """
         now_s = time.monotonic()
-        before = self._hooks
+        # What happened before belongs to the old policy, in the trace too.
+        before, driver = self._hooks, self.driver
         keeps_leases = hooks.can_keep_leases_of(before)
         if not keeps_leases:
-            self.driver.drop_all(now_s, LeaseEnd.SWITCHED)
+            driver.drop_all(now_s, LeaseEnd.SWITCHED)
         if self._state is not None:
             self._state.follow(hooks.policy, hooks.settings.policy)
-        if self._trace is not None and hooks.driver.policy is not before.driver.policy:
+        if self._trace is not None and hooks.driver.policy is not driver.policy:
             self._trace.begin_run(hooks.driver.policy, *_get_header(hooks.settings))
-        hooks.driver.take_over(self.driver, now_s, keeps_leases=keeps_leases)
+        hooks.driver.take_over(driver, now_s, keeps_leases=keeps_leases)
         self._hooks = hooks
         if self.tier is not None:
             self.tier.follow_policy(hooks.settings, hooks.policy)
