@@ -859,14 +859,7 @@ class Driver:
     def _introduce(self, turn: TurnState, now_s: float) -> None:
         """Tell a new policy of a turn that arrived earlier."""
         self._tell("on_turn_arrived", turn, now_s)
-        if not turn.started:
-            # The log begins anew with this driver. It has the turns that will still start, and no others.
-            num_prompt_tokens = turn.arrival.num_prompt_tokens
-            if self._history is not None:
-                self._history.record(
-                    "arrived", turn, turn.arrival_s, num_prompt_tokens=num_prompt_tokens, tool_s=None
-                )
-        else:
+        if turn.started:
             if not turn.job.is_admitted or self.policy.needs.admit == "turns":
                 self._tell("on_turn_admitted", turn, now_s)
             self._order.start(turn)

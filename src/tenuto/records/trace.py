@@ -7,7 +7,8 @@ hooks with their inputs and answers; they suffice to replay the decisions), `cho
 and not of the policy: the tokens of an adaptive step).
 
 A header has `run` and `part`. A file that exceeds its limit is renamed to `FILE.1`. The same run continues in
-a new FILE, and its header has the next `part`.
+a new FILE, and its header has the next `part`. A live change of the policy begins a new run in the same file.
+Its header says that turns and leases go on (`continues`).
 
 Reading a trace gives all turns and leases, and the engine's state. A trace may contain several starts of a
 server, each with its header. Clocks restart there, so jobs are separate too: the second job with the same id
@@ -119,10 +120,10 @@ class TraceWriter:
             self._give_up(error)
 
     def begin_run(self, policy: Policy, name: str, facts: dict[str, Any]) -> None:
-        """Begin a new run in the same file: from now on another policy decides."""
+        """Begin a new run in the same file: from now on another policy decides. Turns and leases go on."""
         self._policy, self._name, self._facts = policy, name, facts
         self._run, self._part, self._step = os.urandom(8).hex(), 1, 0
-        self._write_header()
+        self._write_header(continues=True)
 
     def flush(self) -> None:
         """Flush the buffer to the operating system, because the engine becomes idle or may be killed."""
@@ -171,7 +172,7 @@ class TraceWriter:
         Path(self._path).replace(self._path + OLDER)
         self._open()
 
-    def _write_header(self) -> None:
+    def _write_header(self, **more: Any) -> None:
         described = {} if self._policy is None else describe_policy(self._policy, self._name)
         self.write(
             {
@@ -183,6 +184,7 @@ class TraceWriter:
                 "commands": self._options.commands,
                 "wall_s": time.time(),
                 "now_s": time.monotonic(),
+                **more,
                 **self._facts,
                 **described,
             }
@@ -420,7 +422,7 @@ class _TraceReader:
         if "policy" in record:
             self.data.policy = record.text("policy")
         before, self.part = self.part, read_part(record)
-        if self.part.follows(before):
+        if self.part.follows(before) or record.values.get("continues") is True:
             return
         kept = (self.names, self.live, self.leases, self.preempted, self.finished, self.computed)
         for each in (*kept, self.just_ended):
