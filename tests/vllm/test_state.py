@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,34 @@ def test_it_is_saved_while_running_too(clock: Clock, tmp_path: Path) -> None:
     engine.scheduler._state._writer.join()
     assert load_state(file, "contextserve")["beliefs"]["frobnicate"][1] >= 3.0
     engine.scheduler.shutdown()
+
+
+def test_an_idle_engine_wakes_to_save_what_is_not_saved_yet(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM asks an engine that becomes idle once whether it has work, then sleeps.
+    monkeypatch.setenv("RUN_OUTPUT_DIR", str(tmp_path))
+    file, stamps = tmp_path / "state.json", tmp_path / "scheduler_timestamps"
+    engine = start(file, save_every_s=200.0, trace=str(tmp_path / "trace.jsonl"))
+    scheduler, armed = engine.scheduler, []
+    scheduler._idle_timer = SimpleNamespace(arm=armed.append, stop=lambda: None)
+    run_job(engine, clock, "job-0", 0.0)
+    assert not scheduler.has_requests()
+    assert [*json.loads(stamps.read_text())] == ["job-0"] and armed == [1020.0]
+    run_job(engine, clock, "job-1", 1.0)
+    assert not scheduler.has_requests()
+    assert [*json.loads(stamps.read_text())] == ["job-0"] and armed[1:] == [1010.0]
+    clock.now_s = 1010.0
+    assert not scheduler.has_requests()
+    assert [*json.loads(stamps.read_text())] == ["job-0", "job-1"] and armed[2:] == [1020.0]
+    clock.now_s = 1020.0
+    assert not scheduler.has_requests()
+    scheduler._state._writer.join()
+    assert "frobnicate" in load_state(file, "contextserve")["beliefs"]
+    clock.now_s = 1300.0
+    assert not scheduler.has_requests()
+    assert len(armed) == 3, "nothing is left to save"
+    scheduler.shutdown()
 
 
 @pytest.mark.parametrize(

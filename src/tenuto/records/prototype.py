@@ -326,6 +326,10 @@ class LiveTimestamps:
         while self._num_events > self.MAX_EVENTS:
             self._num_events -= len(self._jobs.pop(next(iter(self._jobs))))
 
+    def get_due_s(self) -> float | None:
+        """When the file should be written next; None if it has not changed."""
+        return self._saved_s + self.SAVE_EVERY_S if self._is_changed else None
+
     def save(self, now_s: float = math.inf) -> None:
         """Write the file, if it has changed and was not written just before."""
         if not self._is_changed or now_s - self._saved_s < self.SAVE_EVERY_S:

@@ -245,25 +245,30 @@ class _DrivenScheduler(PrivateHooks):
         self._hooks.engine.forget(request.request_id)
 
     def has_requests(self) -> bool:
-        """Also true if a lease has passed its deadline: an idle engine then runs a step, which ends it."""
+        """Also true if a lease has passed its deadline: an idle engine then runs a step, which ends it.
+
+        VLLM asks once, then sleeps. The timer makes it ask again when there is something to end or to write.
+        """
         if super().has_requests():  # type: ignore[misc]
             return True
         self._handle_queued()
         now_s = time.monotonic()
         # To end a lease, or to prefetch the KV of a job.
-        deadlines = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
-        deadline_s = min((each for each in deadlines if each is not None), default=None)
-        if deadline_s is not None and deadline_s <= now_s:
+        dues = [self.driver.get_next_deadline_s(), self.tier.get_next_due_s() if self.tier else None]
+        if any(each is not None and each <= now_s for each in dues):
             return True
-        if deadline_s is not None and self._idle_timer is not None:
-            self._idle_timer.arm(deadline_s)
         self._metrics.refresh(self.driver, now_s, idle=True)
         if self._trace is not None:
             self._trace.flush()
         if self._timestamps is not None:
             self._timestamps.save(now_s)
+            dues.append(self._timestamps.get_due_s())
         if self._state is not None:
             self._state.save_if_due(now_s, idle=True)
+            dues.append(self._state.get_idle_due_s())
+        due_s = min((each for each in dues if each is not None), default=None)
+        if due_s is not None and self._idle_timer is not None:
+            self._idle_timer.arm(due_s)
         return False
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -425,6 +430,7 @@ class _DrivenScheduler(PrivateHooks):
 
     def release(self, job_id: str) -> bool:
         released: bool = self.driver.release(job_id, time.monotonic())
+        self._use_free_time()  # the policy may have learned from it
         return released
 
     # Internal.

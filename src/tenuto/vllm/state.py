@@ -80,6 +80,8 @@ class StateFile:
         self._path = Path(path)
         self._save_every_s = save_every_s
         self._saved_s: float | None = None
+        self._has_run = False
+        """Whether the engine has run since the last save of an idle engine: the policy may have learned."""
         self._writer: threading.Thread | None = None
         self._has_failed = False
         try:
@@ -104,16 +106,26 @@ class StateFile:
         """
         if self._saved_s is None:
             self._saved_s = now_s
+        self._has_run = self._has_run or not idle
         every_s = self._save_every_s / 10 if idle else self._save_every_s
-        if now_s - self._saved_s < every_s or (self._writer and self._writer.is_alive()):
+        if not self._has_run or now_s - self._saved_s < every_s:
             return
         self._saved_s = now_s
+        if self._writer and self._writer.is_alive():
+            return  # the disk is slow: try again after another interval
+        self._has_run = not idle
         state = self._get_state()
         if state is not None:
             self._writer = threading.Thread(
                 target=self._write, args=(state,), name="tenuto-state", daemon=True
             )
             self._writer.start()
+
+    def get_idle_due_s(self) -> float | None:
+        """When an idle engine should save the state next; None if there is nothing new to save."""
+        if self._saved_s is None or not self._has_run or not isinstance(self._policy, Learns):
+            return None
+        return self._saved_s + self._save_every_s / 10
 
     def close(self) -> None:
         """Save what the policy has learned since the last save."""
