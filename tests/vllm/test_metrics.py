@@ -62,6 +62,23 @@ def test_the_next_deadline_is_a_moment_in_unix_time(clock: Clock, unix_time: Sim
     engine.scheduler.shutdown()
 
 
+def test_block_seconds_grow_while_an_idle_engine_holds_a_lease(clock: Clock) -> None:
+    engine = start(KEEP_ALL)
+    armed: list[float] = []
+    engine.scheduler._idle_timer = SimpleNamespace(arm=armed.append, stop=lambda: None)
+    hints = {"job_id": "a", "tool": "x"}
+    engine.scheduler.add_request(make_request("a1", [5] * 90, max_tokens=2, xargs=hints))
+    engine.run()
+    shown = []
+    for clock.now_s in (1000.0, 1010.0, 1020.0):
+        assert not engine.scheduler.has_requests()
+        shown.append(get_metric("tenuto:tenant_block_seconds_total", tenant="(none)", place="gpu"))
+    assert shown == [0, 50, 100] and armed == [1010, 1020, 1030]  # 5 blocks
+    engine.scheduler.release("a")
+    assert not engine.scheduler.has_requests() and len(armed) == 3
+    engine.scheduler.shutdown()
+
+
 def test_the_policy_and_the_version_are_labels(clock: Clock) -> None:
     engine = start(KEEP_ALL)
     assert get_metric("tenuto:info", policy=KEEP_ALL, version=__version__) == 1

@@ -51,6 +51,8 @@ FOLDER_VARIABLE = "TENUTO_METRICS_DIR"
 OWNER_VARIABLE = "TENUTO_METRICS_OWNER"
 REFRESH_S = 1.0
 """Shortest interval between two updates of the metrics. An engine that becomes idle updates them at once."""
+IDLE_REFRESH_S = 10.0
+"""Interval at which an idle engine updates them while it holds blocks for jobs."""
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -200,10 +202,17 @@ class Metrics:
         # An idle engine calls this often, usually without any change.
         leases = len(driver.leases), driver.get_num_leased_blocks(), driver.get_next_deadline_s()
         num_copies = 0 if self._tier is None else self._tier.num_events
-        state = (id(driver), *leases, self.stats.num_events, num_copies)
+        # The block-seconds of what is held grow all the same.
+        due_s = self.get_idle_due_s(driver, now_s)
+        state = (id(driver), *leases, self.stats.num_events, num_copies, due_s)
         if state != self._last_state or self._has_failed or any(each.values for each in self._observed):
             self._last_state = state
             self._refresh_now(driver, now_s)
+
+    def get_idle_due_s(self, driver: Driver, now_s: float) -> float | None:
+        """When an idle engine should refresh next; None if no value will change without an event."""
+        is_held = driver.ledger.total.num_held_blocks > 0
+        return (now_s // IDLE_REFRESH_S + 1) * IDLE_REFRESH_S if is_held else None
 
     def close(self) -> None:
         """Stop exporting the metrics."""

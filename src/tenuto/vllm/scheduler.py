@@ -258,6 +258,7 @@ class _DrivenScheduler(PrivateHooks):
         if any(each is not None and each <= now_s for each in dues):
             return True
         self._metrics.refresh(self.driver, now_s, idle=True)
+        dues.append(self._metrics.get_idle_due_s(self.driver, now_s))
         if self._trace is not None:
             self._trace.flush()
         if self._timestamps is not None:
