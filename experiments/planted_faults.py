@@ -294,7 +294,7 @@ FAULTS = (
     Fault(
         "clients: an idle engine keeps a lease that is over",
         "vllm/scheduler.py",
-        "if deadline_s is not None and deadline_s <= now_s:\n            return True",
+        "if any(each is not None and each <= now_s for each in dues):\n            return True",
         "if False:\n            return True",
         ("vllm/test_leases.py::test_expiry_while_idle_takes_one_step",),
     ),
