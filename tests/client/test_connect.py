@@ -1,4 +1,4 @@
-"""Which authorities the commands trust that look at a server."""
+"""How commands look at a server: which authorities they trust, and how much of an answer they read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import shutil
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tenuto.cli import main
-from tenuto.client.metrics import get_ssl_context
+from tenuto.client import metrics
+from tenuto.client.metrics import connect, get_ssl_context
 from tenuto.proxy.recorder import Tokenizer
 
 PAGES = {
@@ -72,3 +76,49 @@ def test_a_private_authority_is_trusted_everywhere(url: str, capsys: pytest.Capt
     tokenizer = Tokenizer(url, pytest.fail)
     assert tokenizer.try_tokenize({"prompt": "a"}, {}) == [7]
     tokenizer.close()
+
+
+def send_without_end(handler: Handler) -> None:
+    while True:
+        handler.wfile.write(b"vllm:x 1\n" * 1000)
+
+
+def send_slowly(handler: Handler) -> None:
+    for _ in range(100):
+        handler.wfile.write(b"#")
+        time.sleep(0.1)
+
+
+def send_compressed(handler: Handler) -> None:
+    handler.wfile.write(b"\x1f\x8b")
+
+
+@pytest.mark.parametrize(
+    ("send", "words"),
+    [
+        (send_without_end, "/metrics has more than 1 MiB"),
+        (send_slowly, r"no whole answer within 0\.5 s"),
+        (send_compressed, "/metrics is compressed"),
+    ],
+)
+def test_how_much_is_read_of_an_answer_is_bounded(
+    send: Callable[[Handler], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_PAGE_BYTES", 2**20)
+
+    class Odd(Handler):
+        def do_GET(self) -> None:
+            assert self.headers["Accept-Encoding"] == "identity"
+            self.send_response(200)
+            if send is send_compressed:
+                self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            with suppress(OSError):
+                send(self)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with connect(url, None, 0.5) as client, pytest.raises(httpx.HTTPError, match=words):
+            client.get("/metrics")
+        server.shutdown()

@@ -15,7 +15,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -337,18 +337,55 @@ def get_ssl_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+MAX_PAGE_BYTES = 64 * 2**20
+"""Largest size of a page. A server that never stops would fill the client's memory."""
+
+
+class _Bounded(httpx.SyncByteStream):
+    """A response's body, which ends with an error if it is too large or takes longer than the timeout.
+
+    A timeout of httpx itself is for a single read, and a body may have any number of them.
+    """
+
+    def __init__(self, stream: httpx.SyncByteStream, path: str, timeout_s: float) -> None:
+        self._stream = stream
+        self._path = path
+        self._timeout_s = timeout_s
+        self.close = stream.close  # type: ignore[method-assign]
+
+    def __iter__(self) -> Iterator[bytes]:
+        num_bytes, end_s = 0, time.monotonic() + self._timeout_s
+        for piece in self._stream:
+            num_bytes += len(piece)
+            if num_bytes > MAX_PAGE_BYTES:
+                raise httpx.ReadError(f"{self._path} has more than {MAX_PAGE_BYTES // 2**20} MiB")
+            if time.monotonic() > end_s:
+                raise httpx.ReadTimeout(f"no whole answer within {self._timeout_s:g} s")
+            yield piece
+
+
+def _bound(response: httpx.Response) -> None:
+    path, stream = response.request.url.path, response.stream
+    if "content-encoding" in response.headers:
+        # A few MB that are compressed can be gigabytes.
+        raise httpx.DecodingError(f"{path} is compressed, which was not asked for", request=response.request)
+    assert isinstance(stream, httpx.SyncByteStream)
+    response.stream = _Bounded(stream, path, response.request.extensions["timeout"]["read"])
+
+
 def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Client:
     """An HTTP client for a server's status pages. It sends the key, if there is one.
 
     Like the bench, it ignores proxies that the environment names: the key is for the server alone.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     return httpx.Client(
         base_url=get_base_url(url),
         headers=headers,
         timeout=timeout_s,
         trust_env=False,
         verify=get_ssl_context(),
+        event_hooks={"response": [_bound]},
     )
 
 

@@ -542,7 +542,7 @@ def _read_page(client: httpx.Client, timeout_s: float) -> _Answer:
 def _ask_version(client: httpx.Client) -> str | None:
     try:
         answer = client.get("/version").raise_for_status().json()
-    except (httpx.HTTPError, ValueError):
+    except (httpx.HTTPError, ValueError, RecursionError):
         return None
     version = answer.get("version") if isinstance(answer, dict) else None
     return clean(version) if isinstance(version, str) else None
