@@ -322,13 +322,17 @@ def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
     )
 
 
+def try_get_whole_number(text: str) -> int | None:
+    """The number in a label, if it is one of at most 15 digits: with more, a float would not be exact."""
+    return int(text) if text.isdecimal() and len(text) <= 15 else None
+
+
 def _get_int(labels: Mapping[str, str], name: str) -> int:
-    try:
-        return int(labels[name])
-    except (KeyError, ValueError):
-        raise DataError(
-            f"vllm:cache_config_info: label {name!r} is {labels.get(name)!r}, not a number"
-        ) from None
+    number = try_get_whole_number(labels.get(name, ""))
+    if number is None:
+        told = repr(labels.get(name))[:100]
+        raise DataError(f"vllm:cache_config_info: label {name!r} is {told}, not a number")
+    return number
 
 
 @cache

@@ -25,7 +25,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tenuto.client.address import get_base_url
-from tenuto.client.metrics import LIST_PATH, Buckets, Page, connect, join_pages, parse_engines, parse_page
+from tenuto.client.metrics import (
+    LIST_PATH,
+    Buckets,
+    Page,
+    connect,
+    join_pages,
+    parse_engines,
+    parse_page,
+    try_get_whole_number,
+)
 from tenuto.core.errors import DataError, TenutoError, clean
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
@@ -229,7 +238,8 @@ def make_state(window: Window, server: Mapping[str, Any]) -> dict[str, Any]:
 def _get_engines(page: Page) -> list[str]:
     """The engines by their labels: numbers first, in their order."""
     engines = page.labels("vllm:num_requests_running", "engine")
-    return sorted(engines, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+    numbers = {name: try_get_whole_number(name) for name in engines}
+    return sorted(engines, key=lambda name: (numbers[name] is None, numbers[name] or 0, name))
 
 
 def _get_longest_wait_s(page: Page) -> float | None:
@@ -270,8 +280,7 @@ def _get_cache(page: Page, **labels: str) -> dict[str, Any]:
     wanted = labels.get("engine")
     num_blocks = used = 0.0
     for engine, own in sizes.items():
-        told = own.get("num_gpu_blocks", "")
-        blocks = (int(told) if told.isdecimal() else 0) - 1  # block 0 holds no tokens
+        blocks = (try_get_whole_number(own.get("num_gpu_blocks", "")) or 0) - 1  # block 0 holds no tokens
         if blocks > 0 and wanted in (None, engine):
             num_blocks += blocks
             used += blocks * (page.total("vllm:kv_cache_usage_perc", engine=engine) or 0.0)

@@ -41,6 +41,18 @@ def test_one_look_has_gauges_and_no_rates(metrics: FakeMetrics) -> None:
     assert state["hits"]["ratio"] is None
 
 
+@pytest.mark.parametrize("num_digits", [400, 5000])
+def test_numbers_of_hundreds_of_digits_are_not_read(metrics: FakeMetrics, num_digits: int) -> None:
+    odd = "9" * num_digits
+    text = metrics.text().replace('num_gpu_blocks="101"', f'num_gpu_blocks="{odd}"')
+    text += "".join(f'vllm:num_requests_running{{engine="{engine}"}} 1\n' for engine in ("10", odd, "2"))
+    window = Window(60)
+    window.add(parse_page(text, 0.0))
+    state = make_state(window, SERVER)
+    assert state["cache"]["blocks"] is None
+    assert [each["engine"] for each in state["engines"]] == ["0", "2", "10", odd]
+
+
 def test_rates_and_ratios_are_over_the_window(metrics: FakeMetrics) -> None:
     window = Window(60)
     metrics.of("vllm:prefix_cache_hits").inc(1000)
