@@ -203,6 +203,18 @@ def test_what_cannot_be_replayed_is_said(trace: Path, tmp_path: Path, change: An
     assert len(str(error.value).encode()) < 3000
 
 
+@pytest.mark.parametrize(("policy", "option"), [("contextserve", "model"), ("continuum", "prefill_profile")])
+def test_a_trace_alone_opens_no_file(policy: str, option: str, trace: Path, tmp_path: Path) -> None:
+    lines = read(trace)
+    path = write(
+        tmp_path / "t", [{**lines[0], "policy": policy, "options": {option: "/dev/zero"}}, *lines[1:]]
+    )
+    with pytest.raises(TenutoError, match=f":1: options: {option} names a file.*--option"):
+        check_decisions(path)
+    with pytest.raises(TenutoError, match=r"no-such-file"):
+        check_decisions(path, options={option: "no-such-file"})
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         check_decisions(tmp_path / "none")

@@ -310,9 +310,18 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     Raises PolicyError if the policy cannot be loaded, ConfigError for an unknown option or a bad value.
     """
     preset = PRESETS.get(name)
-    cls = _POLICIES.find(preset.policy if preset is not None else name, PRESETS)
     own = {} if preset is None else dict(preset.options)
-    return _POLICIES.make(cls, {**own, **(options or {})}, name)
+    return _POLICIES.make(_find_policy(name), {**own, **(options or {})}, name)
+
+
+def find_file_options(name: str) -> list[str]:
+    """The options of a policy that name files, by the policy's name. Raises PolicyError as `load_policy`."""
+    return [each.name for each in dataclasses.fields(_find_policy(name)) if each.metadata.get("is_file")]
+
+
+def _find_policy(name: str) -> type[Policy]:
+    preset = PRESETS.get(name)
+    return _POLICIES.find(preset.policy if preset is not None else name, PRESETS)
 
 
 def get_engine_settings(name: str, policy: Policy) -> EngineSettings:

@@ -35,9 +35,13 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
+    is_file: bool = False,
 ) -> Any:
-    """Declare one setting: a dataclass field whose type and bounds `check_settings` checks."""
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
+    """Declare one setting: a dataclass field whose type and bounds `check_settings` checks.
+
+    `is_file`: it names a file that is read.
+    """
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "is_file": is_file}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tenuto.core.console import Progress
 from tenuto.core.errors import ConfigError, DataError, TenutoError
-from tenuto.core.loader import load_policy
+from tenuto.core.loader import find_file_options, load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
 from tenuto.core.policy_caller import Difference, Replay
 from tenuto.records.codec import Fields, show
@@ -112,7 +112,8 @@ def _start_run(
         raise record.error("policy", "the trace does not name its policy; say --policy and --option")
     # To name the trace's own policy from outside Tenuto only allows it to run. It changes nothing else.
     is_own = policy is None or (":" in policy and policy == said_name)
-    if is_own and not options:
+    is_from_trace = is_own and not options
+    if is_from_trace:
         given = record.values.get("options")
         options = given if isinstance(given, dict) else {}
     if policy is None and ":" in name:
@@ -122,6 +123,12 @@ def _start_run(
             "--policy with this name",
         )
     try:
+        files = find_file_options(name) if is_from_trace else []
+        if named := [each for each in files if options.get(each)]:
+            raise ConfigError(
+                f"options: {named[0]} names a file, which a trace alone must not open; to open it, give the "
+                "policy's options with --option"
+            )
         made = load_policy(name, options)
     except TenutoError as error:
         raise type(error)(f"{record.place}: {error}") from None

@@ -257,7 +257,9 @@ class TakesPrefillProfile(LearnsPrefill):
     )
 
     prefill_profile: str = setting(
-        "", "file that `tenuto profile` wrote: the measured prefill time, instead of the three numbers"
+        "",
+        "file that `tenuto profile` wrote: the measured prefill time, instead of the three numbers",
+        is_file=True,
     )
 
     def __post_init__(self) -> None:

@@ -112,6 +112,7 @@ class ContextServe(LearnsTtl):
     model: str | None = setting(
         None,
         "file of a trained command model, with the extra `predict`; unset: the extra's own, if it is there",
+        is_file=True,
     )
     _read: Callable[[str], CommandText] = field(init=False)
     _log_pin_s: float = field(init=False)
