@@ -98,6 +98,16 @@ def test_a_job_that_its_client_ends_while_a_turn_runs_says_why() -> None:
     assert engine.driver.stats.num_lease_refusals[LeaseRefusal.LAST_TURN] == 1
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_aborted_turn_says_why(is_last: bool) -> None:
+    engine = ToyEngine(Answering(Keep(9.0)), 20)
+    engine.arrive("t", 5.0, make_tokens(0, 18), [99], Hints(job_id="j", is_last=is_last))
+    engine.start_first(5.0)
+    engine.abort("t", 6.0)
+    refusals = engine.driver.stats.num_lease_refusals
+    assert {why.value: count for why, count in refusals.items() if count} == {"aborted": 1}
+
+
 def test_a_policy_that_keeps_nothing_refuses_nothing() -> None:
     engine = ToyEngine(Policy(), 20)
     engine.arrive("t", 5.0, make_tokens(0, 18), [99], Hints(job_id="j", is_last=True))

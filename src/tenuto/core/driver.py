@@ -302,9 +302,9 @@ class Driver:
         retains = self._retains and not job.runs_as_stock
         goes_on = not (view.is_last or job.is_released)
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
-        if retains and finish.aborted and not view.is_last:
+        if retains and finish.aborted:
             self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
-        elif retains and not finish.aborted and not goes_on and wish is None:
+        elif retains and not goes_on and wish is None:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted)
         if is_complete and not job.live_turn_ids:
