@@ -114,6 +114,25 @@ def test_faults_of_the_policy_are_seen(server: Server) -> None:
     assert find_uses(get_rule("TenutoPolicyFaults")).matched.keys() == {"tenuto:policy_faults_total"}
 
 
+def test_what_other_jobs_share_is_not_kept_for_jobs_that_return(server: Server) -> None:
+    engine, used = server.engine, find_uses(get_rule("TenutoComputesAgain")).matched
+    assert used.keys() == {f"tenuto:{name}_tokens_total" for name in ("reused", "reusable", "recomputed")}
+
+    def serve(job: str) -> list[float]:
+        server.num_turns += 1
+        engine.arrive(f"t{server.num_turns}", 1.0, make_tokens(0, 18), [1], Hints(job_id=job, tool="ls"))
+        engine.finish(engine.start_first(1.0) or "", 1.0)
+        samples = server.read()
+        return [samples[f"tenuto:{name}_tokens_total"] for name in ("hit", "reused", "reusable")]
+
+    serve("a")
+    hit, *own = serve("b")
+    assert hit > 0 and own == [0, 0], "b has a's prompt, and none has returned"
+    assert serve("a") == [2 * hit, hit, hit]
+    engine.reset()
+    assert serve("a") == [2 * hit, hit, 2 * hit]
+
+
 def test_a_long_wait_is_seen_and_ends(server: Server) -> None:
     assert server.read()["tenuto:oldest_waiting_timestamp_seconds"] == 0
     turn_id = server.arrive()

@@ -210,6 +210,7 @@ class Driver:
         self.stats.num_reusable_tokens += turn.num_reusable_tokens
         turn.job.num_reusable_tokens += turn.num_reusable_tokens
         num_reused_tokens = min(num_hit_tokens, turn.num_reusable_tokens)
+        self.stats.num_reused_tokens += num_reused_tokens
         turn.job.num_reused_tokens += num_reused_tokens
         if not self.is_shadow:
             turn.job.num_kept_tokens += min(num_reused_tokens, self._retention.count_held_tokens(turn))

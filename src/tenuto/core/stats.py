@@ -88,6 +88,8 @@ class DriverStats:
     """Prompt tokens that started turns found in cache."""
     num_reusable_tokens: int = 0
     """Reusable tokens of started turns, as `tenuto.core.reuse` defines them."""
+    num_reused_tokens: int = 0
+    """Those of them that the turns hit."""
     num_recomputed_tokens: int = 0
     """Tokens computed a second time: reusable tokens that were not hit, and tokens lost by preemptions."""
     num_wishes: Counter[tuple[str, str]] = field(default_factory=Counter)
