@@ -31,6 +31,16 @@ SHELL_CALLS = {
     "Hermes": '<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la /src"}}\n</tool_call>',
     "Codex": '<tool_call>{"name": "shell", "arguments": {"cmd": ["bash", "-lc", "ls -la /src"]}}</tool_call>',
     "words": '<tool_call>{"name": "shell", "arguments": {"command": ["ls", "-la", "/src"]}}</tool_call>',
+    "Hermes, quoting thoughts": (
+        '<tool_call>{"name": "bash", "arguments": {"command": "ls -la /src", "why": "<think>"}}</tool_call>'
+    ),
+    "Qwen3-Coder, quoting thoughts": (
+        "<think>x</think>\n<tool_call>\n<function=bash>\n<parameter=command>ls -la /src</parameter>\n"
+        "<parameter=why>from <think> to </think></parameter>\n</function>\n</tool_call><|im_end|>"
+    ),
+    "bash block, after one that quotes a thought": (
+        "```py\nSTART = '<think>'\n```\n\n```bash\nls -la /src\n```"
+    ),
     "OpenAI": (
         '{"tool_calls": [{"id": "1", "type": "function", "function": {"name": "run_command", '
         '"arguments": "{\\"cmd\\": \\"ls -la /src\\"}"}}]}'
@@ -91,6 +101,9 @@ OTHER_CALLS = {
     "Llama 3": '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eom_id|>',
     "two": '{"name": "a", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Oslo"}}',
     "bare": '{"name": "get_weather", "parameters": {"city": "Oslo"}}<|eot_id|>',
+    "bare, quoting a thought": (
+        '{"name": "get_weather", "parameters": {"city": "Oslo"}, "x": ["<think>", "[THINK]"]}<|eot_id|>'
+    ),
     "bare list": '[{"name": "a", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Oslo"}}]',
     "JSON block": '```json\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n```',
     "Mistral 7B": '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}]</s>',
@@ -215,6 +228,20 @@ def test_thinking_is_not_calling(opening, closing):
 def test_an_argument_may_quote_the_end_of_thinking():
     text = '<think>x</think><tool_call>{"name": "grep", "arguments": {"for": "</think>"}}</tool_call>'
     assert find_tool_call(text) == ToolCall("grep", '{"for": "</think>"}')
+
+
+@pytest.mark.parametrize("thoughts", ["<think>", "</think>", "<think></think>", "a <think> b </think> c"])
+def test_an_argument_keeps_what_it_quotes(thoughts):
+    command = f"grep -rn '{thoughts}' src"
+    for text in (
+        f'<tool_call>{{"name": "bash", "arguments": {{"command": "{command}"}}}}</tool_call>',
+        f'{{"name": "bash", "parameters": {{"command": "{command}"}}}}',
+        f"<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>{command}</arg_value>\n</tool_call>",
+        f'<|channel|>commentary to=functions.exec_command<|message|>{{"cmd": "{command}"}}<|call|>',
+        f"```bash\n{command}\n```",
+    ):
+        assert find_tool_call(text) == ToolCall("grep", command)
+        assert find_tool_call(f"<think>x</think>{text}") == ToolCall("grep", command)
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,22 @@ for _form in FORMS:
     if _form.closing is not None:
         _OPENINGS.setdefault(_form.closing, []).append(_form.opening)
 
+_THOUGHT_STARTS, _THOUGHT_ENDS = (frozenset(marks) for marks in zip(*_THINKING, strict=True))
+_CLOSINGS = {
+    **dict(_THINKING),
+    **{form.opening: form.closing for form in FORMS},
+    "<|message|>": "<|call|>",
+    "```": "\n```",
+}
+"""By the marker that opens a thought, a call or a fenced block: the marker that closes it."""
+_THOUGHT_END = re.compile("|".join(map(re.escape, _THOUGHT_ENDS)))
+_MARKS = re.compile("|".join(map(re.escape, [*_THOUGHT_ENDS, *_CLOSINGS])))
+_BARE_START = re.compile(r"\s*+[\[{](?!/?THINK\])")
+
 
 def find_tool_call(text: str) -> ToolCall | None:
     """The tool call at the end of a turn, or None. `text` is the turn's output or the tail of it."""
-    text = _drop_thinking(text)
+    text = _drop_thinking(text)[0]
     before, marker, body = text.rpartition("<|message|>")
     if marker:
         # gpt-oss and Muse: only the last message matters, and its header names the recipient.
@@ -261,7 +273,10 @@ def is_cut(text: str) -> bool:
 
     It may be true for other texts, such as a structured answer. Then a longer tail is read without need.
     """
-    text = _drop_thinking(text)
+    text, ends_thinking = _drop_thinking(text)
+    if ends_thinking:
+        # The marker of this thought may be quoted by a call that began before the text.
+        return True
     ends = {closing: text.rfind(closing) for closing in _OPENINGS if closing in text}
     for closing, end in ends.items():
         if all(text.find(opening, 0, end) < 0 for opening in _OPENINGS[closing]):
@@ -276,20 +291,37 @@ def is_cut(text: str) -> bool:
     return ends_call and find_tool_call(text) is None
 
 
-def _drop_thinking(text: str) -> str:
-    for opening, closing in _THINKING:
-        end = text.find(closing)
-        # The opening marker may be in the prompt, or before the tail.
-        is_inside = end >= 0 and text.find(opening, 0, end) < 0
-        position = end + len(closing) if is_inside else 0
-        kept = []
-        while (start := text.find(opening, position)) >= 0:
-            kept.append(text[position:start])
-            end = text.find(closing, start)
-            # Without an end marker, the model is still thinking.
-            position = end + len(closing) if end >= 0 else len(text)
-        text = "".join(kept) + text[position:]
-    return text
+def _drop_thinking(text: str) -> tuple[str, bool]:
+    """The text without what the model thought, and whether its last thought has no end.
+
+    Markers inside a call stay: arguments may quote them.
+    """
+    if not any(marker in text for markers in _THINKING for marker in markers):
+        return text, False
+    kept: list[str] = []
+    start = position = 0
+    may_be_bare = _drop_end_tokens(text).endswith(("}", "]"))
+    marks = _MARKS
+    while match := marks.search(text, position):
+        if may_be_bare and position == start and _BARE_START.match(text, start):
+            break
+        mark = match[0]
+        closing = _CLOSINGS.get(mark)
+        end = text.find(closing, match.end()) if closing else -1
+        position = match.end() if end < 0 or closing is None else end + len(closing)
+        if mark in _THOUGHT_STARTS:
+            kept.append(text[start : match.start()])
+            start = position
+            if end < 0:
+                return "".join(kept), True
+        elif mark not in _THOUGHT_ENDS:
+            if end < 0:
+                # The rest belongs to the call, unless all of this was a thought.
+                marks = _THOUGHT_END
+        elif not kept:
+            # The opening marker is in the prompt, or before the tail.
+            start = position
+    return "".join(kept) + text[start:], False
 
 
 def _drop_end_tokens(text: str) -> str:
