@@ -56,6 +56,26 @@ def test_a_context_says_whose_turn_it_is(body: dict[str, Any]) -> None:
     assert hints.conversation is None
 
 
+@pytest.mark.parametrize(
+    ("choice", "tool"),
+    [
+        ({"type": "function", "function": {"name": "f"}}, "f"),  # Chat
+        ({"type": "function", "name": "f"}, "f"),  # Responses
+        ({"type": "custom", "name": "f"}, "f"),
+        ({"type": "tool", "name": "f"}, "f"),  # Messages
+        ({"type": "mcp", "name": "f"}, None),
+        ({"type": ["tool"], "name": "f"}, None),
+        ({"type": "function", "function": {"name": 3}}, None),
+        ("required", None),
+        (None, None),
+    ],
+)
+def test_a_function_that_the_answer_must_call_is_the_tool(choice: Any, tool: str | None) -> None:
+    assert read({"tool_choice": choice}).tool == tool
+    assert read({"tool_choice": choice, "tool": "own"}).tool == "own"
+    assert read({"tool_choice": choice, "vllm_xargs": {"tool": "own"}}).tool == "own"
+
+
 def test_tenutos_own_fields_win_over_a_context() -> None:
     body = {"agentic_context": CONTEXT, "job_id": "own", "is_last_step": True, "retain_seconds": 1}
     hints = read(body)

@@ -335,10 +335,21 @@ def get_new_fields(
         request = {**request, "kv_hints": _drop_others_actions(request["kv_hints"], names)}
         # The context has precedence, because it describes the whole program.
         fields |= {**get_usable_fields(_read_actions(request["kv_hints"])), **given}
+    if (tool := get_bounded_tool(_get_forced_tool(request))) is not None:
+        fields.setdefault("tool", tool)
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
         fields[WISH_FIELD] = write_wish(wish)
     usable = get_usable_fields(xargs)
     return _make_xargs({name: value for name, value in fields.items() if name not in usable})
+
+
+def _get_forced_tool(request: Mapping[str, Any]) -> Any:
+    """The function that `tool_choice` names. The answer holds only its arguments, so no reader finds it."""
+    choice = request.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom", "tool"):
+        return None
+    function = choice.get("function")  # only in Chat
+    return function.get("name") if isinstance(function, dict) else choice.get("name")
 
 
 def _get_other_job_id(request: Mapping[str, Any]) -> str | None:
