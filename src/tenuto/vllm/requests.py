@@ -120,7 +120,8 @@ class OutputReader:
         if end == "aborted" and self._ends_with_stop(request, stop_strings):
             # The front end finds stop strings and aborts the request; to the client that is a normal end.
             tool = self._find_tool_call(request) if reads_output else None
-            return Finish(num_output_tokens, tool, is_last=tool is None if reads_output else None)
+            # Agents that send stop strings run a tool there, however they write their calls.
+            return Finish(num_output_tokens, tool, is_last=None if tool is None else False)
         if end in ("aborted", "failed"):
             return Finish(num_output_tokens, aborted=True, num_computed_tokens=request.num_computed_tokens)
         if not reads_output or self._tokenizer is None:
