@@ -341,6 +341,13 @@ FAULTS = (
         ("vllm/test_attacks.py::test_parallel_turns_of_a_few_ids_in_every_order",),
     ),
     Fault(
+        "clients: any answer without a call ends its job",
+        "core/driver.py",
+        "if view.tool is not None and job.live_turn_ids and not finish.aborted:",
+        "if False:",
+        ("core/test_driver_jobs.py::test_an_answer_without_a_call_does_not_end_the_job_of_its_siblings",),
+    ),
+    Fault(
         "clients: a lease is not compared with the prompt",
         "core/leases.py",
         "num_common = self._engine.count_common_tokens(lease.blocks, turn.arrival.hashes)",

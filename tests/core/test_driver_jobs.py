@@ -79,6 +79,30 @@ def test_a_tool_s_time_is_told_once_even_if_the_client_gives_up_and_asks_again()
     assert engine.driver.stats.tool_s.total == 5.0
 
 
+@pytest.mark.parametrize("is_call_first", [False, True])
+@pytest.mark.parametrize("is_said", [False, True])
+def test_an_answer_without_a_call_does_not_end_the_job_of_its_siblings(
+    is_call_first: bool, is_said: bool
+) -> None:
+    """As with `n` above 1."""
+    engine = ToyEngine(KeepFor(100), 40)
+    for turn_id, output, is_last in (("call", OUTPUT, None), ("end", RESULT, is_said or None)):
+        engine.arrive(turn_id, 0, PROMPT, output, Hints(job_id="job", is_last=is_last))
+        engine.start_first(0)
+    ends = [("call", LS, False), ("end", None, True)]
+    for now_s, (turn_id, tool, is_last) in enumerate(ends if is_call_first else ends[::-1], 1):
+        engine.finish(turn_id, now_s, tool=tool, is_last=is_last)
+    is_ended = is_said and is_call_first
+    assert ("job" in engine.driver.leases) is not is_ended
+    assert (("job ended", "job", 2) in engine.driver.policy.heard) is is_ended
+    # The next turn continues the one that called, and ends the job as ever.
+    run(engine, "next", 5, PROMPT + OUTPUT + RESULT, hints=Hints(job_id="job"), is_last=True)
+    heard = engine.driver.policy.heard
+    assert ("started", "next", 20) in heard
+    assert is_ended or ("tool returned", "next", LS, 4.0 if is_call_first else 3.0) in heard
+    assert not engine.driver._jobs.jobs
+
+
 def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
     engine = ToyEngine(KeepFor(), 40)
     prompt = PROMPT

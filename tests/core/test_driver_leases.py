@@ -157,11 +157,11 @@ def test_a_last_turn_leaves_no_lease_even_while_another_turn_of_the_job_lives() 
 
 def test_the_job_s_end_ends_its_lease() -> None:
     engine = ToyEngine(KeepFor(), 30)
-    engine.arrive("other", 0, prompt_of(7), OUTPUT, Hints(job_id="j0"))
+    engine.arrive("other", 0, prompt_of(7), OUTPUT, Hints(job_id="j0", is_last=True))
     engine.start_first(0)
     run(engine, 0)
     assert sizes(engine) == {"j0": 5}
-    engine.finish("other", 1, is_last=True)
+    engine.finish("other", 1)
     assert ended(engine) == {LeaseEnd.JOB_ENDED: 1}
 
 

@@ -143,6 +143,7 @@ class Driver:
         # If the client gives this turn up and asks again, it has called no other tool in between.
         job.paused_s = None
         turn = TurnState(turn_id, job, now_s, arrival, pause_s)
+        job.awaits_tool &= bool(job.live_turn_ids)
         parted_at: int | None = None
         if (marks := job.last_marks) is not None:
             num_shared_blocks = marks.count_shared_blocks(arrival.hashes)
@@ -295,19 +296,21 @@ class Driver:
             self._history.record(
                 "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
             )
-        view = turn.get_finished_view(finish)
-        if not finish.aborted:
+        view, is_aside = turn.get_finished_view(finish), turn.is_aside(finish)
+        if view.tool is not None and job.live_turn_ids and not finish.aborted:
+            job.awaits_tool = True
+        if not finish.aborted and not is_aside:
             job.has_finished, job.paused_s, job.last_tool = True, now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
         turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
         retains = self._retains and not job.runs_as_stock
-        goes_on = not (view.is_last or job.is_released)
+        goes_on = not (view.is_last or job.is_released or is_aside)
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
         if retains and finish.aborted:
             self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
         elif retains and not goes_on and wish is None:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
-        is_complete = job.is_released or (view.is_last and not finish.aborted)
+        is_complete = job.is_released or (view.is_last and not finish.aborted and not is_aside)
         if is_complete and not job.live_turn_ids:
             self._remember(turn, now_s, finish, is_complete=True)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
@@ -315,7 +318,8 @@ class Driver:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
             return
         if retains and not finish.aborted and not job.is_released and (goes_on or wish is not None):
-            self._retain(turn, view, now_s, wish, None if goes_on else turn.get_last_reason())
+            given_up = None if goes_on else turn.get_last_reason()
+            self._retain(turn, view, now_s, wish, given_up, is_aside=is_aside)
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         self._remember(turn, now_s, finish, is_complete=False)
@@ -330,6 +334,7 @@ class Driver:
         if not finish.aborted:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
+        if not finish.aborted and not turn.is_aside(finish):
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
             )
@@ -790,7 +795,8 @@ class Driver:
                 waiting_id = event.lease.next_turn_id
                 if waiting_id is not None and event.reason is not LeaseEnd.HIT:
                     self._to_reorder.append(waiting_id)
-        if (job := self._jobs.get(job_id)) is not None:
+        is_news = not isinstance(event, LeaseRefused) or job_id not in self.leases
+        if (job := self._jobs.get(job_id)) is not None and is_news:
             job.lease_news = news
         if not isinstance(event, LeaseRefused) and stats is self.stats:
             account = None if job is None else job.account
@@ -825,11 +831,19 @@ class Driver:
             self._history.record_wish(turn, now_s, wish, verdict)
 
     def _retain(
-        self, turn: TurnState, view: Turn, now_s: float, wish: Wish | None, given_up: LeaseRefusal | None
+        self,
+        turn: TurnState,
+        view: Turn,
+        now_s: float,
+        wish: Wish | None,
+        given_up: LeaseRefusal | None,
+        *,
+        is_aside: bool = False,
     ) -> None:
         """Grant a lease or not, and report what becomes of the wish. The tiers keep what no lease keeps."""
         refusal: LeaseRefusal | None = None
-        for event in self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up):
+        events = self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up, is_aside=is_aside)
+        for event in events:
             self._apply(event)
             if isinstance(event, LeaseRefused):
                 refusal = event.reason

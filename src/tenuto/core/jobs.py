@@ -87,6 +87,8 @@ class JobState:
     paused_s: float | None = None
     """When its last such turn finished; None once another turn has arrived."""
     last_tool: ToolCall | None = None
+    awaits_tool: bool = False
+    """Whether a turn called a tool and ended while another lived. False again once a turn arrives alone."""
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
     runs_as_stock: bool | None = None
@@ -198,6 +200,15 @@ class TurnState:
             view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
             self._finished = finish, view
         return self._finished[1]
+
+    def is_aside(self, finish: Finish) -> bool:
+        """Whether it leaves its job as it was: its answer calls no tool, but that of another turn did.
+
+        With `n` above 1, or sub-agents under one id, one answer does not say that the others are done.
+        """
+        hints = self.arrival.hints
+        calls_tool = finish.tool is not None or hints.tool is not None
+        return self.job.awaits_tool and not calls_tool and hints.is_last is None
 
     def get_last_reason(self) -> LeaseRefusal:
         """Why this turn counts as its job's last; None if it does not."""
