@@ -103,6 +103,47 @@ def test_an_answer_without_a_call_does_not_end_the_job_of_its_siblings(
     assert not engine.driver._jobs.jobs
 
 
+SESSION = Hints(job_id="job", is_session=True)
+ASIDE = make_tokens(3000, 30)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_request_beside_a_session_s_job_leaves_the_job_as_it_was(is_cut: bool) -> None:
+    """Harnesses have a page summarized, or a title written, while the tool runs."""
+    engine = ToyEngine(KeepFor(100), 40)
+    run(engine, "t1", 0, PROMPT, hints=SESSION, tool=LS)
+    run(engine, "aside", 2, ASIDE, hints=SESSION, is_last=None if is_cut else True)
+    engine.arrive("gone", 4, ASIDE, hints=SESSION)
+    engine.abort("gone", 4)
+    assert len(engine.driver.leases.get("job").blocks) == 5
+    run(engine, "t2", 5, PROMPT + OUTPUT + RESULT, hints=SESSION, is_last=True)
+    told = [heard[1:] for heard in engine.driver.policy.heard if heard[0] == "tool returned"]
+    assert told == [("t2", LS, 4.0)]
+    assert engine.driver.stats.num_reusable_tokens == 20
+    assert engine.driver.policy.heard[-1] == ("job ended", "job", 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "hints", "tool"),
+    [
+        (LS, Hints(job_id="job"), None),  # an id of the job itself
+        (None, SESSION, None),  # no tool runs
+        (LS, Hints(job_id="job", is_session=True, is_last=True), None),
+        (LS, SESSION, LS),  # a rewritten history
+    ],
+)
+def test_other_rewritten_prompts_take_their_job_over(first, hints: Hints, tool) -> None:
+    engine = ToyEngine(KeepFor(100), 40)
+    run(engine, "t1", 0, PROMPT, hints=hints if hints.is_last is None else SESSION, tool=first)
+    run(engine, "t2", 2, ASIDE, hints=hints, tool=tool, is_last=tool is None)
+    assert tool is not None or engine.driver.policy.heard[-1] == ("job ended", "job", 2)
+    # Who rewrites each prompt is not beside his job.
+    if tool is not None:
+        assert len(engine.driver.leases.get("job").blocks) == 8
+        run(engine, "t3", 4, make_tokens(4000, 30), hints=hints, is_last=True)
+        assert engine.driver.policy.heard[-1] == ("job ended", "job", 3)
+
+
 def test_a_job_without_an_id_is_recognised_turn_after_turn() -> None:
     engine = ToyEngine(KeepFor(), 40)
     prompt = PROMPT

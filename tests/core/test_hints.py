@@ -17,6 +17,7 @@ from tenuto.core.requests import (
     get_conversation_id,
     get_header_fields,
     parse_hints,
+    read_hints,
 )
 
 json_values = st.recursive(
@@ -44,6 +45,21 @@ def test_the_session_id_names_the_job_when_no_job_id_does() -> None:
     assert parse_hints({"job_id": "job"}, "session").job_id == "job"
     assert parse_hints({"job_id": [1]}, "session").job_id == "session"
     assert parse_hints(None, None).job_id is None
+
+
+def test_which_ids_are_of_a_session() -> None:
+    def is_session(body: dict, headers: dict | None = None) -> bool | None:
+        return read_hints(body, headers or {}, "/v1/chat/completions").is_session
+
+    for header in ("x-session-id", "x-claude-code-session-id", "thread-id"):
+        assert is_session({}, {header: "s"})
+        assert not is_session({"job_id": "j"}, {header: "s"})
+        assert not is_session({"vllm_xargs": {"job_id": "j"}}, {header: "s"})
+        assert not is_session({"agentic_context": {"program_id": "p"}}, {header: "s"})
+    assert is_session({"session_id": "s"})
+    assert is_session({"metadata": {"session_id": "s"}})
+    assert not is_session({"job_id": "j"})
+    assert not is_session({"messages": [{"role": "user", "content": "Mend it."}]})
 
 
 def test_a_conversation_s_name_that_a_router_pins_by_is_no_stronger_than_the_content() -> None:

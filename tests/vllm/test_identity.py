@@ -66,7 +66,8 @@ def test_the_first_source_names_the_job():
         body, headers = dict(REQUEST), {}
         for place, fields in reversed(sources[number:]):
             (body if place == "body" else headers).update(fields)
-        assert get_xargs(body, headers) == {"job_id": str(number + 1)}
+        is_session = {"tenuto_session": 1} if number else {}
+        assert get_xargs(body, headers) == {"job_id": str(number + 1), **is_session}
 
 
 @pytest.mark.parametrize(
@@ -83,21 +84,21 @@ def test_a_key_that_many_jobs_share_names_none(fields, headers):
 
 @pytest.mark.parametrize("name", JOB_HEADERS[1:])
 def test_each_header_names_a_job(name):
-    assert get_xargs(REQUEST, {name: " j "}) == {"job_id": "j"}
+    assert get_xargs(REQUEST, {name: " j "}) == {"job_id": "j", "tenuto_session": 1}
     assert get_xargs(REQUEST, {name: "\x7f\xe9" * 100})["job_id"].startswith("digest-")
     assert get_xargs(REQUEST, {name: " "}) is None
 
 
 def test_each_claude_subagent_is_a_job_of_its_own():
     headers = {"x-claude-code-session-id": "s"}
-    assert get_xargs(REQUEST, headers) == {"job_id": "s"}
-    assert get_xargs(REQUEST, {**headers, "x-claude-code-agent-id": "a"}) == {"job_id": "s/a"}
+    assert get_xargs(REQUEST, headers)["job_id"] == "s"
+    assert get_xargs(REQUEST, {**headers, "x-claude-code-agent-id": "a"})["job_id"] == "s/a"
 
 
 def test_dynamo_tells_the_last_turn():
     headers = {"x-dynamo-session-id": "s", "x-dynamo-session-final": "true"}
-    assert get_xargs(REQUEST, headers) == {"job_id": "s", "is_last_step": 1}
-    assert get_xargs({**REQUEST, "is_last_step": False}, headers) == {"job_id": "s", "is_last_step": 0}
+    assert get_xargs(REQUEST, headers)["is_last_step"] == 1
+    assert get_xargs({**REQUEST, "is_last_step": False}, headers)["is_last_step"] == 0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_dynamo_tells_the_last_turn():
     ],
 )
 def test_claude_code_names_its_session_in_the_user(user_id):
-    assert get_xargs({**REQUEST, "metadata": {"user_id": user_id}}) == {"job_id": SESSION}
+    assert get_xargs({**REQUEST, "metadata": {"user_id": user_id}})["job_id"] == SESSION
 
 
 @pytest.mark.parametrize(
@@ -145,8 +146,8 @@ def test_vllms_own_session_id_is_left_to_vllm(fields, headers):
 
 
 def test_a_session_id_that_vllm_does_not_carry_is_a_job_id():
-    assert get_xargs({**REQUEST, "session_id": "s"}, path="/v1/messages") == {"job_id": "s"}
-    assert get_xargs({**REQUEST, "session_id": ""}, {"x-dynamo-session-id": "d"}) == {"job_id": "d"}
+    assert get_xargs({**REQUEST, "session_id": "s"}, path="/v1/messages")["job_id"] == "s"
+    assert get_xargs({**REQUEST, "session_id": ""}, {"x-dynamo-session-id": "d"})["job_id"] == "d"
 
 
 def test_each_job_keeps_to_one_rank():

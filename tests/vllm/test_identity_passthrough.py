@@ -11,6 +11,7 @@ from tenuto.core.requests import (
     CONVERSATION_FIELD,
     HINT_FIELDS,
     JOB_HEADERS,
+    SESSION_FIELD,
     WISH_FIELD,
     get_usable_fields,
     parse_hints,
@@ -57,7 +58,8 @@ def test_a_body_is_read_as_the_server_reads_it(encoding, said):
 def test_a_rewritten_body_keeps_its_own_bytes():
     body = b' {"model": "m", "temperature": 1.10, "x": "\\ud800", "a": 1, "a": 2, "job_id": "j"} \n'
     assert post(body).body == body.rstrip()[:-1] + b',"vllm_xargs": {"job_id": "j"}}'
-    assert post(b" { }", {"session-id": "j"}).body == b' {"vllm_xargs": {"job_id": "j"}}'
+    body = b' {"vllm_xargs": {"job_id": "j", "tenuto_session": 1}}'
+    assert post(b" { }", {"session-id": "j"}).body == body
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_any_json_body(fields, headers, path, is_ascii):
     assert {name: repr(new[name]) for name in kept} == {name: repr(value) for name, value in kept.items()}
     assert old.keys() <= new.keys()
     added = {name: value for name, value in new.items() if repr(value) != repr(old.get(name))}
-    known = {"job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant", WISH_FIELD}
+    known = {"job_id", "is_last_step", "tool", "expected_tool_seconds", "tenant", WISH_FIELD, SESSION_FIELD}
     assert added and set(added) <= known
     assert all(type(value) in (str, int, float) for value in added.values())
     # The scheduler reads what was written.

@@ -68,7 +68,7 @@ def test_a_session_id_in_the_body_is_vllms_where_it_has_the_field(path, model, r
     if "session_id" in model.model_fields:
         assert (request.session_id, request.vllm_xargs) == ("s", None)
     else:
-        assert request.vllm_xargs == {"job_id": "s"}
+        assert request.vllm_xargs == {"job_id": "s", "tenuto_session": 1}
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10)

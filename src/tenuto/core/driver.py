@@ -140,8 +140,6 @@ class Driver:
         job.is_released = False
         self._place(job, arrival)
         pause_s = None if job.paused_s is None or job.live_turn_ids else now_s - job.paused_s
-        # If the client gives this turn up and asks again, it has called no other tool in between.
-        job.paused_s = None
         turn = TurnState(turn_id, job, now_s, arrival, pause_s)
         job.awaits_tool &= bool(job.live_turn_ids)
         parted_at: int | None = None
@@ -151,9 +149,15 @@ class Driver:
                 num_shared_blocks, arrival.num_prompt_tokens, self._hit_alignment
             )
             turn.is_parted = not marks.is_followed_by(num_shared_blocks)
+            turn.is_beside = self._is_beside(turn, marks.shares_half(num_shared_blocks))
             parted_at = marks.find_first_difference(num_shared_blocks, arrival.num_prompt_tokens)
             if parted_at is not None:
                 self.stats.parted_at.observe(parted_at)
+        if turn.is_beside:
+            turn.pause_s = pause_s = None  # the tool still runs
+        else:
+            # If the client gives this turn up and asks again, it has called no other tool in between.
+            job.paused_s = None
         job.num_turns += 1
         if len(job.live_turn_ids or ()) >= self.limits.max_parallel_turns:
             # Otherwise a client that sends all its requests under one job id would always go first.
@@ -163,7 +167,8 @@ class Driver:
         if self._fairness.arrive(turn, self._retention.get_num_leased_tokens()):
             self.leases.begin_counting()
         self._order.enter(turn)
-        self._apply(self._retention.claim(turn, now_s))
+        if not turn.is_beside:
+            self._apply(self._retention.claim(turn, now_s))
         if (lease := self.leases.get(job.job_id)) is not None and not self.is_shadow:
             # The lease may be shorter now.
             self._jobs.ledger.hold(job.job_id, job.account, "gpu", len(lease.blocks), now_s)
@@ -174,6 +179,16 @@ class Driver:
         self._tell("on_turn_arrived", turn, now_s)
         if self._history is not None:
             self._history.record_arrival(turn, now_s, pause_s, parted_at)
+
+    @staticmethod
+    def _is_beside(turn: TurnState, shares_half: bool) -> bool:
+        """Whether a turn that arrived may be a request beside its job, whose tool still runs.
+
+        A client that rewrites its prompts does so again and again; only the first time can it look like this.
+        """
+        job, hints = turn.job, turn.arrival.hints
+        is_plain = hints.is_session and hints.is_last is None and turn.arrival.is_supported
+        return bool(is_plain) and job.last_tool is not None and not (shares_half or job.is_rewritten)
 
     def start(
         self, turn_id: str, now_s: float, num_hit_tokens: int, short_hit: ShortHit | None = None
@@ -335,6 +350,7 @@ class Driver:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
         if not finish.aborted and not turn.is_aside(finish):
+            job.is_rewritten = turn.is_parted
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
             )

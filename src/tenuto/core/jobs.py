@@ -91,6 +91,8 @@ class JobState:
     """Whether a turn called a tool and ended while another lived. False again once a turn arrives alone."""
     last_marks: PrefixMarks | None = None
     """What a later prompt can reuse of the job's last finished turn."""
+    is_rewritten: bool = False
+    """Whether that turn's prompt did not continue the one before."""
     runs_as_stock: bool | None = None
     """Whether the job runs as in stock, because it is not in the canary (`tenuto.core.limits`). None until
     its next turn arrives."""
@@ -141,6 +143,8 @@ class TurnState:
     num_reusable_tokens: int = 0
     is_parted: bool = False
     """See `Turn.is_parted`."""
+    is_beside: bool = False
+    """Whether it may be a session's request beside its job: a title, or a page that a tool summarizes."""
     num_hit_tokens: int = 0
     num_missed_tokens: int = 0
     """Reusable tokens that it did not hit when it first started."""
@@ -204,11 +208,12 @@ class TurnState:
     def is_aside(self, finish: Finish) -> bool:
         """Whether it leaves its job as it was: its answer calls no tool, but that of another turn did.
 
-        With `n` above 1, or sub-agents under one id, one answer does not say that the others are done.
+        With `n` above 1, or sub-agents under one id, one answer does not say that the others are done. Nor
+        does the answer to a request beside the job.
         """
         hints = self.arrival.hints
         calls_tool = finish.tool is not None or hints.tool is not None
-        return self.job.awaits_tool and not calls_tool and hints.is_last is None
+        return (self.is_beside or self.job.awaits_tool) and not calls_tool and hints.is_last is None
 
     def get_last_reason(self) -> LeaseRefusal:
         """Why this turn counts as its job's last; None if it does not."""

@@ -81,6 +81,8 @@ GROUP_HEADER = "x-tenuto-group"
 
 WISH_FIELD = "tenuto_wish"
 """The request's cache wish as text. A server adds it to requests that have a wish."""
+SESSION_FIELD = "tenuto_session"
+"""Whether a session's id names the job. A server adds it if a header or `metadata` has that id."""
 CONVERSATION_FIELD = "tenuto_conversation"
 """The conversation's name, from its beginning. A server adds it to requests that name no job."""
 
@@ -103,6 +105,8 @@ class Hints:
     """The job that started this one. Only recorded; leases do not depend on it."""
     tenant: str | None = None
     group: str | None = None
+    is_session: bool | None = None
+    """Whether the job's id is one of a session, with which a client may send requests beside its job's."""
     conversation: str | None = None
     """A name for the job if neither an id nor its content identifies it: see `get_conversation_id`."""
     wish: Wish | None = None
@@ -133,8 +137,8 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
     conversation = given.get(CONVERSATION_FIELD)
     if job_id is None and session_id is not None and is_conversation_id(session_id):
         conversation = session_id
-    else:
-        job_id = job_id or session_id
+    elif job_id is None and session_id is not None:
+        job_id, given[SESSION_FIELD] = session_id, True
     if tenant is not None:
         # Both are printable, so neither contains a tab, and each pair of tenant and job gets a unique id.
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
@@ -247,6 +251,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "parent_job_id": ("parent", get_bounded_id),
     "tenant": ("tenant", get_bounded_id),
     "tenuto_group": ("group", get_bounded_id),
+    SESSION_FIELD: ("is_session", _get_bool),
     CONVERSATION_FIELD: ("conversation", get_bounded_id),
     WISH_FIELD: ("wish", normalize_wish),
 }
@@ -327,6 +332,8 @@ def get_new_fields(
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
+    if fields.get("job_id") is not None and "job_id" not in given and "job_id" not in xargs:
+        fields[SESSION_FIELD] = True
     ids = (xargs.get("job_id"), fields.get("job_id"), context.get("job_id"), own_session_id)
     names = set(filter(None, map(get_bounded_id, ids)))
     if not names:

@@ -105,6 +105,10 @@ class PrefixMarks:
         """
         return num_shared_blocks >= self._num_prompt_tokens // self._block_size - 1
 
+    def shares_half(self, num_shared_blocks: int) -> bool:
+        """Whether a prompt that shares so many blocks shares half of this turn's prompt."""
+        return num_shared_blocks >= self._num_prompt_tokens // self._block_size // 2
+
     def count_shared_blocks(self, hashes: Sequence[Hashable]) -> int:
         """Leading blocks that a prompt with these hashes shares with this turn, up to the last mark.
 
