@@ -320,9 +320,9 @@ def test_a_simulated_answer_does_not_depend_on_the_window() -> None:
     assert found[0][0] > 1
 
 
-def make_plan(gpu: str, policy: str, num: int | None, p95_s: float) -> Plan:
+def make_plan(gpu: str, policy: str, num: int | None, p95_s: float, num_cut: int = 0) -> Plan:
     times = (p95_s,) * 20
-    run = Steady("steady", 1.0, 1.0, times, times, 100.0, 10.0, 900, 0, "tables")
+    run = Steady("steady", 1.0, 1.0, times, times, 100.0, 10.0, 900, num_cut, "tables")
     return Plan(Setup(gpu=gpu, policy=policy), num, Point(num or 64, 4.0, (run,) * 3), None)
 
 
@@ -345,3 +345,17 @@ def test_the_last_sentence_says_what_the_plans_mean(stock: tuple[int | None, flo
     both = format_meaning([make_plan("L40S", "stock", 8, 30.0), *plans])
     assert both.endswith(f"{words} 8 × L40S are enough with stock.")
     assert format_meaning([make_plan("H100", "stock", None, 1.0)]) == ""
+
+
+def test_a_machine_that_cuts_jobs_short_comes_after_those_that_do_not() -> None:
+    small, large = make_plan("RTX5090", "stock", 1, 5.0, num_cut=7), make_plan("H200", "stock", 2, 9.0)
+    best = get_best([small, large])
+    assert best is large
+    assert small.to_json()["point"]["cut_turns"] == 7
+    assert "RTX5090 stock: 7 turns are too long for this machine" in format_plans(
+        [small, large], Target(p95_s=20.0)
+    )
+    assert format_meaning([small, large]) == (
+        "In short: 2 × H200 are enough with stock. 1 × RTX5090 is enough with stock. Some turns are too long "
+        "for RTX5090: their jobs end early."
+    )

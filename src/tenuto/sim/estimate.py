@@ -372,6 +372,10 @@ def format_estimate(estimate: Estimate) -> str:
     lines += ["", *_format_gain(estimate), *_format_loads(estimate), *_format_needs(estimate)]
     if estimate.left_out:
         lines.append(f"There was no time for: {'; '.join(estimate.left_out)}. Allow more with --limit.")
+    if num_cut := estimate.stock.point.num_cut:
+        lines.append(
+            f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
+        )
     errors: dict[str, list[str]] = {}
     for case in (estimate.stock, estimate.tenuto):
         errors.setdefault(str(case.known_error), []).append(case.setup.policy)

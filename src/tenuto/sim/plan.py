@@ -88,6 +88,11 @@ class Point:
         return get_p95(tuple(time_s for run in self.runs for time_s in run.ttfts_s))
 
     @property
+    def num_cut(self) -> int:
+        """Turns that are too long for a machine and were left out; of the seed with most of them."""
+        return max(run.num_cut for run in self.runs)
+
+    @property
     def finished_jps(self) -> float:
         """Jobs that all machines finish per second; over unsteady seeds only, if there are any."""
         rough = [run for run in self.runs if run.verdict == self.verdict]
@@ -112,6 +117,7 @@ class Point:
             "verdict": self.verdict,
             "offered_jps": self.jps,
             "finished_jps": self.finished_jps,
+            "cut_turns": self.num_cut,
             "p95_s": self.p95_s if is_steady else None,
             "p95_ttft_s": self.p95_ttft_s if is_steady and math.isfinite(self.p95_ttft_s) else None,
             "seeds": [
@@ -410,13 +416,16 @@ def drop_too_small(setups: Sequence[Setup]) -> tuple[list[Setup], list[str]]:
 
 
 def get_best(plans: Sequence[Plan]) -> Plan | None:
-    """The plan that meets the target at the lowest price, or with the fewest GPUs; then by P95."""
+    """The plan that meets the target at the lowest price, or with the fewest GPUs; then by P95.
+
+    One that leaves turns out does less work, so it comes after all that do not.
+    """
     meeting = [plan for plan in plans if plan.num_gpus is not None]
     has_prices = all(plan.usd_per_hour is not None for plan in meeting)
 
-    def rank(plan: Plan) -> tuple[float, float]:
+    def rank(plan: Plan) -> tuple[bool, float, float]:
         cost = plan.usd_per_hour if has_prices else plan.num_gpus
-        return cost or 0.0, plan.point.p95_s
+        return plan.point.num_cut > 0, cost or 0.0, plan.point.p95_s
 
     return min(meeting, key=rank, default=None)
 
@@ -722,10 +731,12 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         f"Step times: {STEP_COSTS.get(step_cost, f'a fit to observed steps, {step_cost}')}.",
         *_describe_errors(plans),
     ]
-    if num_cut := max(run.num_cut for run in runs):
-        lines.append(
-            f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
-        )
+    lines += [
+        f"{name_gpu(plan)} {name_policy(plan)}: {plan.point.num_cut} turns are too long for this machine and "
+        "were left out: their jobs end early."
+        for plan in plans
+        if plan.point.num_cut
+    ]
     return "\n".join(lines)
 
 
@@ -748,7 +759,7 @@ def format_meaning(plans: Sequence[Plan]) -> str:
     kinds: dict[tuple[str, str | None], list[Plan]] = {_get_kind(best): []}
     for plan in plans:
         kinds.setdefault(_get_kind(plan), []).append(plan)
-    sentences = [_describe_kind(each) for each in kinds.values()]
+    sentences = [_describe_kind(each) + _describe_cut(each) for each in kinds.values()]
     return f"In short: {' '.join(sentence for sentence in sentences if sentence)}"
 
 
@@ -775,6 +786,12 @@ def _describe_kind(plans: Sequence[Plan]) -> str:
         f"The same number of GPUs, {gpus}, with {policy} and {name_policy(other)}; with {policy} the P95 job "
         f"time {_describe_ratio(best.point.p95_s / other.point.p95_s)} ({p95s})."
     )
+
+
+def _describe_cut(plans: Sequence[Plan]) -> str:
+    if not any(plan.point.num_cut for plan in plans):
+        return ""
+    return f" Some turns are too long for {name_gpu(plans[0])}: their jobs end early."
 
 
 def _describe_ratio(ratio: float) -> str:
