@@ -82,7 +82,15 @@ def test_a_machine_is_as_sure_as_what_is_known_of_it() -> None:
     assert get_error("2xH100+2xL40S", "stock", "tables") is TABLES_ONLY
     assert get_error("4xH100", "stock", "tables") is STOCK["H100"]
     assert get_error("RTX5090", "tenuto", "roofline") is ROOFLINE
-    assert get_error("H100", "stock", "costs.json") is FITTED
+    assert get_error("2xH100+2xA100-40", "stock", "roofline, tables") is ROOFLINE
+    assert get_error("H100", "stock", "roofline/optimistic") is ROOFLINE
+
+
+@pytest.mark.parametrize(
+    "path", ["costs.json", "tables.json", "my-roofline-fit.json", "/data/roofline/h100.json"]
+)
+def test_the_name_of_a_file_does_not_change_how_sure_its_step_times_are(path: str) -> None:
+    assert get_error("L40S", "stock", path) is FITTED
 
 
 def test_a_margin_is_what_such_predictions_were_too_fast() -> None:

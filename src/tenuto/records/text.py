@@ -96,7 +96,7 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
     marks = ["one seed"]
     if any(map(is_overloaded, (record, stock))):
         marks.insert(0, "overloaded")
-    if (stock["step_cost"] or "").startswith("roofline"):
+    if comes_from(stock["step_cost"], "roofline"):
         marks.insert(0, "roofline")
     if stock["config"].get("offload") == "native":
         marks.insert(0, "with vLLM's own host memory")
@@ -106,6 +106,15 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
         f"stock        job time {format_stats({name: other[name] for name in ('mean', 'p95')})}{hits}; "
         f"this run's mean / stock's = {own['mean'] / other['mean']:.2f} ({', '.join(marks)})"
     )
+
+
+def comes_from(step_cost: str | None, source: str) -> bool:
+    """Whether step times, of a fleet those of any engine, are of a built-in source: `tables`, `roofline`.
+
+    A file that is named so is not.
+    """
+    forms = (source, f"{source}/optimistic", f"{source}/pessimistic")
+    return any(name in forms for name in (step_cost or "").split(", "))
 
 
 def is_overloaded(record: Mapping[str, Any]) -> bool:

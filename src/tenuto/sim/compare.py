@@ -41,7 +41,7 @@ from tenuto.records.files import RESULTS, digest_files, read_objects, write_whol
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_known_mean
 from tenuto.records.schema import get_config
-from tenuto.records.text import is_overloaded
+from tenuto.records.text import comes_from, is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build, get_max_num_batched_tokens
@@ -562,7 +562,7 @@ def _make_row(group: Sequence[dict[str, Any]]) -> Row:
 def _find_marks(group: Sequence[dict[str, Any]]) -> Iterator[str]:
     if any(is_overloaded(each) for each in group):
         yield "overloaded"
-    if any((each.get("step_cost") or "").startswith("roofline") for each in group):
+    if any(comes_from(each.get("step_cost"), "roofline") for each in group):
         yield "roofline"
     if len({each["seed"] for each in group}) == 1:
         yield "one seed"

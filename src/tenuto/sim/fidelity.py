@@ -11,6 +11,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tenuto.records.text import comes_from
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 
@@ -60,9 +61,9 @@ def get_error(gpu: str, policy: str | None, step_cost: str | None) -> KnownError
     `gpu`: as in a run's record, `H100` or `2xH100+2xL40S`. `policy`: the same, also with its router or its
     step size, `stock@random` or `stock @512`. `step_cost`: where step times came from.
     """
-    if "roofline" in (step_cost or ""):
+    if comes_from(step_cost, "roofline"):
         return ROOFLINE
-    if not (step_cost or "").startswith("tables"):
+    if not comes_from(step_cost, "tables"):
         return FITTED
     known = STOCK if re.split("[ @]", policy or "")[0] == "stock" else OTHERS
     gpus = re.findall(r"(?:\d+x)?([^+]+)", gpu)

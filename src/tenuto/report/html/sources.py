@@ -20,7 +20,7 @@ from tenuto.records.load import identify, load_file, read_run, read_sample, read
 from tenuto.records.metrics import summarise
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord
 from tenuto.records.schema import RunRecord, Sample, TurnRecord, ValidationRecord, get_stat
-from tenuto.records.text import is_overloaded
+from tenuto.records.text import comes_from, is_overloaded
 from tenuto.report.html.spec import BASELINE, format_load, shorten
 from tenuto.sim.setup import write_servers
 
@@ -139,7 +139,7 @@ class Run:
     @cached_property
     def doubts(self) -> tuple[str, ...]:
         """What a reader must know about its numbers: it was overloaded, or step times are a roofline's."""
-        is_rough = (self.record.step_cost or "").startswith("roofline")
+        is_rough = comes_from(self.record.step_cost, "roofline")
         found = {"overloaded": is_overloaded(self.record.to_json()), "roofline": is_rough}
         return tuple(doubt for doubt, is_there in found.items() if is_there)
 
