@@ -44,6 +44,7 @@ class Outer(Base):
     loop: Literal["closed", "open"] = option("closed", "which loop")
     seeds: tuple[int, ...] = option((42,), "seeds", alias="--seed")
     table: Path | None = option(None, "what is written", is_written=True)
+    sizes: tuple[int, ...] | None = option(None, "sizes", minimum=1)
     words: tuple[str, ...] = option((), "words", flag="--word", is_repeatable=True)
     pairs: dict[str, str] = option(
         dict, "pairs", metavar="K=V", is_repeatable=True, read=lambda texts: dict(t.split("=") for t in texts)
@@ -94,6 +95,7 @@ def test_known_fields_are_taken_as_they_are() -> None:
         (["in", "--url", "u", "--seeds", "1,x"], "--seeds must be a whole number, got 'x'"),
         (["in", "--url", "u", "--window", "0"], "--window must be above 0, got 0.0"),
         (["in", "--url", "u", "--window", "nan"], "--window must be finite"),
+        (["in", "--url", "u", "--sizes", "3,0"], "--sizes must be at least 1, got 0"),
         (["in", "--url", "u", "--seeds", " , "], "--seeds is empty: seeds"),
         (
             ["in", "--url", "u", "--table", "no-such-folder/a.csv"],
@@ -132,7 +134,7 @@ def test_help_shows_the_main_options_and_help_all_the_others_too(capsys: pytest.
     shown = make_parser("x", command).format_help()
     assert "--loop" in shown and "--url" in shown and "what is read" in shown  # two of them must be given
     assert "--retries" not in shown and "base:" not in shown
-    assert shown.endswith("And more.\n--help-all shows 9 more options.\n")
+    assert shown.endswith("And more.\n--help-all shows 10 more options.\n")
     with pytest.raises(SystemExit) as ended:
         parse_options("x", command, ["--help-all"])
     assert ended.value.code == 0

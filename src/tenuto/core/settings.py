@@ -97,8 +97,9 @@ class Options:
         kinds = _get_kinds(type(self))  # type: ignore[arg-type]  # a type is hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             kind, values = kinds[field.name], (getattr(self, field.name),)
-            if get_origin(kind) is tuple and isinstance(values[0], tuple):
-                kind, values = get_args(kind)[0], values[0]
+            of_tuple = next((each for each in (kind, *get_args(kind)) if get_origin(each) is tuple), None)
+            if of_tuple is not None and isinstance(values[0], tuple):
+                kind, values = get_args(of_tuple)[0], values[0]
             for each in values:
                 try:
                     _check_value(each, kind, field)
