@@ -158,6 +158,14 @@ FIT: dict[str, Any] = {
         ),
         ({"prefill": {**FIT, "coefficients": "abc"}, "decode": FIT}, "prefill.coefficients: must be a list"),
         ({"prefill": {"coefficients": [1, 1, 1]}, "decode": FIT}, "prefill.num_observations: is missing"),
+        (
+            {"prefill": {**FIT, "coefficients": [0, 0, 0]}, "decode": FIT},
+            "prefill.coefficients: must not all be 0",
+        ),
+        (
+            {"prefill": FIT, "decode": FIT, "link": {**FIT, "coefficients": [0.001, 0]}},
+            "link.coefficients: the second must be above 0",
+        ),
         ({"prefill": FIT, "decode": FIT, "link": FIT}, "link.coefficients: must be 2 numbers, got 3"),
     ],
 )

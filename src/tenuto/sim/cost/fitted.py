@@ -178,7 +178,7 @@ class FittedStepCost:
         return cls(
             prefill=_read_line(fields.part("prefill"), num_coefficients=3),
             decode=_read_line(fields.part("decode"), num_coefficients=3),
-            link=_read_line(fields.part("link"), num_coefficients=2) if "link" in fields else None,
+            link=_read_link(fields.part("link")) if "link" in fields else None,
             poor=_read_sentences(fields),
         )
 
@@ -227,12 +227,21 @@ def _read_line(fields: Fields, num_coefficients: int) -> Line:
     coefficients = fields.numbers("coefficients")
     if len(coefficients) != num_coefficients:
         raise fields.error("coefficients", f"must be {num_coefficients} numbers, got {len(coefficients)}")
+    if not any(coefficients):
+        raise fields.error("coefficients", "must not all be 0: steps take time")
     return Line(
         coefficients,
         fields.count("num_observations"),
         fields.number("r_squared", 1.0, -math.inf),
         fields.number("worst_residual_s"),
     )
+
+
+def _read_link(fields: Fields) -> Line:
+    line = _read_line(fields, num_coefficients=2)
+    if line.coefficients[1] == 0:
+        raise fields.error("coefficients", "the second must be above 0: it is the time of a byte")
+    return line
 
 
 MAX_ERROR = 0.15
