@@ -79,6 +79,14 @@ def test_weight_bytes_follow_the_dtypes() -> None:
     assert load_model("gpt-oss-120b").weights_bytes() / 2**30 == pytest.approx(60.8, rel=0.002)
 
 
+def test_a_quantised_checkpoint_stays_so_in_16_bits(tmp_path: Path) -> None:
+    path = write(tmp_path, {"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float16"})
+    model = load_model(path, dtype="bfloat16")
+    assert (model.base_dtype, model.attention_dtype, model.expert_dtype) == ("bfloat16", "fp8", "fp8")
+    named, default = load_model("gpt-oss-120b", dtype="bfloat16"), load_model("gpt-oss-120b")
+    assert named.weights_bytes() == default.weights_bytes()
+
+
 def test_hybrid_layers_are_grouped_as_vllm_groups_them() -> None:
     # 12 of 24 layers slide: two groups of 12. 52 of 62 slide: six groups of 10, the last padded.
     assert load_model("gpt-oss-20b").kv_groups() == (KvGroup(12, None), KvGroup(12, 128))

@@ -44,7 +44,8 @@ class Setup(Options):
     tp: int = option(1, "GPUs that share the model", minimum=1)
     dtype: str | None = option(
         None,
-        "load the weights as float16, bfloat16 or fp8",
+        "load the weights as float16, bfloat16 or fp8; with the first two, as in vLLM, weights that the "
+        "checkpoint quantises stay as they are",
         metavar="NAME",
         shown_default="as the model's config says",
     )

@@ -226,8 +226,9 @@ def bundled_models() -> tuple[str, ...]:
 def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: str | None = None) -> Model:
     """The model of a bundled name or of a `config.json` (the file, or the folder that holds it).
 
-    `dtype`: type of the loaded weights, if not the config's ("fp8": linear layers only). `kv_cache_dtype`:
-    that of the KV cache, if not that of the activations. Raises ConfigError, which lists the known names, or
+    `dtype`: type of the loaded weights, if not the config's ("fp8": linear layers only; weights that the
+    checkpoint quantises keep their type otherwise). `kv_cache_dtype`: that of the KV cache, if not that of
+    the activations. Raises ConfigError, which lists the known names, or
     names the field that is missing, has the wrong type, or describes something that is not simulated.
     """
     path = _config_path(source)
@@ -395,7 +396,9 @@ def _dtypes(fields: _Fields, dtype: str | None) -> tuple[str, str, str]:
     base = fields.choice("torch_dtype", dtype if dtype in _BASE_DTYPES else base, _BASE_DTYPES)
     if dtype is not None:
         fields.choice("dtype", dtype, (*_BASE_DTYPES, "fp8"))
+    if dtype == "fp8":
         return base, dtype, dtype
+    # As in vLLM, another type is that of what the checkpoint did not quantise.
     quantization = fields.mapping("quantization_config")
     if not quantization:
         return base, base, base
