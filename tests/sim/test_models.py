@@ -186,6 +186,13 @@ def test_a_tensor_parallel_size_must_divide_the_heads(tp: int) -> None:
         load_model("llama-3.1-8b").weights_bytes(tp=tp)
 
 
+def test_kv_heads_are_divided_or_copied_whole(tmp_path: Path) -> None:
+    model = load_model(write(tmp_path, {"num_attention_heads": 40, "num_key_value_heads": 8}))
+    with pytest.raises(ConfigError, match="40 heads and 8 KV heads; choose one of 1, 2, 4, 8, 40"):
+        model.check_tp(5)
+    assert model.kv_bytes_per_token_per_layer(tp=40) == model.kv_bytes_per_token_per_layer(tp=8)
+
+
 def test_blocks_of_a_model_with_states_are_as_large_as_a_state() -> None:
     """As vLLM says at start: 544 tokens for Qwen3-Next. Of its 48 layers every fourth has full attention."""
     model = load_model("qwen3-next-80b-a3b")

@@ -139,7 +139,7 @@ def kv_budget(
     if budget.kv_bytes <= 0:
         lines = [f"{model.name} leaves no KV cache on {gpu.name} (tp {tp}):", budget.explain()]
         for more in range(tp + 1, MOST_GPUS + 1):
-            if model.num_heads % more == 0 and make(more).kv_bytes > 0:
+            if model.can_split(more) and make(more).kv_bytes > 0:
                 lines.append(f"with --tp {more} it is {make(more).kv_bytes / GIB:.1f} GiB")
                 break
         raise ModelTooLargeError("\n".join(lines))

@@ -188,13 +188,22 @@ class Model:
         return tuple(KvGroup(size, window) for window, num in kinds for _ in range(-(-num // size)))
 
     def check_tp(self, tp: int) -> int:
-        """`tp` itself. Raises ConfigError if the attention heads do not divide by it."""
-        if tp < 1 or self.num_heads % tp:
-            fits = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
+        """`tp` itself. Raises ConfigError if vLLM cannot divide the attention heads by it."""
+        if tp < 1 or not self.can_split(tp):
+            fits = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.can_split(n))
             raise ConfigError(
-                f"tensor parallel size {tp} does not divide {self.num_heads} heads; choose one of {fits}"
+                f"tensor parallel size {tp} does not divide {self.num_heads} heads and "
+                f"{self.num_kv_heads} KV heads; choose one of {fits}"
             )
         return tp
+
+    def can_split(self, tp: int) -> bool:
+        """Whether `tp` GPUs get as many heads each, and whole KV heads, or copies of one.
+
+        Source: models/qwen2.py:Qwen2Attention @ vLLM 0.32.
+        """
+        kv_heads = self.num_kv_heads
+        return self.num_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 CONFIGS = Path(__file__).parent / "configs"
