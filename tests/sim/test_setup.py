@@ -34,6 +34,13 @@ def test_the_kv_cache_can_be_set(settings: dict[str, object], num_blocks: int) -
     assert build(make(gpu="H200", **settings)).config.kv.num_blocks == num_blocks
 
 
+def test_a_given_kv_cache_that_does_not_fit_is_said() -> None:
+    model = {"gpu": "L40S", "model": "llama-3.1-70b", "kv_tokens": 100_000}
+    notes = build(make(**model)).notes
+    assert any("do not fit on L40S (tp 1)" in note and note.endswith("with --tp 4") for note in notes)
+    assert not any("do not fit" in note for note in build(make(**model, tp=4)).notes)
+
+
 def test_a_policy_gets_the_engine_settings_it_wants_unless_others_are_given() -> None:
     assert build(make(policy="stock")).tiers is None
     machine = build(make(policy="offload-sync", gpu="H200"))

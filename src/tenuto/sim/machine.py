@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from tenuto.sim.cost.tables import NoTablesError
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
-from tenuto.sim.hardware.kv_budget import KvBudget, ProfileRun, default_profile_run, kv_budget
+from tenuto.sim.hardware.kv_budget import MOST_GPUS, KvBudget, ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.models import CONFIGS, Model, load_model
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.setup import Setup
@@ -82,7 +82,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     config = EngineConfig(
         kv=KvConfig(
             vllm_release=setup.vllm,
-            num_blocks=_get_num_blocks(setup, gpu, model, wanted),
+            num_blocks=_get_num_blocks(setup, gpu, model, wanted, notes),
             block_size=block_size,
             windows=tuple(group.window for group in model.kv_groups()),
             retention_interval=setup.prefix_cache_retention_interval,
@@ -249,10 +249,12 @@ def get_max_num_batched_tokens(setup: Setup) -> int:
     return _get_profile(setup, get_gpu(setup.gpu)).max_num_batched_tokens
 
 
-def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings) -> int:
+def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings, notes: list[str]) -> int:
     block_size = model.get_block_size(setup.block_size, setup.tp)
     if wanted.unbounded_kv:
         return UNBOUNDED_KV_TOKENS // block_size
+    if setup.kv_tokens is not None:
+        notes += _find_excess(setup.kv_tokens, setup.tp, gpu, model)
     num_tokens = setup.kv_tokens
     # The sizes that the servers reported hold for the published model with its own data types.
     is_published = (
@@ -263,6 +265,24 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
     if num_tokens is not None:
         return num_tokens // block_size
     return get_kv_budget(setup, gpu, model).num_blocks(block_size)
+
+
+def _find_excess(num_tokens: int, tp: int, gpu: Gpu, model: Model) -> Iterator[str]:
+    """A note if weights and a given KV cache need more than a GPU has: no error, as it may be a stand-in."""
+
+    def count_bytes(tp: int) -> int:
+        token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp)
+        return model.weights_bytes(tp) + num_tokens * token_bytes
+
+    if count_bytes(tp) <= gpu.memory_bytes:
+        return
+    more = (each for each in range(tp + 1, MOST_GPUS + 1) if model.can_split(each))
+    fitting = next((each for each in more if count_bytes(each) <= gpu.memory_bytes), None)
+    yield (
+        f"{model.name} and the given KV cache do not fit on {gpu.name} (tp {tp}): they need "
+        f"{count_bytes(tp) / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB"
+        + ("" if fitting is None else f"; they fit with --tp {fitting}")
+    )
 
 
 def get_kv_budget(setup: Setup, gpu: Gpu, model: Model) -> KvBudget:
