@@ -11,6 +11,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError
+from tenuto.sim.cost.fitted import FittedStepCost, Line
 from tenuto.sim.hardware.gpus import GIB
 from tenuto.sim.memory import format_memory, measure_memory
 from tenuto.sim.run import Extras, run
@@ -36,6 +37,13 @@ def test_a_context_by_hand() -> None:
     plain = measure_memory(Setup(gpu="H100", step_cost="roofline"), (30_000,))
     assert (plain.host_bytes, plain.contexts[0].jobs_in_host) == (0, None)
     assert memory.budget is None
+
+
+def test_loads_take_the_link_that_was_measured_with_the_steps(tmp_path: Path) -> None:
+    steps, path = Line((0.01, 1e-4, 1e-9), 3, 1.0, 0.0), tmp_path / "fit.json"
+    FittedStepCost(steps, steps, link=Line((0.001, 1e-9), 2, 1.0, 0.0)).save(path)
+    [context] = measure_memory(Setup(gpu="H100", step_cost=str(path)), (8_000,)).contexts
+    assert context.load_s == pytest.approx(0.001 + 1e-9 * context.leased_bytes)
 
 
 def test_the_size_that_a_server_reported_is_said_to_be_one() -> None:

@@ -51,6 +51,8 @@ class Machine:
     """Where step times come from: "tables", "roofline", or a file that `tenuto profile` wrote."""
     host_gb: float
     """Host memory for KV, in GiB, of all GPUs of the machine together; 0 if none."""
+    link: Link
+    """Between each GPU and the host memory."""
     tiers: OffloadTiers | None
     limits: Limits
     notes: tuple[str, ...]
@@ -125,6 +127,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         step_cost=step_cost,
         step_cost_name=step_cost_name,
         host_gb=host_gb,
+        link=link,
         tiers=tiers,
         limits=LIMITS[setup.limits],
         notes=tuple(notes),

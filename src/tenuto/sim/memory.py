@@ -160,7 +160,6 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
     # What a tier keeps of a window depends on where hits may end. Only a simulation shows that.
     is_uniform = all(group.window is None for group in memory.groups)
     host_bytes = memory.host_bytes // memory.tp if is_uniform else 0
-    link = (machine.setup.link_gb_s or 0.0) * 1e9 or machine.gpu.host_link_bytes_per_s
     return Context(
         num_tokens=num_tokens,
         blocks_running=running,
@@ -170,7 +169,7 @@ def _measure_context(memory: Memory, machine: Machine, kv: KvCache, num_tokens: 
         jobs_leased=usable // leased if leased else 0,
         jobs_running=min(usable // running, memory.max_num_seqs),
         compute_s=sum(map(machine.step_cost.seconds, split_prompt(num_tokens, most))),
-        load_s=leased_bytes / link if is_uniform else None,
+        load_s=machine.link.get_done_s(leased_bytes, 0.0) if is_uniform else None,
         jobs_in_host=host_bytes // leased_bytes if host_bytes and leased_bytes else None,
     )
 
