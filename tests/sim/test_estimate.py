@@ -149,8 +149,18 @@ def test_host_memory_that_is_given_is_stocks_too_and_in_the_commands() -> None:
     tuned, tenuto, _ = suggest_next(estimate, has_recording=True)
     assert tuned.startswith("vllm serve MODEL --max-num-batched-tokens 512 --kv-offloading-size 50 ")
     assert tenuto.startswith("tenuto serve MODEL --host-gb 50 ")
-    assert "--host-gb 50" in suggest_next(estimate, has_recording=False)[1]
+    assert "--host-gb 50 " in suggest_next(estimate, has_recording=False)[1]
     assert ask(gain_above_a_half).to_json()["host_gb"] == 0.0
+
+
+def test_the_next_estimate_is_of_the_same_machine() -> None:
+    setup = replace(STOCK, tp=2, kv_cache_dtype="fp8", kv_tokens=90_000, async_scheduling=False)
+    estimate = Estimate(setup, LOAD, num_machines=4)
+    fill(estimate, Planted(gain_above_a_half), tell=lambda text: None)
+    machine = "--tp 2 --kv-cache-dtype fp8 --step-cost roofline --kv-tokens 90000 --no-async-scheduling"
+    assert suggest_next(estimate, has_recording=False)[1] == (
+        f"tenuto estimate --gpu L40S --model llama-3.1-8b {machine} --machines 4 --recording jobs.jsonl"
+    )
 
 
 def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:

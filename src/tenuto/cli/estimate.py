@@ -74,7 +74,7 @@ def run(given: Given) -> int:
             [Cell(each, load, sample) for each in (make_stock(setup), replace(setup, policy="tenuto"))]
         )
     )
-    estimate = Estimate(setup, load)
+    estimate = Estimate(setup, load, num_machines=options.machines)
     progress = Progress()
     workers = options.workers or len(os.sched_getaffinity(0))
 

@@ -16,6 +16,7 @@ Machines do not depend on each other, as behind a perfect router that keeps each
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -38,7 +39,7 @@ from tenuto.sim.plan import (
     get_most_jps,
     measure_jobs,
 )
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Setup, write_options
 from tenuto.sim.steady import VERDICTS, Effort, Target
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 
@@ -161,6 +162,8 @@ class Estimate:
     """The P95 job time that all machines of `needs` keep."""
     needs: list[Plan] = field(default_factory=list)
     """No number of machines if even twice as many as stock has now are not enough."""
+    num_machines: int = 1
+    """Number of servers that share the traffic now."""
     left_out: list[str] = field(default_factory=lambda: [OF_SEEDS, OF_LOADS, OF_MACHINES])
     """What is not known yet."""
 
@@ -452,7 +455,9 @@ def _format_needs(estimate: Estimate) -> Iterator[str]:
 
 def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
     """Commands to type next, each with its purpose."""
-    gpu, model = estimate.setup.gpu, estimate.setup.model
+    machine = ["--gpu", estimate.setup.gpu, "--model", estimate.setup.model, *write_options(estimate.setup)]
+    if estimate.num_machines > 1:
+        machine += ["--machines", str(estimate.num_machines)]
     steps, host_gb = estimate.tuned.setup.step_tokens, estimate.host_gb
     memory = f" --host-gb {host_gb:g}" if host_gb else ""
     stock_memory = f" --kv-offloading-size {host_gb:g}" if host_gb else ""
@@ -460,7 +465,7 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
     if not has_recording:
         lines += [
             "tenuto record --url http://localhost:8000 --out jobs.jsonl   # your traffic, without its text",
-            f"tenuto estimate --gpu {gpu} --model {model}{memory} --recording jobs.jsonl",
+            shlex.join(["tenuto", "estimate", *machine, "--recording", "jobs.jsonl"]),
         ]
     is_behind = estimate.tuned.gains_over(estimate.tenuto)
     is_tuned = steps is not None and estimate.tuned.gains_over(estimate.stock)

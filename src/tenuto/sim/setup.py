@@ -187,6 +187,21 @@ class Setup(Options):
             )
 
 
+def write_options(setup: Setup) -> list[str]:
+    """A setup as words of a command line: what is not the default, without the GPU and the model."""
+    words = []
+    for each in fields(setup):
+        value = getattr(setup, each.name)
+        if not each.metadata.get("is_option") or each.name in ("gpu", "model") or value == each.default:
+            continue
+        flag = get_flag(each)
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            words += [flag, str(value).removesuffix(".0")]
+    return words
+
+
 def name_gpus(setup: Setup, gpu: str) -> str:
     """The GPUs of a setup: `H100`, or `4xH100`, or `2xH100+4xL40S`."""
     if setup.fleet is None:
