@@ -139,6 +139,21 @@ def test_a_malformed_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "costs.json").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--gpu", "H100,L40S", "--policies", "stock", "--p95", "9"],
+        ["simulate", "--gpu", "H100", "--servers", "H100:1,L40S:1"],
+    ],
+)
+def test_a_fitted_file_is_not_taken_for_several_kinds_of_gpu(
+    command: list[str], costs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--jps", "1", "--workload", "requests", "--window", "3"]
+    assert cli.main([*command, *load, "--step-cost", str(costs)]) == 2
+    assert "has the step times of one kind of GPU, not of H100, L40S" in capsys.readouterr().err
+
+
 def test_what_is_no_step_cost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pessimistic, or a file that `tenuto profile` wrote"):
         build(Setup(step_cost=str(tmp_path / "missing.json")))

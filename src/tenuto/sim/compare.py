@@ -44,7 +44,7 @@ from tenuto.records.schema import get_config
 from tenuto.records.text import comes_from, is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.fleet import check_fleet
-from tenuto.sim.machine import build, get_max_num_batched_tokens
+from tenuto.sim.machine import build, check_step_costs, get_max_num_batched_tokens
 from tenuto.sim.run import GC_THRESHOLD, NO_EXTRAS, Extras, run
 from tenuto.sim.setup import Setup, name_gpus
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
@@ -134,6 +134,7 @@ def make_grid(
 
 def check_cells(cells: Sequence[Cell]) -> list[str]:
     """The notes of all machines. Builds each and reads each workload, to find mistakes before the runs."""
+    check_step_costs(cell.setup for cell in cells)
     machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
     notes: list[str] = []
     for cell in machines:

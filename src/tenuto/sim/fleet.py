@@ -22,7 +22,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.event_loop import ENDS, SteppedEngine
 from tenuto.sim.kv.pool import Path
 from tenuto.sim.kv.request import Request
-from tenuto.sim.machine import Machine, build
+from tenuto.sim.machine import Machine, build, check_step_costs
 from tenuto.sim.setup import IDEAL, Fault, Fleet, Setup, read_fault
 from tenuto.sim.simulation import Front, LiveTurn, Simulation
 from tenuto.workload.hints import make_arrival
@@ -40,6 +40,7 @@ MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
 def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:
     """The machine of each server. Raises ConfigError or PolicyError."""
     assert setup.fleet is not None
+    check_step_costs([setup])
     return [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -140,6 +140,21 @@ def _keep_nothing(policy: Policy) -> Policy:
     made = copy.copy(policy)
     made.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "retain": Policy.retain})
     return made
+
+
+def check_step_costs(setups: Iterable[Setup]) -> None:
+    """Raise ConfigError where a file of step times, which are of one kind of GPU, stands for several."""
+    gpus: dict[str, set[str]] = {}
+    for setup in setups:
+        source, _ = split_variant(setup.step_cost)
+        if source is not None and source not in BACKENDS and Path(source).is_file():
+            servers = setup.fleet.servers if setup.fleet is not None else ("",)
+            gpus.setdefault(source, set()).update(get_gpu(gpu or setup.gpu).name for gpu in servers)
+    for path, kinds in gpus.items():
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"--step-cost {path} has the step times of one kind of GPU, not of {', '.join(sorted(kinds))}"
+            )
 
 
 def _load_step_cost(
