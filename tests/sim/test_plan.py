@@ -226,6 +226,7 @@ def test_pauses_that_take_too_many_jobs_to_simulate_are_named(
     assert main([command, *machine, *load, *target]) == 2
     problem = capsys.readouterr().err
     assert "a job takes 86,400 s on average when it is alone, so more than 1,000,000 jobs" in problem
+    assert "for one machine; lower --jps, or shorten tool calls" in problem
 
 
 def test_shorter_pauses_as_the_message_names_them_are_simulated(

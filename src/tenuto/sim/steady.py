@@ -395,8 +395,8 @@ def _simulate(
         scale = 0.8 * load.scale_tools * MOST_UNSEEN_JOBS / (horizon_s * load.jps)
         raise ConfigError(
             f"{load.workload}: a job takes {alone_s:,.0f} s on average when it is alone, so more than "
-            f"{MOST_UNSEEN_JOBS:,} jobs would be simulated at {load.jps:g} jobs/s for one machine; shorten "
-            f"tool calls and people's pauses with --scale-tools {scale:.2g}"
+            f"{MOST_UNSEEN_JOBS:,} jobs would be simulated at {load.jps:g} jobs/s for one machine; lower "
+            f"--jps, or shorten tool calls and people's pauses with --scale-tools {scale:.2g}"
         )
     observer = _Observer(settling, horizon_s, effort, load, tell)
     prepared = prepare(

@@ -40,7 +40,10 @@ def load_step_cost(
     if backend not in BACKENDS:
         raise ConfigError(f"unknown step cost {backend!r}; choose one of {', '.join(BACKENDS)}")
     if model.base_dtype == "float32":
-        raise ConfigError(f"{model.name} is float32; tensor-core rates are for bfloat16, float16 and fp8")
+        raise ConfigError(
+            f"{model.name} is float32; tensor-core rates are for bfloat16, float16 and fp8: "
+            "give --dtype bfloat16"
+        )
     pure = load_table_step_cost(gpu, model, tp) if backend == "tables" else RooflineStepCost(gpu, model, tp)
     gpu_cost = pure if variant is None else MixedStepCost(pure, variant, model.num_layers)
     return HostedStepCost(gpu_cost, host or HostOverhead())
