@@ -113,6 +113,15 @@ def test_hybrid_models_say_their_groups() -> None:
     assert "Layers differ" in text
 
 
+def test_lengths_with_which_vllm_does_not_start_are_said() -> None:
+    small = Setup(gpu="RTX5090", step_cost="roofline")
+    [note] = [note for note in measure_memory(small).notes if "does not start" in note]
+    assert note.endswith("the KV cache holds 86,416; add --max-model-len 86416 or less")
+    assert not any("vLLM" in note for note in measure_memory(replace(small, max_model_len=86_416)).notes)
+    scaled = Setup(gpu="H200", step_cost="roofline", max_model_len=200_000)
+    assert any("llama-3.1-8b has 131,072" in note for note in measure_memory(scaled).notes)
+
+
 def test_a_context_that_the_model_does_not_take() -> None:
     with pytest.raises(ConfigError, match="--context 200000: llama-3"):
         measure_memory(Setup(gpu="H100", step_cost="roofline"), (200_000,))

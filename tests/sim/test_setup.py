@@ -187,6 +187,7 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"gpu_memory_utilization": 1.5}, ConfigError, "--gpu-memory-utilization must be at most 1"),
         ({"gpu": "L40S", "model": "llama-3.1-70b"}, ConfigError, "leaves no KV cache"),
         ({"offload": "sync", "gpu": "H100", "model": "gpt-oss-20b"}, ConfigError, "full attention"),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, ConfigError, "at least --max-num-seqs"),
         ({"max_num_seqs": 0}, ConfigError, "--max-num-seqs must be at least 1"),
         (
             {"max_num_batched_tokens": 0},

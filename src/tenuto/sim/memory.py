@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -127,11 +128,26 @@ def measure_memory(setup: Setup, contexts: tuple[int, ...] | None = None) -> Mem
         budget=budget,
         groups=groups,
         contexts=(),
-        notes=machine.notes,
+        notes=(*machine.notes, *_find_refusals(machine, kv)),
     )
     if contexts is None:
         contexts = tuple(sorted({min(each, memory.max_model_len) for each in _CONTEXTS}))
     return replace(memory, contexts=tuple(_measure_context(memory, machine, kv, each) for each in contexts))
+
+
+def _find_refusals(machine: Machine, kv: KvCache) -> Iterator[str]:
+    """Notes about lengths with which vLLM does not start, although they can be simulated."""
+    longest, of_model, fitting = kv.config.max_model_len, machine.model.max_model_len, kv.count_most_tokens()
+    if longest > of_model:
+        yield (
+            f"vLLM refuses --max-model-len {longest}, unless its --hf-overrides scale the positions: "
+            f"{machine.model.name} has {of_model:,}"
+        )
+    if fitting < longest:
+        yield (
+            f"vLLM does not start: a request of {longest:,} tokens must fit, and the KV cache holds "
+            f"{fitting:,}; add --max-model-len {fitting} or less"
+        )
 
 
 def _get_source(budget: KvBudget | None, num_blocks: int, block_size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -180,6 +181,11 @@ class Setup(Options):
         if self.prefill_schedule_interval > 1 and self.vllm == "0.32":
             raise ConfigError(
                 "--prefill-schedule-interval acts on one engine since vLLM 0.33: add --vllm 0.33"
+            )
+        if (self.max_num_batched_tokens or math.inf) < (self.max_num_seqs or 0):
+            raise ConfigError(
+                f"--max-num-batched-tokens must be at least --max-num-seqs, as in vLLM; got "
+                f"{self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
         if self.kv_tokens is not None and self.kv_tokens < 2 * self.block_size:
             raise ConfigError(
