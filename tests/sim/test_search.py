@@ -95,19 +95,19 @@ def test_a_run_is_as_long_as_the_answer_is_in_doubt() -> None:
     load = replace(HEAVY, jps=0.2)
 
     def run(**changes: Any) -> Steady:
-        return simulate_until_steady(SMALL, load, Effort(num_jobs=120, **changes), max_jobs=600)
+        return simulate_until_steady(SMALL, load, Effort(num_jobs=240, **changes), max_jobs=600)
 
     p95_s = run().p95_s
 
     def count_jobs(use: float, clear: float) -> float:
         target = Target(p95_s=p95_s / use)
-        seen = run(target=target, num_clear_jobs=60, clear=clear)
+        seen = run(target=target, num_clear_jobs=120, clear=clear)
         assert seen.verdict == "steady"
         return 0.2 * seen.simulated_s
 
-    assert count_jobs(0.3, clear=0.6) == pytest.approx(60, rel=0.02)
-    assert count_jobs(0.3, clear=0.0) == pytest.approx(120, rel=0.02)
-    assert count_jobs(0.9, clear=0.6) == pytest.approx(120, rel=0.02)
+    assert count_jobs(0.3, clear=0.6) == pytest.approx(120, rel=0.02)
+    assert count_jobs(0.3, clear=0.0) == pytest.approx(240, rel=0.02)
+    assert count_jobs(0.9, clear=0.6) == pytest.approx(240, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tenuto.sim.steady import find_warm_up, fit_trend, look
+from tenuto.sim.steady import Settling, Verdict, find_warm_up, fit_trend, look
 
 
 def serve(load: float, num_jobs: int, seed: int, num_servers: int = 1) -> tuple[list[float], list[float]]:
@@ -53,6 +53,41 @@ def test_a_system_that_still_fills_is_not_growing() -> None:
     final = look(arrivals_s, ends_s, 2000)
     assert final.state == "steady"
     assert final.backlog == pytest.approx(0.7 * 50, rel=0.15)
+
+
+def settle(arrivals_s: list[float], ends_s: list[float]) -> Verdict:
+    """The verdict on a system that is watched for 600 to about 2,000 jobs; the mean service is 1 s."""
+    settling = Settling(first_look_s=12.0, max_jobs=2000, shortest_s=arrivals_s[599])
+    verdict = None
+    while verdict is None:
+        verdict = settling.decide(arrivals_s, ends_s, settling.next_look_s)
+    return verdict
+
+
+@pytest.mark.parametrize("num_servers", [1, 8])
+@pytest.mark.parametrize(("load", "fewest", "most"), [(0.9, 40, 40), (1.1, 0, 10), (1.2, 0, 0)])
+def test_how_often_a_system_counts_as_steady(load: float, fewest: int, most: int, num_servers: int) -> None:
+    verdicts = [settle(*serve(load, 4000, seed, num_servers)) for seed in range(40)]
+    assert fewest <= verdicts.count("steady") <= most
+
+
+def serve_together(arrivals_per_s: float, num_jobs: int, seed: int) -> tuple[list[float], list[float]]:
+    """Arrivals and ends where all jobs run at once and slow each other down; at most 16 a second end."""
+    rng = random.Random(seed)
+    now_s, num_open, arrivals_s, ends_s = 0.0, 0, [], []
+    while len(arrivals_s) < num_jobs:
+        ends_per_s = 16 * num_open / (num_open + 12)
+        now_s += rng.expovariate(arrivals_per_s + ends_per_s)
+        is_arrival = rng.random() * (arrivals_per_s + ends_per_s) < arrivals_per_s
+        num_open += 1 if is_arrival else -1
+        (arrivals_s if is_arrival else ends_s).append(now_s)
+    return arrivals_s, ends_s
+
+
+def test_a_system_that_fills_for_many_times_the_time_of_a_job_is_not_overloaded() -> None:
+    verdicts = [settle(*serve_together(14.5, 6000, seed)) for seed in range(40)]
+    assert verdicts.count("overloaded") <= 1
+    assert verdicts.count("steady") >= 20
 
 
 def test_the_warm_up_is_cut() -> None:

@@ -6,13 +6,17 @@
                        │ ⟋                                  │ ╱ warm-up
                        └───────────────── time              └────────── time
 
-The verdict depends only on when jobs arrived and left. The backlog is the number of jobs in the system. Its
-warm-up is cut off by MSER (White 1997: cut where the standard error of the mean of the rest is smallest). The
-rest must have no trend.
+The verdict depends only on when jobs arrived and left. The backlog is the number of jobs in the system. A
+system is steady if its backlog took up hardly any of the jobs that arrived in the last three quarters of the
+time. The warm-up, which the measured times leave out, is found by MSER (White 1997: cut where the standard
+error of the mean of the rest is smallest).
 
-A run ends when two looks in a row find the system steady, or when its backlog surely grows. The times of the
-looks do not depend on how long the user asked to watch, so the answer does not either. If the question is
-whether a target is kept, a run ends as soon as the answer is clear (`Effort`).
+A run ends when two looks in a row find the system steady, or three find that its backlog surely grows. The
+times of the looks do not depend on how long the user asked to watch, so the answer does not either. If the
+question is whether a target is kept, a run ends as soon as the answer is clear (`Effort`).
+
+Near the capacity chance decides. Of 40 queues with one server that were watched for 600 to 2,000 jobs, this
+many counted as steady: all at 90 % of the capacity, 17 at 105 %, 7 at 110 %, none at 120 %.
 """
 
 from __future__ import annotations
@@ -45,11 +49,13 @@ NUM_BATCHES = 20
 """The trend is fitted to the means of this many batches of neighbouring points."""
 MAX_LIKENESS = 0.8
 """Upper bound of the correlation of neighbouring batches."""
-MAX_DRIFT = 0.25
-"""A steady backlog grows or shrinks by this share of its mean at most, from the warm-up to the end."""
+EARLY = 0.25
+"""The trend of the backlog is that after this share of the time."""
+MAX_LEFT = 0.035
+"""A steady backlog takes up this share of the arrivals at most. A smaller overload is not seen."""
 MIN_GROWTH = 0.6
-"""A growing backlog grows by this share of its mean at least, over the last three quarters of the time. It
-would be 1.2 for a backlog that grows evenly from nothing."""
+"""A growing backlog grows by this share of its mean at least. It would be 1.2 for a backlog that grows evenly
+from nothing."""
 MIN_ENDS = 40
 """The rate at which jobs leave is known only if at least this many left in a quarter of the time."""
 
@@ -81,12 +87,15 @@ def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> 
     backlog = [float(bisect_right(arrivals_s, at_s) - bisect_right(ends_s, at_s)) for at_s in points_s]
     cut = find_warm_up(backlog)
     warm_up_s = now_s * cut / NUM_POINTS
-    rest = backlog[cut:]
-    trend, mean = fit_trend(rest), fmean(rest)
-    if _is_growing(arrivals_s, ends_s, now_s, backlog):
-        state: State = "growing"
-    elif abs(trend.growth) <= max(MAX_DRIFT * mean, 2 * trend.error):
-        state = "steady"
+    late = backlog[int(EARLY * NUM_POINTS) :]
+    trend = fit_trend(late)
+    num_late = _count(arrivals_s, EARLY * now_s, now_s)
+    grows = trend.growth >= max(MIN_GROWTH * fmean(late), 3 * trend.error)
+    # A backlog that wanders may hide its growth, so the error counts as growth.
+    if trend.growth + trend.error <= MAX_LEFT * num_late:
+        state: State = "steady"
+    elif grows and _is_short(arrivals_s, ends_s, now_s):
+        state = "growing"
     else:
         state = "unclear"
     return Look(
@@ -94,7 +103,7 @@ def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> 
         warm_up_s,
         _get_rate(arrivals_s, warm_up_s, now_s),
         _get_rate(ends_s, warm_up_s, now_s),
-        mean,
+        fmean(backlog[cut:]),
     )
 
 
@@ -131,18 +140,12 @@ def fit_trend(values: Sequence[float]) -> Trend:
     return Trend(slope * NUM_BATCHES, error * NUM_BATCHES)
 
 
-def _is_growing(
-    arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float, backlog: Sequence[float]
-) -> bool:
-    """Whether the backlog surely grows, and not because the system still fills.
+def _is_short(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> bool:
+    """Whether surely fewer jobs leave than arrive, and not because the system still fills.
 
     While it fills, jobs leave faster and faster. When it is overloaded, they leave at one rate, which is less
     than that of the arrivals by more than chance.
     """
-    late = backlog[len(backlog) // 4 :]
-    trend = fit_trend(late)
-    if trend.growth < MIN_GROWTH * fmean(late) or trend.growth < 3 * trend.error:
-        return False
     num_arrivals = _count(arrivals_s, now_s / 2, now_s)
     third, fourth = _count(ends_s, now_s / 2, 0.75 * now_s), _count(ends_s, 0.75 * now_s, now_s)
     if third < MIN_ENDS or fourth > third + 3 * math.sqrt(2 * third):
@@ -162,6 +165,9 @@ Verdict = Literal["overloaded", "late", "unsettled", "steady"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """From the worst to the best. Late: stopped because a target is surely missed."""
 
+NUM_STEADY, NUM_GROWING = 2, 3
+"""Looks that must agree. A system whose jobs slow each other down fills for many times the time of a job, and
+looks meanwhile as if it grew."""
 STRETCH = 2 ** (1 / 3)
 """Factor from the time of one look to the next. The time doubles in three looks."""
 COHORT = 0.8
@@ -182,6 +188,9 @@ class Settling:
     next_look_s: float = field(init=False)
     last: Look | None = field(init=False, default=None)
     _num_steady: int = field(init=False, default=0)
+    """Steady looks in a row."""
+    _num_growing: int = field(init=False, default=0)
+    """Growing looks since the last steady one."""
 
     def __post_init__(self) -> None:
         self.next_look_s = self.first_look_s
@@ -191,12 +200,17 @@ class Settling:
         self.last = seen = look(arrivals_s, ends_s, now_s)
         num_jobs = bisect_right(arrivals_s, now_s)
         self.next_look_s = now_s * STRETCH
-        if seen.state == "growing":
-            return "overloaded"
+        is_last = num_jobs >= self.max_jobs and now_s >= max(self.longest_s, self.shortest_s)
         self._num_steady = self._num_steady + 1 if seen.state == "steady" else 0
-        if now_s >= self.shortest_s and self._num_steady > 1:
+        if seen.state == "steady":
+            self._num_growing = 0
+        elif seen.state == "growing":
+            self._num_growing += 1
+            if self._num_growing >= NUM_GROWING or is_last:
+                return "overloaded"
+        if now_s >= self.shortest_s and self._num_steady >= NUM_STEADY:
             return "steady"
-        if num_jobs >= self.max_jobs and now_s >= max(self.longest_s, self.shortest_s):
+        if is_last:
             return "unsettled"
         return None
 
