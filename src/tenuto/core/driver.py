@@ -327,7 +327,7 @@ class Driver:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted and not is_aside)
         if is_complete and not job.live_turn_ids:
-            self._remember(turn, now_s, finish, is_complete=True)
+            self._remember(turn, now_s, finish, is_complete=True, is_aside=is_aside)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
@@ -337,19 +337,24 @@ class Driver:
             self._retain(turn, view, now_s, wish, given_up, is_aside=is_aside)
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._remember(turn, now_s, finish, is_complete=False)
+        self._remember(turn, now_s, finish, is_complete=False, is_aside=is_aside)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
-    def _remember(self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool) -> None:
-        """Keep what is left of a turn that ended. `is_complete`: its job ends too."""
+    def _remember(
+        self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool, is_aside: bool
+    ) -> None:
+        """Keep what is left of a turn that ended. `is_complete`: its job ends too.
+
+        `is_aside`: see `TurnState.is_aside`; then its job goes on from the turn before.
+        """
         job, arrival = turn.job, turn.arrival
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         num_computed_tokens = finish.num_computed_tokens
         if not finish.aborted:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
-        if not finish.aborted and not turn.is_aside(finish):
+        if not finish.aborted and not is_aside:
             job.is_rewritten = turn.is_parted
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tenuto.core.policy import setting
-from tenuto.core.turn_work import MEMORY
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -39,10 +38,7 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
     """
 
     min_samples: int = setting(
-        MIN_SAMPLES,
-        "trust a tool's own times only if more than this many are known (K)",
-        minimum=1,
-        maximum=MEMORY - 1,
+        MIN_SAMPLES, "trust a tool's own times only if more than this many are known (K)", minimum=1
     )
     unpin: str = setting(
         "stall",
