@@ -311,42 +311,42 @@ class Driver:
             self._history.record(
                 "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted
             )
-        view, is_aside = turn.get_finished_view(finish), turn.is_aside(finish)
+        view, is_side_answer = turn.get_finished_view(finish), turn.is_side_answer(finish)
         if view.tool is not None and job.live_turn_ids and not finish.aborted:
             job.awaits_tool = True
-        if not finish.aborted and not is_aside:
+        if not finish.aborted and not is_side_answer:
             job.has_finished, job.paused_s, job.last_tool = True, now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
         turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
         retains = self._retains and not job.runs_as_stock
-        goes_on = not (view.is_last or job.is_released or is_aside)
+        goes_on = not (view.is_last or job.is_released or is_side_answer)
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
         if retains and finish.aborted:
             self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
         elif retains and not goes_on and wish is None:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
-        is_complete = job.is_released or (view.is_last and not finish.aborted and not is_aside)
+        is_complete = job.is_released or (view.is_last and not finish.aborted and not is_side_answer)
         if is_complete and not job.live_turn_ids:
-            self._remember(turn, now_s, finish, is_complete=True, is_aside=is_aside)
+            self._remember(turn, now_s, finish, is_complete=True, is_side_answer=is_side_answer)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
             return
         if retains and not finish.aborted and not job.is_released and (goes_on or wish is not None):
             given_up = None if goes_on else turn.get_last_reason()
-            self._retain(turn, view, now_s, wish, given_up, is_aside=is_aside)
+            self._retain(turn, view, now_s, wish, given_up, is_side_answer=is_side_answer)
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._remember(turn, now_s, finish, is_complete=False, is_aside=is_aside)
+        self._remember(turn, now_s, finish, is_complete=False, is_side_answer=is_side_answer)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _remember(
-        self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool, is_aside: bool
+        self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool, is_side_answer: bool
     ) -> None:
         """Keep what is left of a turn that ended. `is_complete`: its job ends too.
 
-        `is_aside`: see `TurnState.is_aside`; then its job goes on from the turn before.
+        `is_side_answer`: see `TurnState.is_side_answer`; then its job goes on from the turn before.
         """
         job, arrival = turn.job, turn.arrival
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
@@ -354,7 +354,7 @@ class Driver:
         if not finish.aborted:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
-        if not finish.aborted and not is_aside:
+        if not finish.aborted and not is_side_answer:
             job.is_rewritten = turn.is_parted
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
@@ -859,11 +859,13 @@ class Driver:
         wish: Wish | None,
         given_up: LeaseRefusal | None,
         *,
-        is_aside: bool = False,
+        is_side_answer: bool = False,
     ) -> None:
         """Grant a lease or not, and report what becomes of the wish. The tiers keep what no lease keeps."""
         refusal: LeaseRefusal | None = None
-        events = self._retention.retain(turn, view, now_s, wish=wish, given_up=given_up, is_aside=is_aside)
+        events = self._retention.retain(
+            turn, view, now_s, wish=wish, given_up=given_up, is_side_answer=is_side_answer
+        )
         for event in events:
             self._apply(event)
             if isinstance(event, LeaseRefused):

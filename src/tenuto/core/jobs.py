@@ -205,7 +205,7 @@ class TurnState:
             self._finished = finish, view
         return self._finished[1]
 
-    def is_aside(self, finish: Finish) -> bool:
+    def is_side_answer(self, finish: Finish) -> bool:
         """Whether it leaves its job as it was: its answer calls no tool, but that of another turn did.
 
         With `n` above 1, or sub-agents under one id, one answer does not say that the others are done. Nor

@@ -603,13 +603,13 @@ class Retention:
         *,
         wish: Wish | None = None,
         given_up: LeaseRefusal | None = None,
-        is_aside: bool = False,
+        is_side_answer: bool = False,
     ) -> Iterator[LeaseEvent]:
         """Ask the policy what to do with a finishing turn's blocks, and do it.
 
         `wish`: what the client would like to be kept if the policy keeps nothing.
         `given_up`: if set, the policy is not asked, for this reason, and only the wish counts.
-        `is_aside`: see `TurnState.is_aside`; then the job's lease stays.
+        `is_side_answer`: see `TurnState.is_side_answer`; then the job's lease stays.
         """
         view = self.get_view(now_s)
         answer: Decision
@@ -622,7 +622,7 @@ class Retention:
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for the old lease. That turn has already arrived, and the turn
         # after this one has not. So the old lease has precedence.
-        is_claimed = old is not None and (is_aside or old.next_turn_id is not None)
+        is_claimed = old is not None and (is_side_answer or old.next_turn_id is not None)
         if old is not None and not is_claimed:
             # The finished turn still references the blocks that both share. The others are not needed.
             yield self.leases.end(old, LeaseEnd.REPLACED, now_s)
