@@ -17,6 +17,8 @@ from tenuto.core.errors import redact
         ("serve m --api-key", "serve m --api-key"),
         ("--api-ke s3 --api_k=s4 --api-server-count 2", "--api-ke *** --api_k=*** --api-server-count 2"),
         ("--hf-token s3 --hf_tok=s4 --hf-overrides {}", "--hf-token *** --hf_tok=*** --hf-overrides {}"),
+        ("--hf-token s3 -tp 2", "--hf-token *** -tp 2"),
+        ("--api-key -123 -.5 -tp=2", "--api-key *** *** -tp=2"),
         ("serve s3 --port 80", "serve s3 --port 80"),
     ],
 )

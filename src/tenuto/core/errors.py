@@ -90,7 +90,8 @@ def redact(arguments: Sequence[str]) -> list[str]:
     shown: list[str] = []
     is_key = False
     for argument in arguments:
-        if argument.startswith("-"):
+        # Of what begins with one dash, argparse takes negative numbers for values.
+        if argument.startswith("--") or (argument[:1] == "-" and argument[1:2].isalpha()):
             name, equals, _ = argument.partition("=")
             is_key = any(is_flag(argument, flag) for flag in _SECRET_FLAGS)
             shown.append(f"{name}={HIDDEN}" if is_key and equals else argument)
