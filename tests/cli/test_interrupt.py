@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import tenuto.cli
 from tenuto.sim.compare import RESULTS, read_results
 
 LOAD = ("--gpu", "L40S", "--step-cost", "roofline", "--workload", "ab8")
@@ -57,6 +59,23 @@ def test_an_interrupted_command_ends_at_once_and_says_nothing(command: str, tmp_
     if command == "compare":
         assert len(read_results(tmp_path)) >= 1
         assert (tmp_path / RESULTS).read_text().endswith("\n")
+
+
+class _Interrupted:
+    def __del__(self) -> None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_not_lost_where_python_drops_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(_: Sequence[str]) -> int:
+        _Interrupted()
+        time.sleep(20)
+        return 0
+
+    monkeypatch.setattr(tenuto.cli, "_run", wait)
+    before = sys.unraisablehook
+    assert tenuto.cli.main([]) == 130
+    assert sys.unraisablehook is before
 
 
 def _find_processes(group: int) -> list[str]:

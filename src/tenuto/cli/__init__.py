@@ -7,11 +7,14 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from _thread import interrupt_main
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from threading import Timer
+from typing import TYPE_CHECKING, Any
 
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError, TenutoError, suggest
@@ -62,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The output may contain characters that the terminal's encoding lacks, such as names in traces.
             stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    before = sys.unraisablehook
+    sys.unraisablehook = partial(_repeat_interrupt, otherwise=before)
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -84,6 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The buffered output is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        sys.unraisablehook = before
+
+
+def _repeat_interrupt(ignored: Any, otherwise: Callable[[Any], object]) -> None:
+    """Python drops what weak references' callbacks and `__del__` raise. A Ctrl-C there comes again."""
+    if ignored.exc_type is KeyboardInterrupt:
+        # By then the callback has ended, as it is short.
+        Timer(0.05, interrupt_main).start()
+    else:
+        otherwise(ignored)
 
 
 def _run(arguments: Sequence[str]) -> int:
