@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from experiments.published_memory import with_published_kv
 from experiments.results.rows import ROOT, TABLES
 from tenuto.sim.run import run
 
@@ -63,7 +64,7 @@ def digest_cell(place: tuple[str, str, str]) -> dict[str, Any]:
         answers.update(json.dumps([hook, answer]).encode())
         num_answers += 1
 
-    outcome = run(setup, load, log=log)
+    outcome = run(with_published_kv(setup), load, log=log)
     turns = hashlib.sha256()
     for turn in outcome.turns:
         values = (

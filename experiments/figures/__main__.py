@@ -22,10 +22,10 @@ from experiments.decision_code import digest_code
 from experiments.figures.draw import draw
 from experiments.figures.figures import FIGURES, PAPER
 from experiments.figures.page import PAGE, PICTURES, format_figure, format_overview, get_picture
-from experiments.figures.points import keep, make_points
+from experiments.figures.points import keep, make_points, run_cell
 from experiments.results.row import OUT, ROOT
 from experiments.results.tables import put_section
-from tenuto.sim.compare import run_cell, run_each
+from tenuto.sim.compare import run_each
 
 DONE = OUT / "figures.jsonl"
 RECORDS = ROOT / "experiments" / "records" / "figures.jsonl"

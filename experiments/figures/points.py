@@ -8,11 +8,19 @@ from statistics import fmean
 from typing import Any
 
 from experiments.figures.figures import IN_TIME_S, MEAN, Figure
+from experiments.published_memory import with_published_kv
 from experiments.results.runs import shorten
 from tenuto.records.text import is_overloaded
+from tenuto.sim.compare import Cell
+from tenuto.sim.run import run
 
 MATTERS = 1.1
 """A policy matters at a point where the worst mean is more than this many times the best."""
+
+
+def run_cell(cell: Cell) -> Mapping[str, Any]:
+    """One run's record."""
+    return run(with_published_kv(cell.setup), cell.load, extras=cell.extras).record
 
 
 def keep(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from experiments.published_memory import with_published_kv
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import bundled_models, load_model
@@ -169,7 +170,7 @@ def draw_scenario(seed: int, number: int) -> Scenario:
 def get_cache_tokens(setup: Setup) -> int | None:
     """Tokens that the KV cache holds; None where the model does not fit, or `tp` does not divide it."""
     try:
-        config = build(setup).config.kv
+        config = build(with_published_kv(setup)).config.kv
     except ConfigError:
         return None
     return config.num_blocks * config.block_size

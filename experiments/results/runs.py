@@ -26,6 +26,7 @@ from experiments.decision_code import (
     say_code,
     say_confirmed,
 )
+from experiments.published_memory import with_published_kv
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
@@ -62,7 +63,7 @@ def run_place(place: Place) -> dict[str, Any]:
     if setup.step_cost is None and installed_version() is None:
         # Without the tables a run would fall back to a roofline, and one table would hold both.
         raise ConfigError("result tables need measured step times: pip install 'tenuto[tables]'")
-    record = run(setup, load).record
+    record = run(with_published_kv(setup), load).record
     kept = {key: shorten(record[key]) for key in KEPT}
     # A trace's name on another machine is its file's alone.
     kept["workload"] = Path(str(kept["workload"])).name

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from experiments.published_memory import with_published_kv
 from tenuto.sim.run import run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
@@ -49,7 +50,7 @@ def simulate(gpu: str, policy: str, load: LoadOptions, cost: str | None) -> Iter
         # None means what the policy wants, and `tenuto` wants adaptive steps.
         step_tokens = 8192 if size is None else size
         setup = Setup(gpu=gpu, policy=policy, step_cost=cost, step_tokens=step_tokens, host_gb=HOST_GB)
-        mean_s = run(setup, load).record["job_s"]["mean"]
+        mean_s = run(with_published_kv(setup), load).record["job_s"]["mean"]
         print(f"{load.workload} {cost} {size}: {mean_s:.2f} s", file=sys.stderr, flush=True)
         yield mean_s
 

@@ -14,6 +14,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+from experiments.published_memory import with_published_kv
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Outcome, run
 from tenuto.sim.setup import Setup
@@ -38,7 +39,8 @@ def simulate(policy: str, args: argparse.Namespace, seed: int, host_gb: float) -
         block_size=BLOCK_SIZE,
         limits="plugin",
     )
-    return run(setup, LoadOptions(workload=args.workload, jps=args.jps, window_s=args.window, seed=seed))
+    load = LoadOptions(workload=args.workload, jps=args.jps, window_s=args.window, seed=seed)
+    return run(with_published_kv(setup), load)
 
 
 def get_live_gb(turns: Sequence[TurnRecord]) -> float:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB, GPUS, MIB
 from tenuto.sim.hardware.kv_budget import (
+    DEFAULT_UTILIZATION,
     FILTERING_SAMPLER_BYTES_PER_LOGIT,
+    KvBudget,
     ProfileRun,
     default_profile_run,
     kv_budget,
+    published_profile_run,
 )
 from tenuto.sim.hardware.models import load_model
 
@@ -27,8 +31,40 @@ def published_machine(name: str) -> dict[str, Any]:
     return next(machine for machine in machines if machine["name"] == name)
 
 
-def test_the_breakdown_by_hand() -> None:
-    budget = kv_budget(GPUS["RTX5090"], LLAMA, utilization=0.85)
+def published_budget(gpu: str, utilization: float) -> KvBudget:
+    """Of the published model, in the releases of the published sweeps."""
+    run = published_profile_run(GPUS[gpu])
+    return kv_budget(GPUS[gpu], LLAMA, utilization=utilization, profile=run)
+
+
+def test_the_defaults_by_hand() -> None:
+    gpu = GPUS["RTX5090"]
+    budget = kv_budget(gpu, LLAMA, utilization=DEFAULT_UTILIZATION)
+    assert budget.weights_bytes == 16_060_522_496 + 33_554_432
+    # 2,048 tokens: residual and layer input of 8,192 bytes; gate, up and product of 14,336 x 2 bytes. The
+    # sampler's 256 x 128,256 logits of 2 bytes are less, beside 2,048 hidden states.
+    assert budget.activation_bytes == 2048 * (2 * 8192 + 3 * 2 * 14_336)
+    # An int32 and a bit for each of these logits.
+    assert budget.penalty_bytes == 256 * 128_256 * 33 // 8
+    assert budget.cuda_graph_bytes == gpu.memory_bytes // 50
+    taken = budget.weights_bytes + budget.activation_bytes + budget.penalty_bytes + 41 * MIB
+    assert budget.kv_bytes == int(0.92 * gpu.memory_bytes) - taken - gpu.memory_bytes // 50
+
+
+def test_the_profile_run_of_vllm_033_samples_with_all_options() -> None:
+    gpu = GPUS["RTX5090"]
+    before, after = (
+        kv_budget(gpu, LLAMA, utilization=0.92, profile=default_profile_run(gpu, release))
+        for release in ("0.32", "0.33")
+    )
+    # 2,048 hidden states of 8,192 bytes, then 256 sequences: 14 bytes for each of 128,256 logits, and their
+    # hidden state twice.
+    assert after.activation_bytes == 2048 * 8192 + 256 * (128_256 * 14 + 2 * 8192)
+    assert before.kv_bytes - after.kv_bytes == after.activation_bytes - before.activation_bytes > 0
+
+
+def test_the_published_breakdown_by_hand() -> None:
+    budget = published_budget("RTX5090", 0.85)
     # Weights 2 x 8,030,261,248 bytes, and a rotary table of 131,072 positions x 128 x 2 bytes.
     assert budget.weights_bytes == 16_060_522_496 + 33_554_432
     # 2,048 final hidden states of 8,192 bytes, then 256 sequences: 38 bytes for each of 128,256 logits, and
@@ -37,6 +73,7 @@ def test_the_breakdown_by_hand() -> None:
     # The 1.19 GiB that vLLM's log names for this run, and the 14.99 GiB of weights.
     assert budget.activation_bytes / GIB == pytest.approx(1.19, abs=0.015)
     assert budget.weights_bytes / GIB == pytest.approx(14.99, abs=0.005)
+    assert (budget.penalty_bytes, budget.cuda_graph_bytes) == (0, 0)
     taken = budget.weights_bytes + budget.activation_bytes + 41 * MIB
     assert budget.kv_bytes == int(0.85 * int(31.36 * GIB)) - taken
     assert budget.num_blocks(block_size=16) == budget.kv_bytes // (2 * MIB)
@@ -46,9 +83,7 @@ def test_the_breakdown_by_hand() -> None:
 def test_the_32_gb_card_has_the_measured_blocks_within_one_percent() -> None:
     # 5,402 measured. The card's memory alone, 31.34 to 31.39 GiB by driver, moves this by 22 blocks.
     measured = published_machine("RTX 5090")["kv_blocks"]
-    assert kv_budget(GPUS["RTX5090"], LLAMA, utilization=0.85).num_blocks() == pytest.approx(
-        measured, rel=0.0105
-    )
+    assert published_budget("RTX5090", 0.85).num_blocks() == pytest.approx(measured, rel=0.0105)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +98,7 @@ def test_the_32_gb_card_has_the_measured_blocks_within_one_percent() -> None:
     ],
 )
 def test_published_budgets(name: str, gpu: str, utilization: float, tolerance: float) -> None:
-    tokens = 16 * kv_budget(GPUS[gpu], LLAMA, utilization=utilization).num_blocks()
+    tokens = 16 * published_budget(gpu, utilization).num_blocks()
     assert tokens == pytest.approx(published_machine(name)["kv_tokens"], rel=tolerance)
 
 
@@ -71,7 +106,7 @@ def test_published_budgets(name: str, gpu: str, utilization: float, tolerance: f
     ("name", "gpu", "low"), [("H200", "H200", 0.07), ("H100", "H100", 0.11), ("L40S", "L40S", 0.16)]
 )
 def test_published_budgets_exceed_what_the_stated_utilization_gives(name: str, gpu: str, low: float) -> None:
-    tokens = 16 * kv_budget(GPUS[gpu], LLAMA, utilization=0.85).num_blocks()
+    tokens = 16 * published_budget(gpu, 0.85).num_blocks()
     published = published_machine(name)["kv_tokens"]
     assert (1 - low) * published < tokens < published
 
@@ -129,7 +164,8 @@ def test_more_utilization_never_means_fewer_blocks_and_more_sequences_never_more
     name: str, utilization: float, more: float, num_seqs: int
 ) -> None:
     def num_blocks(at: float, seqs: int) -> int:
-        run = ProfileRun(max_num_batched_tokens=2048, max_num_seqs=seqs)
+        default = default_profile_run(GPUS[name])
+        run = replace(default, max_num_batched_tokens=2048, max_num_seqs=seqs)
         return kv_budget(GPUS[name], LLAMA, utilization=at, profile=run).num_blocks()
 
     base = num_blocks(utilization, num_seqs)
@@ -139,10 +175,16 @@ def test_more_utilization_never_means_fewer_blocks_and_more_sequences_never_more
 
 
 def test_the_explanation_names_every_part() -> None:
-    lines = kv_budget(GPUS["RTX5090"], LLAMA, utilization=0.85).explain().splitlines()
-    assert lines[0] == "device memory        31.36 GiB"
-    assert lines[2] == "- weights            14.99 GiB"
-    assert lines[-1] == "= KV cache           10.45 GiB"
+    assert kv_budget(GPUS["RTX5090"], LLAMA, utilization=0.92).explain().splitlines() == [
+        "device memory        31.36 GiB",
+        "  usable at 0.92     28.85 GiB",
+        "- weights            14.99 GiB",
+        "- activations         0.20 GiB",
+        "- penalties           0.13 GiB",
+        "- non-torch           0.04 GiB",
+        "- CUDA graphs         0.63 GiB",
+        "= KV cache           12.87 GiB",
+    ]
 
 
 def test_a_model_that_is_too_large_names_the_fewest_gpus_that_hold_it() -> None:
@@ -163,6 +205,6 @@ def test_bad_settings_are_refused() -> None:
     ):
         kv_budget(GPUS["H200"], load_model("llama-3.1-70b"), utilization=0.9)
     with pytest.raises(ConfigError, match="max_num_seqs must not be negative: -1"):
-        ProfileRun(max_num_batched_tokens=1, max_num_seqs=-1)
+        ProfileRun(max_num_batched_tokens=1, max_num_seqs=-1, sampler_bytes_per_logit=2)
     with pytest.raises(ConfigError, match="block_size must be 1 or more: 0"):
         kv_budget(GPUS["H200"], LLAMA, utilization=0.9).num_blocks(block_size=0)

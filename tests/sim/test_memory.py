@@ -54,12 +54,30 @@ def test_the_size_that_a_server_reported_is_said_to_be_one() -> None:
     text = format_memory(memory)
     assert "= KV cache" not in text
     assert "52.98 GiB of each GPU" in text
-    assert "(--gpu-memory-utilization 0.9 would compute 51.51 GiB instead)" in text
+    assert "(--gpu-memory-utilization 0.92 would compute 54.96 GiB instead)" in text
+    assert "CUDA graphs" not in text
     memory = measure_memory(Setup(gpu="H100", gpu_memory_utilization=0.8, step_cost="roofline"), (1000,))
     assert "computed" in memory.source
     assert memory.budget is not None
     assert memory.num_blocks == memory.budget.num_blocks(16)
     assert f"{'= KV cache':<18}{memory.kv_bytes / GIB:8.2f} GiB" in format_memory(memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [
+        ("qwen3-8b", 'the line "GPU KV cache size" of its log'),
+        # There the log has the tokens of the longest requests that fit, which are fewer.
+        ("gemma-3-12b", "num_gpu_blocks x block_size on its page /metrics"),
+    ],
+)
+def test_a_computed_size_says_what_is_estimated_and_where_a_servers_own_is(model: str, where: str) -> None:
+    setup = Setup(gpu="H100", model=model, step_cost="roofline")
+    text = format_memory(measure_memory(setup, (1000,)))
+    assert "CUDA graphs are an estimate" in text
+    assert f"\n{where}: give it with --kv-tokens\n" in text
+    given = measure_memory(replace(setup, kv_tokens=100_000), (1000,))
+    assert "CUDA graphs" not in format_memory(given)
 
 
 def test_fp8_caches_hold_twice_as_much_and_gpus_share_heads() -> None:

@@ -257,6 +257,7 @@ Tools: one is called when `tool_choice` demands it, or when the request says
 _MEMORY_USES = (
     *("gpu", "model", "tp", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "kv_tokens", "host_gb"),
     *("link_gb_s", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "step_cost"),
+    "vllm",
 )
 """The machine's options that affect memory."""
 
@@ -307,9 +308,10 @@ It computes what vLLM would do at its start. Nothing is simulated, and no GPU is
     run=_run_memory,
     notes="""\
 The size of the KV cache follows vLLM's start-up: the memory that --gpu-memory-utilization allows, less the
-weights, the activations and what lies outside PyTorch. For some GPUs with llama-3.1-8b, it is the size that a
-server reported, of which the parts are not known; --gpu-memory-utilization 0.9 computes it there too. Give
---kv-tokens to use the size that your own server's log names.
+weights, the activations, the counts for penalties, what lies outside PyTorch, and CUDA graphs, for which 2 %
+of the memory are an estimate. For some GPUs with llama-3.1-8b, it is the size that a server reported, of
+which the parts are not known; --gpu-memory-utilization 0.92 computes it there too. Give --kv-tokens to use
+the size that your own server's log names.
 """,
     main=(
         *("gpu", "model", "context", "tp", "kv_cache_dtype"),

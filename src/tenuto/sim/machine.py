@@ -22,15 +22,20 @@ from tenuto.sim.cost.tables import NoTablesError
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import PUBLISHED, Scheduler
 from tenuto.sim.hardware.gpus import GIB, PCIE_GEN4_BYTES_PER_S, Gpu, get_gpu
-from tenuto.sim.hardware.kv_budget import MOST_GPUS, KvBudget, ProfileRun, default_profile_run, kv_budget
+from tenuto.sim.hardware.kv_budget import (
+    DEFAULT_UTILIZATION,
+    MOST_GPUS,
+    KvBudget,
+    ProfileRun,
+    default_profile_run,
+    kv_budget,
+)
 from tenuto.sim.hardware.models import CONFIGS, Model, load_model
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offloader import Offload
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
-DEFAULT_UTILIZATION = 0.9
-"""vLLM's `gpu_memory_utilization` in the releases of the published sweeps."""
 UNBOUNDED_KV_TOKENS = 10**9
 """A KV cache size for unlimited-memory baselines: larger than any workload that finishes can fill."""
 LIMITS: Mapping[str, Limits] = MappingProxyType({"published": PUBLISHED, "plugin": Limits()})
@@ -255,8 +260,13 @@ def _get_host_gb(setup: Setup, gpu: Gpu, offload: Offload | None, notes: list[st
 
 
 def _get_profile(setup: Setup, gpu: Gpu) -> ProfileRun:
-    default = default_profile_run(gpu)
-    return ProfileRun(
+    return limit_profile(setup, default_profile_run(gpu, setup.vllm))
+
+
+def limit_profile(setup: Setup, default: ProfileRun) -> ProfileRun:
+    """A profile run with the limits of steps that the setup gives."""
+    return replace(
+        default,
         max_num_batched_tokens=setup.max_num_batched_tokens or default.max_num_batched_tokens,
         max_num_seqs=setup.max_num_seqs or default.max_num_seqs,
     )
@@ -273,16 +283,22 @@ def _get_num_blocks(setup: Setup, gpu: Gpu, model: Model, wanted: EngineSettings
         return UNBOUNDED_KV_TOKENS // block_size
     if setup.kv_tokens is not None:
         notes += _find_excess(setup.kv_tokens, setup.tp, gpu, model)
-    num_tokens = setup.kv_tokens
+    num_tokens = try_get_kv_tokens(setup, gpu, model)
+    if num_tokens is not None:
+        return num_tokens // block_size
+    return get_kv_budget(setup, gpu, model).num_blocks(block_size)
+
+
+def try_get_kv_tokens(setup: Setup, gpu: Gpu, model: Model) -> int | None:
+    """The size of the KV cache that is given, or that a server reported; None if it is to be computed."""
     # The sizes that the servers reported hold for the published model with its own data types.
     is_published = (
         model.config_path.parent == CONFIGS and setup.dtype is None and setup.kv_cache_dtype is None
     )
+    num_tokens = setup.kv_tokens
     if num_tokens is None and setup.gpu_memory_utilization is None and setup.tp == 1 and is_published:
         num_tokens = dict(gpu.measured_kv_tokens).get(model.name)
-    if num_tokens is not None:
-        return num_tokens // block_size
-    return get_kv_budget(setup, gpu, model).num_blocks(block_size)
+    return num_tokens
 
 
 def _find_excess(num_tokens: int, tp: int, gpu: Gpu, model: Model) -> Iterator[str]:

@@ -222,9 +222,20 @@ def format_memory(memory: Memory) -> str:
 
 
 def _format_computed(memory: Memory) -> list[str]:
-    """If a server reported another size than is computed: the computed size, and how to get it."""
-    if memory.budget is None or memory.is_computed:
+    """What is estimated in a computed size; or the computed size, where a server reported another."""
+    if memory.budget is None:
         return []
+    if memory.is_computed:
+        # Where layers differ, the log counts tokens of the longest requests, not of blocks.
+        where = (
+            "num_gpu_blocks x block_size on its page /metrics"
+            if memory.groups[1:]
+            else 'the line "GPU KV cache size" of its log'
+        )
+        return [
+            "CUDA graphs are an estimate: vLLM measures them at its start. A server's own KV cache is in",
+            f"{where}: give it with --kv-tokens",
+        ]
     option = f"--gpu-memory-utilization {memory.budget.utilization:g}"
     return [f"({option} would compute {memory.budget.kv_bytes / GIB:.2f} GiB instead)"]
 

@@ -70,7 +70,7 @@ class Setup(Options):
         metavar="SHARE",
         above=0,
         maximum=1,
-        shown_default="0.9",
+        shown_default="0.92",
     )
     kv_tokens: int | None = option(
         None,
@@ -142,7 +142,8 @@ class Setup(Options):
     )
     vllm: Literal["0.32", "0.33"] = option(
         "0.32",
-        "the release whose scheduler and own host memory are simulated, step by step",
+        "the release whose scheduler and own host memory are simulated, step by step, and whose start-up "
+        "leaves the KV cache its size",
         flag="--vllm",
         choices=("0.32", "0.33"),
     )

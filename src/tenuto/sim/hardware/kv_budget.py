@@ -1,24 +1,41 @@
 """How many KV blocks vLLM makes: the memory it may use, minus the memory that its start-up profile run uses.
 
-Source: gpu_worker.py:determine_available_memory, gpu_model_runner.py:_dummy_sampler_run and
+Source: gpu_worker.py:determine_available_memory, _dummy_sampler_run of both model runners and
 kv_cache_utils.py:get_kv_cache_config_from_groups @ vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB, MIB, Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
-# Bytes per logit while the profile run samples from every sequence slot. Releases that filter top-k
-# and top-p by sorting (those of the published sweeps) hold bf16 (2) and fp32 (4) logits, sorted values (4)
-# and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second buffers of both (4 + 8).
+DEFAULT_UTILIZATION = 0.92
+"""vLLM's `gpu_memory_utilization`: config/cache.py @ vLLM 0.30 to 0.33."""
+PUBLISHED_UTILIZATION = 0.9
+"""The same in the releases of the published sweeps."""
+
+# Bytes per logit, for every sequence slot and vocabulary entry, while the profile run samples.
+# The releases of the published sweeps filter top-k and top-p by sorting. They hold bf16 (2) and fp32 (4)
+# logits, sorted values (4) and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second
+# buffers of both (4 + 8).
 SORTING_SAMPLER_BYTES_PER_LOGIT = 38
 # Releases that filter with a Triton kernel (0.19 for one) hold bf16 (2) and fp32 (4) logits, probabilities
-# (4) and noise (4).
+# (4) and noise (4). vLLM 0.33 profiles with every sampling option, and holds as much: bf16 (2) and fp32 (4)
+# logits, and inside FlashInfer the logits after top-k (4) and their probabilities (4).
 FILTERING_SAMPLER_BYTES_PER_LOGIT = 14
+# Model runner V2, the default for all models since 0.29, adds the noise in the kernel that finds the largest
+# logit. vLLM 0.30 to 0.32 profile it without sampling options, so bf16 logits (2) are all that it holds.
+PLAIN_SAMPLER_BYTES_PER_LOGIT = 2
+# Tensors of model runner V2 that stay: how often each token was in the answer (an int32), and whether it was
+# in the prompt (a bit). Source: v1/worker/gpu/sample/penalties.py @ vLLM 0.32.
+PENALTY_BYTES_PER_LOGIT = 4.125
+
+CUDA_GRAPH_SHARE = 0.02
+"""Share of a GPU's memory for CUDA graphs: an estimate, see `default_profile_run`."""
 
 # Kernels and libraries loaded outside PyTorch's allocator: 0.04 GiB in vLLM's own log of a Llama-3.1-8B start
 # (weights 14.99, peak increase 1.19, non-torch 0.04 GiB). The CUDA context is not in it: vLLM takes its
@@ -40,15 +57,17 @@ class ProfileRun:
     Attributes:
         max_num_batched_tokens: tokens of its one forward pass.
         max_num_seqs: sequences it samples from.
-        sampler_bytes_per_logit: memory of the sampler, per sequence and vocabulary entry.
+        sampler_bytes_per_logit: what the sampler holds at its peak, per sequence and vocabulary entry.
+        penalty_bytes_per_logit: what the sampler keeps for penalties, counted alike.
         non_torch_bytes: memory taken outside PyTorch's allocator.
-        cuda_graph_bytes: what vLLM sets aside for CUDA graphs: nothing before 0.21, since then an estimate
-            that its log names.
+        cuda_graph_bytes: what vLLM sets aside for CUDA graphs: nothing before 0.21, since then what it
+            measures at its start. Its log names it.
     """
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    sampler_bytes_per_logit: int = SORTING_SAMPLER_BYTES_PER_LOGIT
+    sampler_bytes_per_logit: float
+    penalty_bytes_per_logit: float = 0.0
     non_torch_bytes: int = NON_TORCH_BYTES
     cuda_graph_bytes: int = 0
 
@@ -58,13 +77,42 @@ class ProfileRun:
                 raise ConfigError(f"{field} must not be negative: {value}")
 
 
-def default_profile_run(gpu: Gpu) -> ProfileRun:
-    """The defaults of vLLM's API server on that GPU. Source: arg_utils.py:get_batch_defaults @ vLLM 0.32."""
+def default_profile_run(gpu: Gpu, release: Literal["0.32", "0.33"] = "0.32") -> ProfileRun:
+    """The defaults of vLLM's API server on that GPU; those of 0.32 are those of 0.30 and 0.31 too.
+
+    CUDA graphs get 2 % of the GPU's memory. That is an estimate, because their size cannot be computed: logs
+    name 0.1 to 0.6 GiB on consumer cards, several GiB on large ones, and sometimes far more. The default
+    utilization rose by 0.02 in the releases that began to count them.
+    """
+    num_tokens, num_seqs = _get_batch_defaults(gpu)
+    return ProfileRun(
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=num_seqs,
+        sampler_bytes_per_logit=(
+            PLAIN_SAMPLER_BYTES_PER_LOGIT if release == "0.32" else FILTERING_SAMPLER_BYTES_PER_LOGIT
+        ),
+        penalty_bytes_per_logit=PENALTY_BYTES_PER_LOGIT,
+        cuda_graph_bytes=int(CUDA_GRAPH_SHARE * gpu.memory_bytes),
+    )
+
+
+def published_profile_run(gpu: Gpu) -> ProfileRun:
+    """The same of the releases behind the published sweeps."""
+    num_tokens, num_seqs = _get_batch_defaults(gpu)
+    return ProfileRun(
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=num_seqs,
+        sampler_bytes_per_logit=SORTING_SAMPLER_BYTES_PER_LOGIT,
+    )
+
+
+def _get_batch_defaults(gpu: Gpu) -> tuple[int, int]:
+    """The most tokens and sequences of a step. Source: arg_utils.py:get_batch_defaults @ vLLM 0.32."""
     if gpu.memory_bytes >= 160 * GIB:
-        return ProfileRun(max_num_batched_tokens=16_384, max_num_seqs=1024)
+        return 16_384, 1024
     if gpu.memory_bytes >= 70 * GIB and not gpu.name.startswith("A100"):
-        return ProfileRun(max_num_batched_tokens=8192, max_num_seqs=1024)
-    return ProfileRun(max_num_batched_tokens=2048, max_num_seqs=256)
+        return 8192, 1024
+    return 2048, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +127,7 @@ class KvBudget:
     utilization: float
     weights_bytes: int
     activation_bytes: int
+    penalty_bytes: int
     non_torch_bytes: int
     cuda_graph_bytes: int
     kv_bytes_per_token: int
@@ -86,7 +135,13 @@ class KvBudget:
     @property
     def kv_bytes(self) -> int:
         """Bytes for KV blocks."""
-        taken = self.weights_bytes + self.activation_bytes + self.non_torch_bytes + self.cuda_graph_bytes
+        taken = (
+            self.weights_bytes
+            + self.activation_bytes
+            + self.penalty_bytes
+            + self.non_torch_bytes
+            + self.cuda_graph_bytes
+        )
         return int(self.total_bytes * self.utilization) - taken
 
     def num_blocks(self, block_size: int = 16) -> int:
@@ -102,6 +157,7 @@ class KvBudget:
             (f"  usable at {self.utilization:g}", int(self.total_bytes * self.utilization)),
             ("- weights", self.weights_bytes),
             ("- activations", self.activation_bytes),
+            ("- penalties", self.penalty_bytes),
             ("- non-torch", self.non_torch_bytes),
             ("- CUDA graphs", self.cuda_graph_bytes),
             ("= KV cache", self.kv_bytes),
@@ -130,6 +186,8 @@ def kv_budget(
             utilization=utilization,
             weights_bytes=model.weights_bytes(tp) + rotary_bytes,
             activation_bytes=_activation_bytes(model, run, tp),
+            # Every GPU keeps the counts of the whole vocabulary.
+            penalty_bytes=int(run.max_num_seqs * model.vocab_size * run.penalty_bytes_per_logit),
             non_torch_bytes=run.non_torch_bytes,
             cuda_graph_bytes=run.cuda_graph_bytes,
             kv_bytes_per_token=model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(tp),
