@@ -17,7 +17,6 @@ from tenuto.sim.server.request import Served, read_request
 from tenuto.sim.server.tokens import PieceTokenizer
 from tenuto.wire import get_format
 
-ERRORS = (Unreadable,)
 _CONTENT_TYPES = ("text/event-stream", "application/json")
 _ENCODINGS = ("", "", "", "gzip", "deflate")
 

@@ -62,11 +62,11 @@ class Outcome:
     cpu_s: float
 
 
-def try_input(run: Run, allowed: tuple[type[Exception], ...], data: bytes) -> Outcome:
+def try_input(run: Run, data: bytes) -> Outcome:
     """Run a parser on an input."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_s = time.process_time()
-    failure, is_refused = _try(run, allowed, data)
+    failure, is_refused = _try(run, data)
     cpu_s = time.process_time() - started_s
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
     if failure is None and grown_kb > MAX_GROWTH_KB:
@@ -74,16 +74,16 @@ def try_input(run: Run, allowed: tuple[type[Exception], ...], data: bytes) -> Ou
     return Outcome(failure, is_refused, cpu_s)
 
 
-def _try(run: Run, allowed: tuple[type[Exception], ...], data: bytes) -> tuple[Failure | None, bool]:
+def _try(run: Run, data: bytes) -> tuple[Failure | None, bool]:
     try:
         with _time_limit(MAX_CPU_S), contextlib.redirect_stderr(io.StringIO()):
             run(data)
     except TooSlow:
         where = _find_line(sys.exc_info()[2])
         return Failure(f"slow in {where}", f"over {MAX_CPU_S} s of processor time, in {where}"), False
+    except TenutoError as error:
+        return _check_message(error), True
     except Exception as error:
-        if isinstance(error, (TenutoError, *allowed)):
-            return _check_message(error), True
         where = _find_line(error.__traceback__)
         text = "".join(traceback.format_exception(error)[-12:])
         return Failure(f"{type(error).__name__} in {where}", text), False
@@ -139,7 +139,7 @@ def _find_line(trace: Any) -> str:
     return f"{name}:{frame.lineno}"
 
 
-def minimise(run: Run, allowed: tuple[type[Exception], ...], data: bytes, kind: str) -> bytes:
+def minimise(run: Run, data: bytes, kind: str) -> bytes:
     """A smaller input that fails in the same way: pieces are taken out as long as it still does."""
     end_s = time.monotonic() + _MINIMISE_S
     size = max(1, len(data) // 2)
@@ -149,7 +149,7 @@ def minimise(run: Run, allowed: tuple[type[Exception], ...], data: bytes, kind: 
             if time.monotonic() > end_s:
                 return data
             shorter = data[:start] + data[start + size :]
-            failure = try_input(run, allowed, shorter).failure
+            failure = try_input(run, shorter).failure
             if failure is not None and failure.kind == kind:
                 data = shorter
             else:

@@ -20,8 +20,7 @@ class Parser:
     name: str
     reads: str
     run: Callable[[bytes], Any]
-    """Parse one input, and check what holds for every input. An own error, or one of `allowed`, is fine."""
-    allowed: tuple[type[Exception], ...] = ()
+    """Parse one input, and check what holds for every input. An error of our own is fine."""
     corpus: str | None = None
     """The folder of its sound inputs; None for one of its own name."""
 
@@ -66,7 +65,7 @@ PARSERS = {
             answers.read_recorded_request,
             corpus="bodies",
         ),
-        Parser("answers", "answers and streams of servers", answers.read_answers, answers.ERRORS),
+        Parser("answers", "answers and streams of servers", answers.read_answers),
         Parser("metrics-pages", "a server's /metrics", answers.read_metrics_page),
         Parser("options", "KEY=VALUE options of policies", requests.read_options),
         Parser("settings", "the settings in vLLM's additional config", requests.read_config),

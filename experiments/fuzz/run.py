@@ -40,10 +40,10 @@ def run_chunk(name: str, seed: int, number: int, num_inputs: int) -> dict[str, A
     mutator = Mutator(random.Random(f"{seed}/{name}/{number}"), parser.load_corpus())
     tally = Tally()
     for data in parser.load_corpus():
-        guard.try_input(parser.run, parser.allowed, data)  # what is loaded or cached now is not measured
+        guard.try_input(parser.run, data)  # what is loaded or cached now is not measured
     for _ in range(num_inputs):
         data = mutator.make()
-        outcome = guard.try_input(parser.run, parser.allowed, data)
+        outcome = guard.try_input(parser.run, data)
         tally.inputs += 1
         tally.refused += outcome.is_refused
         tally.cpu_s += outcome.cpu_s
@@ -54,7 +54,7 @@ def run_chunk(name: str, seed: int, number: int, num_inputs: int) -> dict[str, A
         known = tally.failures.setdefault(failure.kind, {"count": 0, "text": failure.text})
         known["count"] += 1
         if known["count"] == 1:
-            small = guard.minimise(parser.run, parser.allowed, data, failure.kind)
+            small = guard.minimise(parser.run, data, failure.kind)
             known["input"] = small.hex()
     return {"parser": name, **vars(tally)}
 
