@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from experiments.fuzz.answers import get_served
 from experiments.fuzz.guard import Wrong
@@ -17,9 +19,9 @@ from experiments.fuzz.requests import (
     SECRET,
     check_answer,
     check_wish,
+    forge,
     get_loop,
     load_json,
-    set_environment,
 )
 from tenuto.core.control import ADMIN_VARIABLE, Control
 from tenuto.core.loader import load_policy
@@ -63,7 +65,7 @@ def call_control(data: bytes) -> None:
     signed = sign_forged(data)
     for own_key in (KEY, "", " "):
         environment = {**SECRET, HEADER_VARIABLE: "x-tenant", ADMIN_VARIABLE: own_key}
-        with set_environment(environment):
+        with patch.dict(os.environ, environment):
             engine = _Engine()
             for authorization in (
                 "Bearer wrong",
@@ -94,11 +96,8 @@ def call_control(data: bytes) -> None:
 
 def sign_forged(data: bytes) -> list[dict[str, Any]]:
     """Calls that end a job, of clients that have no tenant, or another one than they say."""
-    with set_environment(SECRET):
-        good = sign("acme")[FIELD]
-    cut = len(data) % 64
-    forged = (good.replace("acme", "bob"), good[:cut], good[:cut] + good[cut + 1 :], ":acme", "acme", "", 7)
-    named = [{FIELD: each} for each in forged]
+    with patch.dict(os.environ, SECRET):
+        named = [{FIELD: each} for each in forge(sign("acme")[FIELD], data)]
     return [{"job_id": "job", "tenant": "acme", **each} for each in (*named, {})]
 
 
@@ -259,17 +258,12 @@ async def _call(engine: _Engine, address: str, headers: Mapping[str, str], data:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise Wrong("the request went past the addresses of control")
 
-    ask = control_http._ask
-
     async def ask_engine(
         scope: Any, request: dict[str, Any], ranks: Any = None
     ) -> tuple[int, dict[str, Any]]:
         answer = json.loads(engine.control.answer(json.dumps(request)))
         return (200 if answer["ok"] else 400), {"ranks": [answer], **answer}
 
-    control_http._ask = ask_engine
-    try:
+    with patch.object(control_http, "_ask", ask_engine):
         await ControlAddresses(TenantReader(app))(address, scope, receive, send)
-    finally:
-        control_http._ask = ask
     return int(sent[0]["status"]), json.loads(sent[1]["body"])

@@ -31,19 +31,14 @@ from tenuto.workload.load import holds_text, load_workload
 
 
 @cache
-def _get_folder() -> Path:
+def _make_folder() -> tempfile.TemporaryDirectory[str]:
     """Where inputs are written: in memory where that can be, and removed when the process ends."""
     shared = Path("/dev/shm")
-    folder = tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None)
-    _kept.append(folder)
-    return Path(folder.name)
-
-
-_kept: list[Any] = []
+    return tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None)
 
 
 def _write(data: bytes, name: str) -> Path:
-    path = _get_folder() / name
+    path = Path(_make_folder().name, name)
     path.write_bytes(data)
     return path
 
@@ -95,12 +90,7 @@ def read_state(data: bytes) -> None:
 
 @cache
 def _get_learning() -> list[str]:
-    names = []
-    for name in get_policy_names():
-        with contextlib.suppress(TenutoError):
-            if isinstance(load_policy(name), Learns):
-                names.append(name)
-    return names
+    return [name for name in get_policy_names() if isinstance(load_policy(name), Learns)]
 
 
 def read_trace(data: bytes) -> None:
@@ -151,12 +141,13 @@ def read_tier_file(data: bytes) -> None:
     """A file of the disk tier, whole or not, and its name: what is read is what was written, to the byte."""
     try_read_name(data[:60].decode(errors="replace"))
     chunk = bytearray(max(0, len(data) - HEADER.size))
+    path = _write(data, "chunk.kv")
     try:
-        read_chunk(_write(data, "chunk.kv"), CHUNK_KEY, memoryview(chunk), CHUNK_ORIGIN)
+        read_chunk(path, CHUNK_KEY, memoryview(chunk), CHUNK_ORIGIN)
     except DamagedError as error:
         str(error).encode()
         return
-    again = _get_folder() / "again.kv"
+    again = path.with_name("again.kv")
     write_chunk(again, CHUNK_KEY, memoryview(chunk), CHUNK_ORIGIN)
     if again.read_bytes() != data:
         raise Wrong("a file was taken for whole that nobody wrote so")

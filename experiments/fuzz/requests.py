@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from experiments.fuzz.guard import Wrong
 from tenuto.core.dispatcher import MAX_PARTS, read_arrival
@@ -153,7 +152,7 @@ def read_hint_fields(data: bytes) -> None:
     fields = _get(value, "fields")
     check_hints(parse_hints(fields, _get(value, "session_id")))
     check_hints(parse_hints(get_header_fields(_get_headers(_get(value, "headers")))))
-    with set_environment(SECRET):
+    with patch.dict(os.environ, SECRET):
         verifier = TenantVerifier()
         if not json.loads(verifier.answer(make_introduction()))["ok"]:
             raise Wrong("the server is not known to have tenants")
@@ -163,16 +162,7 @@ def read_hint_fields(data: bytes) -> None:
 def _check_forgeries(verifier: TenantVerifier, fields: dict[str, Any], data: bytes) -> None:
     """Nobody but the server names the tenant: no field that came, and no signature that was altered."""
     signed = sign("acme")[FIELD]
-    cut = len(data) % 64
-    forged = [
-        signed.replace("acme", "bob"),
-        signed[:cut] + signed[cut + 1 :],
-        signed[:cut],
-        "",
-        ":acme",
-        "acme",
-    ]
-    for each in (fields, *({**fields, FIELD: value} for value in forged)):
+    for each in (fields, *({**fields, FIELD: value} for value in forge(signed, data))):
         read = verifier.read(each)
         if read is not None:
             raise Wrong(f"the client chose its tenant: {read.get('tenant')!r} by {each.get(FIELD)!r}")
@@ -181,19 +171,11 @@ def _check_forgeries(verifier: TenantVerifier, fields: dict[str, Any], data: byt
         raise Wrong("the tenant that was signed is not the one that was read")
 
 
-@contextlib.contextmanager
-def set_environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def forge(signed: str, data: bytes) -> list[Any]:
+    """What a client may write who has seen the signature of `acme`: altered, cut, or made up."""
+    cut = len(data) % 64
+    altered = signed[:cut] + signed[cut + 1 :]
+    return [signed.replace("acme", "bob"), altered, signed[:cut], ":acme", "acme", "", 7]
 
 
 def read_identity(data: bytes) -> None:
@@ -218,7 +200,7 @@ def pass_middleware(data: bytes) -> None:
     if len(data) % 3 == 0:
         headers.append((b"x-session-id", data[:40].replace(b"\n", b"").replace(b"\r", b"")))
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": headers}
-    with set_environment({**SECRET, HEADER_VARIABLE: "X-Tenant"}):
+    with patch.dict(os.environ, {**SECRET, HEADER_VARIABLE: "X-Tenant"}):
         received, scope, said = get_loop().run_until_complete(_pass_on(data, scope))
     length = dict(scope["headers"]).get(b"content-length")
     if length is not None and int(length) != len(received):
