@@ -8,15 +8,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.fuzz import guard
 from experiments.fuzz.mutate import Mutator
 from experiments.fuzz.parsers import PARSERS
+from tenuto.sim.compare import run_each
 
 CHUNK = 1000
 """Inputs that one seed makes; the unit of work."""
@@ -31,17 +30,26 @@ class Tally:
     cpu_s: float = 0.0
     slowest_ms: float = 0.0
     failures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By kind: the text of the first, how many there were, and the smallest input."""
+    """By kind: the text of the first, how many there were, and the smallest input; later its file."""
 
 
-def run_chunk(name: str, seed: int, number: int, num_inputs: int) -> dict[str, Any]:
-    """One chunk's tally as JSON values; failing inputs are in it, in hexadecimal digits."""
-    parser = PARSERS[name]
-    mutator = Mutator(random.Random(f"{seed}/{name}/{number}"), parser.load_corpus())
+class Chunk(NamedTuple):
+    """Inputs of one parser that are made together."""
+
+    name: str
+    seed: int
+    number: int
+    num_inputs: int
+
+
+def run_chunk(chunk: Chunk) -> Tally:
+    """One chunk's tally, with the inputs that failed."""
+    parser = PARSERS[chunk.name]
+    mutator = Mutator(random.Random(f"{chunk.seed}/{chunk.name}/{chunk.number}"), parser.load_corpus())
     tally = Tally()
     for data in parser.load_corpus():
         guard.try_input(parser.run, data)  # what is loaded or cached now is not measured
-    for _ in range(num_inputs):
+    for _ in range(chunk.num_inputs):
         data = mutator.make()
         outcome = guard.try_input(parser.run, data)
         tally.inputs += 1
@@ -54,26 +62,25 @@ def run_chunk(name: str, seed: int, number: int, num_inputs: int) -> dict[str, A
         known = tally.failures.setdefault(failure.kind, {"count": 0, "text": failure.text})
         known["count"] += 1
         if known["count"] == 1:
-            small = guard.minimise(parser.run, data, failure.kind)
-            known["input"] = small.hex()
-    return {"parser": name, **vars(tally)}
+            known["input"] = guard.minimise(parser.run, data, failure.kind)
+    return tally
 
 
 def run_all(names: Sequence[str], seed: int, num_inputs: int, workers: int, out: Path) -> dict[str, Tally]:
     """Spread the inputs evenly over the parsers; write each failing input into the folder `out`."""
-    chunks = list(_split(names, num_inputs))
+    chunks = list(_split(names, seed, num_inputs))
     tallies = {name: Tally() for name in names}
     started_s = said_s = time.monotonic()
-    for number, result in enumerate(_run(chunks, seed, workers), 1):
-        _add(tallies[result["parser"]], result, out)
+    for number, (chunk, found) in enumerate(run_each(run_chunk, chunks, workers), 1):
+        _add(tallies[chunk.name], found, chunk.name, out)
         if time.monotonic() - said_s > 5 or number == len(chunks):
             said_s = time.monotonic()
             _say(tallies, number, len(chunks), said_s - started_s)
     return tallies
 
 
-def _split(names: Sequence[str], num_inputs: int) -> Iterator[tuple[str, int, int]]:
-    """(parser, number of the chunk, its inputs), the parsers in turn."""
+def _split(names: Sequence[str], seed: int, num_inputs: int) -> Iterator[Chunk]:
+    """The chunks, of the parsers in turn."""
     left = {name: num_inputs // len(names) + (n < num_inputs % len(names)) for n, name in enumerate(names)}
     number = 0
     while any(left.values()):
@@ -81,40 +88,27 @@ def _split(names: Sequence[str], num_inputs: int) -> Iterator[tuple[str, int, in
             size = min(CHUNK, left[name])
             left[name] -= size
             if size:
-                yield name, number, size
+                yield Chunk(name, seed, number, size)
         number += 1
 
 
-def _run(chunks: list[tuple[str, int, int]], seed: int, workers: int) -> Iterator[dict[str, Any]]:
-    if workers == 1:
-        for name, number, size in chunks:
-            yield run_chunk(name, seed, number, size)
-        return
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=guard.limit_memory
-    ) as pool:
-        jobs = [pool.submit(run_chunk, name, seed, number, size) for name, number, size in chunks]
-        for job in as_completed(jobs):
-            yield job.result()
-
-
-def _add(tally: Tally, result: dict[str, Any], out: Path) -> None:
-    tally.inputs += result["inputs"]
-    tally.refused += result["refused"]
-    tally.cpu_s += result["cpu_s"]
-    tally.slowest_ms = max(tally.slowest_ms, result["slowest_ms"])
-    for kind, failure in result["failures"].items():
+def _add(tally: Tally, found: Tally, name: str, out: Path) -> None:
+    tally.inputs += found.inputs
+    tally.refused += found.refused
+    tally.cpu_s += found.cpu_s
+    tally.slowest_ms = max(tally.slowest_ms, found.slowest_ms)
+    for kind, failure in found.failures.items():
         known = tally.failures.setdefault(kind, {"count": 0, "text": failure["text"]})
         known["count"] += failure["count"]
-        data = bytes.fromhex(failure["input"])
+        data = failure["input"]
         path = Path(known["input"]) if "input" in known else None
         if path is None or len(data) < path.stat().st_size:
             out.mkdir(parents=True, exist_ok=True)
             digest = hashlib.blake2b(kind.encode(), digest_size=4).hexdigest()
-            path = path or out / f"{result['parser']}-{digest}"
+            path = path or out / f"{name}-{digest}"
             path.write_bytes(data)
             known["input"] = str(path)
-            again = f"python -m experiments.fuzz --parser {result['parser']} --input {path}"
+            again = f"python -m experiments.fuzz --parser {name} --input {path}"
             print(f"FAILED {kind}: {again}\n{failure['text']}", file=sys.stderr, flush=True)
 
 

@@ -32,6 +32,7 @@ from experiments.results.rows import TABLES, Row
 from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.records.schema import get_config
+from tenuto.sim.compare import run_each
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.run import run
 
@@ -77,12 +78,11 @@ def confirm(table: str, records: Sequence[Record], per_policy: int, workers: int
     """Run kept runs of older code anew (`draw_older`); if all are equal, write that down."""
     rows = _get_rows(table)
     drawn, pairs = draw_older(records, lambda record: get_code(record, rows), per_policy)
-    places = [
-        Place(table, each["row"], Setting(each["policy"], each["step"]), each["seed"]) for each in drawn
-    ]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = zip(places, drawn, pool.map(run_place, places), strict=True)
-        differ = [str(place) for place, was, now in found if not is_equal(was, now)]
+    was = {
+        Place(table, each["row"], Setting(each["policy"], each["step"]), each["seed"]): each for each in drawn
+    }
+    found = run_each(run_place, list(was), workers)
+    differ = [str(place) for place, record in found if not is_equal(was[place], record)]
     return say_confirmed(differ, pairs, per_policy, f"{table}.jsonl")
 
 

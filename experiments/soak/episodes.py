@@ -9,11 +9,12 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tenuto.sim.compare import run_each
 
 SUMMED = (
     "turns", "finished", "aborted", "preempted", "resets", "changes", "steps", "leases", "leases_hit",
@@ -30,7 +31,8 @@ def run_all(parsed: argparse.Namespace) -> int:
     done = {record["episode"] for record in records}
     todo = [episode for episode in wanted if episode not in done]
     started_s = time.monotonic()
-    for record in _run(todo, parsed):
+    run = partial(run_one, parsed.seed, num_turns=parsed.turns_per_episode)
+    for _, record in run_each(run, todo, parsed.workers):
         records.append(record)
         if parsed.out is not None:
             with parsed.out.open("a") as file:
@@ -46,10 +48,10 @@ def run_all(parsed: argparse.Namespace) -> int:
 
 def run_one(seed: int, episode: int, num_turns: int) -> dict[str, Any]:
     """One episode's record; a failure is in it, with where it happened."""
-    from experiments.soak.scheduler import describe, make_plan, run_episode
+    from experiments.soak.scheduler import make_plan, run_episode
 
     plan = make_plan(seed, episode)
-    record = {"turns_per_episode": num_turns, **describe(plan)}
+    record = {"turns_per_episode": num_turns, **asdict(plan)}
     try:
         return {**record, "result": asdict(run_episode(plan, num_turns))}
     except Exception as error:
@@ -85,17 +87,6 @@ def format_summary(summary: dict[str, Any]) -> str:
     lines += [f"  of {policy}: {turns:,} turns" for policy, turns in summary["turns_by_policy"].items()]
     lines.append(f"{'failures':16} {len(summary['failures'])}")
     return "\n".join(lines)
-
-
-def _run(episodes: list[int], parsed: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if parsed.workers == 1:
-        for episode in episodes:
-            yield run_one(parsed.seed, episode, parsed.turns_per_episode)
-        return
-    with ProcessPoolExecutor(parsed.workers, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(run_one, parsed.seed, each, parsed.turns_per_episode) for each in episodes]
-        for job in as_completed(jobs):
-            yield job.result()
 
 
 def _read(path: Path | None, key: dict[str, Any]) -> Iterator[dict[str, Any]]:

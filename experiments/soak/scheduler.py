@@ -12,7 +12,7 @@ import os
 import random
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -288,8 +288,3 @@ def _check_state(scheduler: Any) -> None:
         fresh.set_state(json.loads(state))
         if json.dumps(fresh.get_state(), allow_nan=False) != state:
             raise Failure("the policy's state is another one after it was saved and restored")
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values."""
-    return asdict(plan)

@@ -31,11 +31,11 @@ def messages() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_parser_returns_or_says_what_is_wrong(name: str) -> None:
-    result = run.run_chunk(name, 1, 0, NUM_INPUTS)
-    assert result["failures"] == {}
-    assert result["inputs"] == NUM_INPUTS
+    found = run.run_chunk(run.Chunk(name, 1, 0, NUM_INPUTS))
+    assert found.failures == {}
+    assert found.inputs == NUM_INPUTS
     # Neither are all inputs nonsense, nor are all of them fine.
-    assert result["refused"] < 0.95 * NUM_INPUTS
+    assert found.refused < 0.95 * NUM_INPUTS
 
 
 @pytest.mark.parametrize("name", PARSERS)
