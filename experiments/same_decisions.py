@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from experiments.json_lines import append_lines, read_lines
 from experiments.published_memory import with_published_kv
 from experiments.results.rows import ROOT, TABLES
 from tenuto.sim.run import run
@@ -101,8 +102,7 @@ def main() -> int:
     ][:: parsed.every]
     before = {}
     if not parsed.write:
-        for line in parsed.against.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in read_lines(parsed.against):
             before[record["table"], record["row"], record["policy"]] = record
     found, num_different, num_new = [], 0, 0
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -116,8 +116,7 @@ def main() -> int:
             if number % 20 == 0:
                 print(f"{number} of {len(places)}", file=sys.stderr, flush=True)
             if parsed.write:
-                with parsed.write.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+                append_lines(parsed.write, record)
     print(f"{len(found)} cells, {num_different} differ, {num_new} have no digest to compare with")
     return 1 if num_different else 0
 

@@ -14,13 +14,14 @@ ends earlier (`vllm:time_to_first_token_seconds`, in the table of `harnesses`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from experiments.json_lines import append_lines, read_lines
 
 Message = MutableMapping[str, Any]
 COLUMNS = ("before", "connecting", "server", "after", "all")
@@ -47,9 +48,7 @@ class RequestTimes:
             if not is_sent and has_text(message.get("body", b"")):
                 is_sent = True
                 request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-                line = json.dumps({"id": request_id, "came_s": came_s, "left_s": time.time()})
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+                append_lines(self._file, {"id": request_id, "came_s": came_s, "left_s": time.time()})
             await send(message)
 
         await self._app(scope, receive, watch)
@@ -82,13 +81,9 @@ def main() -> None:
     parser.add_argument("times", type=Path, help="what the middleware wrote")
     parser.add_argument("export", type=Path, help="AIPerf's profile_export.jsonl")
     args = parser.parse_args()
-    times, exported = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in (args.times, args.export)
-    )
     print(f"| requests | number | {' | '.join(COLUMNS)} |")
     print(f"|---|---|{'---|' * len(COLUMNS)}")
-    for name, (number, *means) in read_parts(times, exported).items():
+    for name, (number, *means) in read_parts(read_lines(args.times), read_lines(args.export)).items():
         print(f"| {name} | {number:.0f} | {' | '.join(f'{mean:.3f} s' for mean in means)} |")
 
 

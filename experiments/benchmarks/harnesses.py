@@ -37,6 +37,7 @@ from typing import Any
 
 import httpx
 
+from experiments.json_lines import read_lines
 from experiments.routers.processes import run_engine
 from tenuto.client.metrics import Page, parse_page, try_get_sim_speed
 from tenuto.workload.convert import FORMATS, write_trace
@@ -140,7 +141,7 @@ def _run_aiperf(command: str, server: Server, folder: Path, more: Sequence[str])
             "--ui", "none", "--artifact-dir", str(out), "--no-gpu-telemetry", "--no-server-metrics", *more,
         ]
     )  # fmt: skip
-    rows = _read_lines(out / "profile_export.jsonl")
+    rows = read_lines(out / "profile_export.jsonl")
     return _make_figures(
         sessions=[row["metadata"]["x_correlation_id"] for row in rows],
         prompts=[row["metrics"]["input_sequence_length"]["value"] for row in rows],
@@ -164,7 +165,7 @@ def run_guidellm_weka(command: str, server: Server, folder: Path) -> Figures:
     """Sessions that `tenuto convert --to weka` wrote, into one file."""
     trace = _write_sessions(folder / "sessions.jsonl")
     data = {"kind": "weka", "source": {"kind": "json_file", "path": str(trace)}}
-    num_requests = sum(len(each["requests"]) for each in _read_lines(trace))
+    num_requests = sum(len(each["requests"]) for each in read_lines(trace))
     return _run_guidellm(command, server, folder, data, "kind=replay", num_requests=num_requests)
 
 
@@ -256,10 +257,6 @@ def _write_sessions(out: Path) -> Path:
     chosen = FORMATS["weka"]
     write_trace(out, make_workload(load).jobs, chosen, chosen.block_size)
     return out
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _run(command: Sequence[str]) -> None:

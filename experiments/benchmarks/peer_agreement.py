@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from experiments.benchmarks.light_server import serve
+from experiments.json_lines import read_lines, write_lines
 from tenuto.client.ab_verdict import estimate_ratio
 from tenuto.client.bench import measure
 from tenuto.client.http import Conversation, RequestWriter, TokenIds
@@ -57,17 +58,18 @@ class Server(NamedTuple):
 def write_trace(workload: Workload, model: str, path: Path) -> None:
     """AIPerf's input: every request verbatim, prompts of this run alone."""
     writer = RequestWriter(model, TokenIds(), secrets.token_hex(4), quotes_answers=False)
-    with open(path, "w", encoding="utf-8") as file:
-        for job in workload.jobs:
-            conversation = Conversation(job, writer.form, writer.run_id, {})
-            for index, turn in enumerate(job.turns):
-                body = writer.write_body(job, index, conversation.write_prompt(turn))
-                row: dict[str, Any] = {"session_id": job.job_id, "payload": json.loads(body)}
-                if index:
-                    row["delay"] = 1000 * job.turns[index - 1].tool_s
-                else:
-                    row["timestamp"] = 1000 * job.arrival_s
-                file.write(json.dumps(row) + "\n")
+    rows = []
+    for job in workload.jobs:
+        conversation = Conversation(job, writer.form, writer.run_id, {})
+        for index, turn in enumerate(job.turns):
+            body = writer.write_body(job, index, conversation.write_prompt(turn))
+            row: dict[str, Any] = {"session_id": job.job_id, "payload": json.loads(body)}
+            if index:
+                row["delay"] = 1000 * job.turns[index - 1].tool_s
+            else:
+                row["timestamp"] = 1000 * job.arrival_s
+            rows.append(row)
+    write_lines(path, rows)
 
 
 def run_peer(args: argparse.Namespace, server: Server, workload: Workload, folder: Path) -> Times:
@@ -88,7 +90,7 @@ def run_peer(args: argparse.Namespace, server: Server, workload: Workload, folde
         raise SystemExit(
             f"AIPerf ended with status {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
         )
-    rows = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(records)
     planned = sum(len(job.turns) for job in workload.jobs)
     if len(rows) != planned or any(row.get("error") for row in rows):
         raise SystemExit(f"AIPerf ended {len(rows)} of {planned} turns, or some with errors: see {records}")

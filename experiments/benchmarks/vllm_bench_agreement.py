@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from experiments.benchmarks.light_server import serve
+from experiments.json_lines import write_lines
 from tenuto.client.ab_verdict import estimate_ratio
 from tenuto.client.bench import measure
 from tenuto.client.options import BenchOptions
@@ -67,7 +68,7 @@ def write_trace(path: Path, seed: int, args: argparse.Namespace) -> None:
             }
         )
         now_s += rng.expovariate(args.rate)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
 
 
 def run_vllm(args: argparse.Namespace, url: str, model: str, trace: Path, folder: Path) -> Figures:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from experiments.figures.draw import draw
 from experiments.figures.figures import FIGURES, PAPER
 from experiments.figures.page import PAGE, PICTURES, format_figure, format_overview, get_picture
 from experiments.figures.points import keep, make_points, run_cell
+from experiments.json_lines import append_lines, read_lines, write_lines
 from experiments.results.row import OUT, ROOT
 from experiments.results.tables import put_section
 from tenuto.sim.compare import run_each
@@ -37,17 +37,14 @@ def run_figure(name: str, *, quick: bool, workers: int | None) -> list[dict[str,
         (place, cell, (cell.key, str(digest_code(cell.setup, cell.load))))
         for place, cell in FIGURES[name].make_cells(quick=quick)
     ]
-    done = read_done()
+    done = {(key, code): kept for key, code, kept in read_lines(DONE)}
     missing = [cell for _, cell, key in cells if key not in done]
     codes = {cell.key: code for _, cell, (_, code) in cells}
-    DONE.parent.mkdir(parents=True, exist_ok=True)
-    with DONE.open("a", encoding="utf-8") as file:
-        for number, (cell, record) in enumerate(run_each(run_cell, missing, workers), start=1):
-            key = cell.key, codes[cell.key]
-            done[key] = keep(record)
-            file.write(json.dumps([*key, done[key]]) + "\n")
-            file.flush()
-            print(f"figure {name}: {number} of {len(missing)}: {cell.title}", file=sys.stderr, flush=True)
+    for number, (cell, record) in enumerate(run_each(run_cell, missing, workers), start=1):
+        key = cell.key, codes[cell.key]
+        done[key] = keep(record)
+        append_lines(DONE, [*key, done[key]])
+        print(f"figure {name}: {number} of {len(missing)}: {cell.title}", file=sys.stderr, flush=True)
     return [
         {
             "figure": name,
@@ -61,19 +58,6 @@ def run_figure(name: str, *, quick: bool, workers: int | None) -> list[dict[str,
     ]
 
 
-def read_done() -> dict[tuple[str, str], dict[str, Any]]:
-    """What is kept of the runs here, by configuration and code; a line that was cut off is none."""
-    lines = DONE.read_text(encoding="utf-8").splitlines(keepends=True) if DONE.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    return {(key, code): kept for key, code, kept in map(json.loads, whole)}
-
-
-def read_records() -> list[dict[str, Any]]:
-    """What is kept."""
-    lines = RECORDS.read_text(encoding="utf-8").splitlines() if RECORDS.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def select(records: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
     """A figure's records: of the full form if there are some, else of the quick one."""
     own = [record for record in records if record["figure"] == name]
@@ -83,10 +67,11 @@ def select(records: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str,
 def write(name: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Put a figure's records in place of its older ones of the same form; its section and its picture."""
     form = records[0]["form"]
-    kept = [each for each in read_records() if (each["figure"], each["form"]) != (name, form)] + list(records)
+    kept = [each for each in read_lines(RECORDS) if (each["figure"], each["form"]) != (name, form)]
+    kept += records
     order = list(FIGURES)
     kept.sort(key=lambda each: order.index(each["figure"]))
-    RECORDS.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+    write_lines(RECORDS, kept)
     own = select(kept, name)
     page = put_section(PAGE.read_text(encoding="utf-8"), f"figure {name}", format_figure(name, own))
     PAGE.write_text(put_section(page, "overview", make_overview(kept)), encoding="utf-8")

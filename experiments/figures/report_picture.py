@@ -8,7 +8,6 @@ Needs playwright and a Chromium. Writes docs/figures/report.png.
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
+
+from experiments.json_lines import read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "experiments" / "records" / "swe-bench.jsonl"
@@ -27,16 +28,15 @@ COLOURS = 128
 
 def write_selection(path: Path) -> None:
     """The records of a few policies without a host tier, so that the page is quick to read."""
-    with path.open("w", encoding="utf-8") as output:
-        for line in RECORDS.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            policy = record["policy"].partition("/")[0]
-            # One step size for each policy: what it has by default.
-            is_default = record["step"] in (None, "adaptive")
-            if policy in POLICIES and is_default and "no host tier" in record["row"]:
-                # What is kept of a configuration is its digest, which the report cannot show.
-                shown = {**record, "policy": policy, "simulated": True, "config": {}}
-                output.write(json.dumps(shown) + "\n")
+    shown = []
+    for record in read_lines(RECORDS):
+        policy = record["policy"].partition("/")[0]
+        # One step size for each policy: what it has by default.
+        is_default = record["step"] in (None, "adaptive")
+        if policy in POLICIES and is_default and "no host tier" in record["row"]:
+            # What is kept of a configuration is its digest, which the report cannot show.
+            shown.append({**record, "policy": policy, "simulated": True, "config": {}})
+    write_lines(path, shown)
 
 
 def take_picture(page: Path) -> None:

@@ -12,7 +12,6 @@ same on every machine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from statistics import fmean
@@ -20,6 +19,7 @@ from typing import Any
 
 from experiments.decision_code import Code, check_one_code, say_code
 from experiments.fleet.rows import IDEAL, OURS, ROWS, Key, get_code, measure
+from experiments.json_lines import read_lines, write_lines
 from experiments.results.row import ROOT
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.sim.compare import run_each
@@ -36,15 +36,13 @@ def run_missing(kept: dict[Key, dict[str, Any]], wanted: Iterable[Key], workers:
         said = f"{number} of {len(missing)}: {record['title']}, {record['router']}, seed {record['seed']}"
         print(f"{said}: {record['mean_s']:.2f} s{was}", file=sys.stderr, flush=True)
         kept[key] = record
-        KEPT.write_text("".join(json.dumps(each) + "\n" for each in kept.values()), encoding="utf-8")
+        write_lines(KEPT, kept.values())
 
 
 def read_kept() -> dict[Key, dict[str, Any]]:
-    lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
-    records = [json.loads(line) for line in lines]
     return {
         Key(each["row"], each["router"], each["seed"]): each
-        for each in records
+        for each in read_lines(KEPT)
         if each["row"] < len(ROWS) and ROWS[each["row"]].title == each["title"]
     }
 

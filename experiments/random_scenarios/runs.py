@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from experiments.decision_code import Code, digest_code, draw_older, is_equal
+from experiments.json_lines import append_lines, read_lines
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
 from experiments.results.settings import SERVERS_LIMITS, Setting, Step
@@ -302,31 +302,16 @@ class Book:
     """The same for `Place.is_closed`."""
 
     def read(self) -> tuple[dict[tuple[int, int], Flow], list[dict[str, Any]]]:
-        """The flows by seed and number, and the records. A line that was cut off is left out."""
+        """The flows by seed and number, and the records."""
         flows: dict[tuple[int, int], Flow] = {}
         records = []
-        if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    found = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if "policy" in found:
-                    if (found.get("template", 0), "closed" in found) == (self.template, self.is_closed):
-                        records.append(found)
-                else:
-                    place = found.pop("seed"), found.pop("number")
-                    flows[place] = Flow(**found)
+        for found in read_lines(self.path):
+            if "policy" not in found:
+                place = found.pop("seed"), found.pop("number")
+                flows[place] = Flow(**found)
+            elif (found.get("template", 0), "closed" in found) == (self.template, self.is_closed):
+                records.append(found)
         return flows, records
-
-    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines. One that was cut off before is ended first."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
-            if file.tell() and not self.path.read_bytes().endswith(b"\n"):
-                file.write(b"\n")
-            for line in lines:
-                file.write(json.dumps(line).encode() + b"\n")
 
 
 def run_all(
@@ -345,7 +330,7 @@ def run_all(
     begun_s = time.monotonic()
     for done, ((seed, number), flow) in enumerate(run_each(probe, missing, workers, ray), start=1):
         flows[seed, number] = flow
-        book.write([{"seed": seed, "number": number, **asdict(flow)}])
+        append_lines(book.path, {"seed": seed, "number": number, **asdict(flow)})
         _say("rates", done, len(missing), begun_s, f"{seed}/{number}: {flow.rate:.3g} jobs/s")
     wanted = set(scenarios)
     records = [each for each in records if (each["seed"], each["number"]) in wanted and is_present(each)]
@@ -359,7 +344,7 @@ def run_all(
     ]
     begun_s = time.monotonic()
     for done, (place, record) in enumerate(run_each(run_place, places, workers, ray), start=1):
-        book.write([record])
+        append_lines(book.path, record)
         records.append(record)
         what = f"{place.seed}/{place.number}, {place.setting.label}, {record['job_s']['mean']:.3g} s"
         _say("runs", done, len(places), begun_s, what)

@@ -16,13 +16,13 @@ races at several step sizes: see `race`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.decision_code import check_one_code
+from experiments.json_lines import read_lines, write_lines
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
 from experiments.results.rows import OUT, RACES, ROOT, TABLES, Row
@@ -162,8 +162,7 @@ def get_records(rows: Sequence[Row], runs: Runs) -> list[dict[str, Any]]:
 def find_lost(kept: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The kept runs that these records would not replace."""
     there = {_name_run(record) for record in records}
-    lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
-    return [name for name in (_name_run(json.loads(line)) for line in lines) if name not in there]
+    return [name for name in map(_name_run, read_lines(kept)) if name not in there]
 
 
 def _name_run(record: Mapping[str, Any]) -> str:
@@ -174,8 +173,7 @@ def write(name: str, records: Sequence[Mapping[str, Any]], section: str) -> None
     """Put a table into the page, and its records beside it."""
     page = put_section(PAGE.read_text(encoding="utf-8"), name, section)
     PAGE.write_text(page, encoding="utf-8")
-    lines = [json.dumps(record) + "\n" for record in records]
-    (RECORDS / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    write_lines(RECORDS / f"{name}.jsonl", records)
     write_screen(PAGE)
 
 

@@ -26,6 +26,7 @@ from experiments.decision_code import (
     say_code,
     say_confirmed,
 )
+from experiments.json_lines import append_lines, read_lines
 from experiments.published_memory import with_published_kv
 from experiments.results.race import find_missing
 from experiments.results.rows import TABLES, Row
@@ -127,24 +128,14 @@ def shorten(value: Any) -> Any:
 
 
 def read_runs(path: Path, rows: Sequence[Row]) -> Runs:
-    """The runs of a file that are those of these rows; a line that was cut off, or is out of date, is not."""
+    """The runs of a file that are those of these rows; one that is out of date is not."""
     by_title = {row.title: row for row in rows}
-    runs: Runs = {}
-    if not path.exists():
-        return runs
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        row = by_title.get(record["row"])
-        # Records of older tables have no key.
-        if row is None or "config" not in record:
-            continue
-        setting = Setting(record["policy"], record["step"])
-        if record["config"] == get_key(row, setting, record["seed"]):
-            add(runs, record)
-    return runs
+    return group(
+        record
+        for record in read_lines(path)
+        if (row := by_title.get(record["row"]))
+        and record["config"] == get_key(row, Setting(record["policy"], record["step"]), record["seed"])
+    )
 
 
 def drop_older(runs: Runs, rows: Sequence[Row]) -> Runs:
@@ -194,16 +185,11 @@ class Race:
         An interruption loses the runs under way.
         """
         runs = drop_older(read_runs(self.path, self.rows), self.rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
-        with (
-            open(self.path, "a", encoding="utf-8") as file,
-            ProcessPoolExecutor(self.workers, mp_context=context) as pool,
-        ):
+        with ProcessPoolExecutor(self.workers, mp_context=context) as pool:
             for record in self._run_missing(runs, pool):
                 add(runs, record)
-                file.write(json.dumps(record) + "\n")
-                file.flush()
+                append_lines(self.path, record)
         return runs
 
     def _run_missing(self, runs: Runs, pool: ProcessPoolExecutor) -> Iterator[dict[str, Any]]:

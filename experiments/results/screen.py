@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.decision_code import CODE
+from experiments.json_lines import read_lines
 from experiments.results.race_tables import describe_harm, describe_losses, format_one_setting, judge_rows
 from experiments.results.row import ROOT
 from experiments.results.rows import TABLES
@@ -22,11 +22,8 @@ RECORDS = ROOT / "experiments" / "records"
 
 
 def read_records(name: str) -> Runs:
-    """The kept records of a table; none if there are none of this kind."""
-    path = RECORDS / f"{name}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return group(record for record in records if "step" in record)
+    """The kept records of a table."""
+    return group(read_lines(RECORDS / f"{name}.jsonl"))
 
 
 def format_screen() -> str:

@@ -54,7 +54,7 @@ def format_step(step: Step) -> str:
 
 def add(runs: Runs, record: Record) -> None:
     """Put a record in its place."""
-    setting = Setting(record["policy"], record.get("step"))
+    setting = Setting(record["policy"], record["step"])
     runs.setdefault((record["row"], setting), {})[record["seed"]] = record
 
 

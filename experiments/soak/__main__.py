@@ -63,8 +63,6 @@ def main() -> int:
     server.add_argument("--threads", type=int, help="threads that compute, default: vLLM's choice")
     server.add_argument("--out", type=Path, help="JSON lines: rests, failures, notes")
     parsed = parser.parse_args()
-    if parsed.out is not None:
-        parsed.out.parent.mkdir(parents=True, exist_ok=True)
     if parsed.soak == "server":
         if parsed.pace <= 0 or parsed.hours <= 0 or parsed.cycle_s <= 0 or parsed.cycles < 1:
             parser.error("--pace, --hours and --cycle-s must be positive, --cycles at least 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 import time
@@ -11,6 +10,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from experiments.json_lines import append_lines
 
 MAX_KEPT = 50
 """Failures that are kept with their texts; further ones are only counted."""
@@ -67,8 +68,7 @@ class Book:
     def write(self, record: dict[str, Any]) -> None:
         """Append one record to the file, if there is one."""
         if self.out is not None:
-            with self.out.open("a") as file:
-                file.write(json.dumps({"at_s": self.get_now_s(), **record}) + "\n")
+            append_lines(self.out, {"at_s": self.get_now_s(), **record})
 
     def get_now_s(self) -> float:
         """Seconds since the soak began."""

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.json_lines import append_lines, read_lines
 from tenuto.sim.compare import run_each
 
 SUMMED = (
@@ -35,8 +36,7 @@ def run_all(parsed: argparse.Namespace) -> int:
     for _, record in run_each(run, todo, parsed.workers):
         records.append(record)
         if parsed.out is not None:
-            with parsed.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_lines(parsed.out, record)
         _say(records, len(done), len(todo), started_s)
         if "failure" in record:
             _report(record)
@@ -90,10 +90,7 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 
 def _read(path: Path | None, key: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if path is None or not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
+    for record in [] if path is None else read_lines(path):
         if any(record[name] != value for name, value in key.items()):
             raise SystemExit(
                 f"{path}: holds episodes of other settings; --seed and --turns-per-episode must match"

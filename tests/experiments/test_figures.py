@@ -14,6 +14,7 @@ from experiments.figures import __main__ as command
 from experiments.figures import page
 from experiments.figures.figures import FIGURES, IN_TIME, MEAN, PAPER, PLAIN, Claim, Figure, Panel
 from experiments.figures.points import keep, make_points
+from experiments.json_lines import read_lines
 from tenuto.sim.fleet import check_fleet
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
@@ -144,7 +145,7 @@ def test_a_figure_is_run_drawn_and_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_page_is_what_the_records_say() -> None:
     """If it is not: `python -m experiments.figures N --quick --write`."""
-    records, text = command.read_records(), page.PAGE.read_text(encoding="utf-8")
+    records, text = read_lines(command.RECORDS), page.PAGE.read_text(encoding="utf-8")
     for name in (*PAPER, *dict.fromkeys(record["figure"] for record in records)):
         section = page.format_figure(name, command.select(records, name))
         # The last line says which code made it, and changes with the code.

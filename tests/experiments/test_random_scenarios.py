@@ -11,6 +11,7 @@ import pytest
 
 from experiments import decision_code
 from experiments.decision_code import Code
+from experiments.json_lines import append_lines
 from experiments.random_scenarios import __main__ as command
 from experiments.random_scenarios import runs
 from experiments.random_scenarios.draw import Flow, draw_scenario, make_jobs
@@ -274,11 +275,13 @@ def test_runs_of_older_code_that_come_out_the_same_are_not_older(
     record = runs.run_place(Place(5, 0, 0, STOCK, flow))
     present = Code.of(record)
     older = {**record, "code": f"before-{present.place}-{present.rules}"}
-    book.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, older])
+    append_lines(book.path, {"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, older)
     assert not runs.is_present(older)
 
     wrong = Book(tmp_path / "wrong.jsonl")
-    wrong.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, {**older, "jobs": 3}])
+    append_lines(
+        wrong.path, {"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, {**older, "jobs": 3}
+    )
     assert command.confirm_kept(wrong, 1, 1) == 1
     assert "5/0, stock" in capsys.readouterr().out and not runs.is_present(older)
 
@@ -289,7 +292,7 @@ def test_runs_of_older_code_that_come_out_the_same_are_not_older(
 
     elsewhere = Book(tmp_path / "elsewhere.jsonl")
     moved = {**record, "code": f"{present.engine}-elsewhere-{present.rules}"}
-    elsewhere.write([{"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, moved])
+    append_lines(elsewhere.path, {"seed": 5, "number": 0, "rate": 1.0, "num_jobs": 2, "waits": 1.0}, moved)
     assert command.confirm_kept(elsewhere, 1, 1) == 0 and runs.is_present(moved)
     decision_code._read_same.cache_clear()
 
