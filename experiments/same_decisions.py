@@ -22,7 +22,8 @@ from typing import Any
 
 from experiments.json_lines import append_lines, read_lines
 from experiments.published_memory import with_published_kv
-from experiments.results.rows import ROOT, TABLES
+from experiments.results.row import ROOT
+from experiments.results.rows import TABLES
 from tenuto.sim.run import run
 
 KEPT = ROOT / "experiments" / "records" / "decisions.jsonl"

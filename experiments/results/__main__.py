@@ -16,6 +16,7 @@ races at several step sizes: see `race`.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from experiments.decision_code import check_one_code
 from experiments.json_lines import read_lines, write_lines
 from experiments.results.figure import draw_options
 from experiments.results.race_tables import format_race
-from experiments.results.rows import OUT, RACES, ROOT, TABLES, Row
+from experiments.results.row import OUT, ROOT, Row
+from experiments.results.rows import RACES, TABLES
 from experiments.results.runs import (
     Race,
     begin_with_kept,
@@ -54,7 +56,8 @@ def main() -> int:
     parser.add_argument("--policies", help="only these beside tenuto, by name or as POLICY/OFFLOAD")
     parser.add_argument("--steps", help="only these step sizes, of default, adaptive and numbers")
     parser.add_argument("--rows", help="only rows whose title contains this, or one of these with | between")
-    parser.add_argument("--workers", type=int, help="processes; all cores unless told")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=cores, help="processes; all cores unless told")
     parser.add_argument("--no-runs", action="store_true", help="only what has run already")
     parser.add_argument("--write", action="store_true", help="into docs/lab.md and experiments/records")
     parser.add_argument(
@@ -82,12 +85,10 @@ def main() -> int:
     seeds = [int(seed) for seed in parsed.seeds.split(",")]
     path = OUT / f"{parsed.table}.jsonl"
     begin_with_kept(path, RECORDS / path.name)
-    race = Race(parsed.table, rows, policies, steps, seeds, path)
+    race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
     if parsed.confirm is not None:
         older = [each for each in list_records(read_runs(path, rows)) if each["policy"] in policies]
         return confirm(parsed.table, older, parsed.confirm, parsed.workers)
-    if parsed.workers:
-        race = Race(parsed.table, rows, policies, steps, seeds, path, parsed.workers)
     runs = read_runs(path, rows) if parsed.no_runs else race.run()
     if parsed.write and parsed.rows:
         # The page and the records hold all rows that have run.

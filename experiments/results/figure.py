@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.results.rows import DEFAULTS, FACTORS, Row
+from experiments.results.row import Row
+from experiments.results.rows import DEFAULTS, FACTORS
 from experiments.results.tables import OURS, Records, get_mean
 from tenuto.records.metrics import get_geometric_mean
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from experiments.results.rows import TABLES, Row
+from experiments.results.row import Row
+from experiments.results.rows import TABLES
 from experiments.results.runs import Place, run_place
 from experiments.results.screen import read_records
 from experiments.results.settings import OURS, Record, Runs, Setting, get_settings

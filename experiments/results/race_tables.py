@@ -159,7 +159,7 @@ def format_one_setting(by_row: Mapping[str, Mapping[Setting, Seeds]], heads: Seq
     """Who never tunes: the geometric mean and the worst row of the best settings that ran in all rows."""
     lines = [
         [setting.label + (" (adaptive)" if setting == OURS else ""), f"{mean:.2f}", f"{worst:.2f}", row]
-        for setting, (mean, worst, row) in get_one_setting(by_row, by_row).items()
+        for setting, (mean, worst, row) in get_one_setting(by_row).items()
     ]
     return format_markdown(heads, lines[:most])
 

@@ -18,12 +18,10 @@ from experiments.results.agents import (
 from experiments.results.hybrid import make_hybrid
 from experiments.results.mixed import make_mixed
 from experiments.results.published import GEN4, format_published
-from experiments.results.row import OUT, ROOT, Row, Table
+from experiments.results.row import Table
 from experiments.results.sensitivity import make_sensitivity
 from experiments.results.settings import BOUND, STEPS
 from experiments.results.step_costs import RIVALS, Races, make_step_costs
-
-__all__ = ["DEFAULTS", "FACTORS", "OPTIONS", "OUT", "RACES", "ROOT", "TABLES", "Row", "Table"]
 
 LAYERED = (
     *("stock", "stock-tuned", "offload-async", "continuum/async", "contextserve/async", "infercept/asked"),

@@ -6,13 +6,12 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,8 @@ from experiments.decision_code import (
 from experiments.json_lines import append_lines, read_lines
 from experiments.published_memory import with_published_kv
 from experiments.results.race import find_missing
-from experiments.results.rows import TABLES, Row
+from experiments.results.row import Row
+from experiments.results.rows import TABLES
 from experiments.results.settings import Record, Runs, Setting, Step, add, get_settings, group
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.records.schema import get_config
@@ -166,7 +166,7 @@ class Race:
     steps: Sequence[Step]
     seeds: Sequence[int]
     path: Path
-    workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    workers: int = 1
 
     def find_missing(self, row: Row, runs: Runs) -> list[Place]:
         """The next runs of a row."""

@@ -42,10 +42,11 @@ def format_screen() -> str:
     verdicts = [verdict for each in by_table.values() for verdict in each.values()]
     if not verdicts:
         return "No race has run yet."
+    lines = [_make_line(f"`{name}`", list(each.values())) for name, each in by_table.items()]
     return "\n\n".join(
         [
             _say_in_short(verdicts, num_rows),
-            format_markdown(HEADS, [*_make_lines(by_table), _make_line("**all**", verdicts)]),
+            format_markdown(HEADS, [*lines, _make_line("**all**", verdicts)]),
             _say_codes(all_runs),
             *_list_losses(by_table),
             *_list_harms(by_table, all_runs),
@@ -68,10 +69,6 @@ HEADS = (
     *("`tenuto` against the best other at its best step size", "rows", "won", "tied", "behind", "lost"),
     *("harmed", "mean job time, geometric mean", "worst row", "over clairvoyant's"),
 )
-
-
-def _make_lines(by_table: dict[str, dict[str, Verdict]]) -> list[list[str]]:
-    return [_make_line(f"`{name}`", list(verdicts.values())) for name, verdicts in by_table.items()]
 
 
 def _make_line(title: str, verdicts: Sequence[Verdict]) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from experiments.results.row import Row, Table
+from experiments.results.verdicts import TIE
 from tenuto.records.metrics import get_geometric_mean
 
-YARDSTICKS = ("unbounded", "clairvoyant")
-TIE = 1.02
 OURS, STOCK = "tenuto", "stock"
 
 Records = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -38,8 +37,7 @@ def _is_behind(record: Mapping[str, Any]) -> bool:
         offered_jps = float(rate[1])
     if not offered_jps or not finished_jps or finished_jps >= BEHIND * offered_jps:
         return False
-    slowdown = record.get("slowdown")
-    return slowdown is None or slowdown["mean"] >= SLOWED
+    return bool(record["slowdown"]["mean"] >= SLOWED)
 
 
 def format_section(table: Table, rows: Sequence[Row], records: Records) -> str:
@@ -59,22 +57,16 @@ def get_mean(records: Sequence[Mapping[str, Any]], statistic: str = "mean") -> f
     return get_geometric_mean(record["job_s"][statistic] for record in records)
 
 
-def get_best(row: Row, policies: Iterable[str], records: Records) -> str:
-    """The best of those that may compete."""
-    rivals = [each for each in policies if each not in YARDSTICKS]
-    return min(rivals, key=lambda policy: get_mean(records[row.title, policy]))
-
-
 def format_means(rows: Sequence[Row], policies: Sequence[str], records: Records) -> str:
     lines = []
     for row in rows:
-        best_s = get_mean(records[row.title, get_best(row, policies, records)])
+        best_s = min(get_mean(records[row.title, policy]) for policy in policies)
         cells = []
         for policy in policies:
             each = [record["job_s"]["mean"] for record in records[row.title, policy]]
             mean_s = get_mean(records[row.title, policy])
             text = f"{mean_s:.1f}" + (f" ({min(each):.0f}-{max(each):.0f})" if len(each) > 1 else "")
-            if policy not in YARDSTICKS and mean_s <= TIE * best_s:
+            if mean_s <= TIE * best_s:
                 text = f"**{text}**"
             elif policy == OURS:
                 text = f"🔴 {text}"
@@ -102,8 +94,7 @@ def format_ratios(rows: Sequence[Row], policies: Sequence[str], records: Records
         for policy in policies
         if policy != OURS
     }
-    rivals = [values for policy, values in ratios.items() if policy not in YARDSTICKS]
-    best = [max(each) for each in zip(*rivals, strict=True)]
+    best = [max(each) for each in zip(*ratios.values(), strict=True)]
     lines = []
     for policy, values in [("the best other of each row", best), *ratios.items()]:
         worst = max(range(len(values)), key=values.__getitem__)
@@ -126,7 +117,7 @@ def format_percentiles(rows: Sequence[Row], policies: Sequence[str], records: Re
     others = [policy for policy in policies if policy not in (OURS, STOCK)]
     lines = []
     for row in rows:
-        best = get_best(row, others, records)
+        best = min(others, key=lambda policy: get_mean(records[row.title, policy]))
         cells = [row.title, get_label(best)]
         for policy in (STOCK, best, OURS):
             of_row = records[row.title, policy]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,8 +167,7 @@ def _keep_full(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> dict[Setting, Se
 def _find_losses(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> dict[Setting, Ratio]:
     losses = {}
     for setting, seeds in rivals.items():
-        ratios = [compare(ours, seeds, get) for get in (MEAN, P95, TTFT_P95)]
-        mean, p95, ttft = ratios
+        mean, p95, ttft = (compare(ours, seeds, get) for get in (MEAN, P95, TTFT_P95))
         if mean and p95 and ttft and mean.mean > TIE and p95.mean >= 1 and ttft.mean >= 1:
             losses[setting] = mean
     return dict(sorted(losses.items(), key=lambda each: -each[1].mean))
@@ -184,7 +183,7 @@ def _find_harm(ours: Seeds, rivals: Mapping[Setting, Seeds]) -> tuple[Ratio | No
 
 
 def get_one_setting(
-    rows: Iterable[str], by_row: Mapping[str, Mapping[Setting, Seeds]]
+    by_row: Mapping[str, Mapping[Setting, Seeds]],
 ) -> dict[Setting, tuple[float, float, str]]:
     """For each setting: the geometric mean of its mean job time over the best of each row, the worst, where.
 
@@ -194,11 +193,8 @@ def get_one_setting(
     flatters the policy.
     """
     ratios: dict[Setting, dict[str, float]] = {}
-    titles = list(rows)
-    for row in titles:
-        settings = {
-            setting: seeds for setting, seeds in by_row[row].items() if setting.policy not in YARDSTICKS
-        }
+    for row, found in by_row.items():
+        settings = {setting: seeds for setting, seeds in found.items() if setting.policy not in YARDSTICKS}
         counts = Counter(seed for seeds in settings.values() for seed in seeds)
         [(seed, _)] = counts.most_common(1)
         means = {
@@ -215,9 +211,9 @@ def get_one_setting(
                 stand_in = min(known[policy], stock.get(step, math.inf))
                 mean = means.get(Setting(policy, step), stand_in)
                 ratios.setdefault(Setting(policy, step), {})[row] = mean / best
-    found = {}
+    everywhere = {}
     for setting, each in ratios.items():
-        if len(each) == len(titles):
+        if len(each) == len(by_row):
             worst = max(each, key=each.__getitem__)
-            found[setting] = (get_geometric_mean(each.values()), each[worst], worst)
-    return dict(sorted(found.items(), key=lambda each: (each[1][0], str(each[0]))))
+            everywhere[setting] = (get_geometric_mean(each.values()), each[worst], worst)
+    return dict(sorted(everywhere.items(), key=lambda each: (each[1][0], str(each[0]))))

@@ -151,12 +151,12 @@ def test_one_setting_for_all_rows_flatters_those_that_were_left_out() -> None:
         ),
         "B": put(make("tenuto", None, 10.0), make("stock", 512, 5.0), make(BOUND, None, 1.0)),
     }
-    found = get_one_setting(by_row, by_row)
+    found = get_one_setting(by_row)
     half = pytest.approx(2**0.5)
     assert found[OURS] == (half, 2.0, "B") and found[Setting("stock", 512)] == (half, 2.0, "A")
     # At 512, concur may have been as good as stock was.
     by_row["B"] |= put(make("concur/async", None, 10.0))
-    found = get_one_setting(by_row, by_row)
+    found = get_one_setting(by_row)
     assert found[Setting("concur/async", 512)] == (half, 2.0, "A")
     assert found[Setting("concur/async", None)] == (pytest.approx(8**0.5), 4.0, "A")
 
