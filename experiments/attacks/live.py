@@ -21,7 +21,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,7 +29,7 @@ import httpx
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
-from experiments.routers.processes import get_free_port
+from experiments.routers.processes import CPU_ENV, ON_CPU, Running, get_free_port, start_all
 from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
 from tenuto.client.http import Client, RequestWriter, TokenIds
@@ -40,7 +39,7 @@ from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver
 
 BLOCK_SIZE = 32
-"""The smallest on CPUs."""
+"""As `ON_CPU` has it."""
 MODEL_NAME = "attacked"
 SCENE = Scene(
     window_s=24.0,
@@ -52,7 +51,7 @@ SCENE = Scene(
     strength=0.5,
 )
 """Sizes that a CPU with two cores serves."""
-ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+ENV = {**CPU_ENV, "VLLM_SERVER_DEV_MODE": "1"}
 """With the development mode, a server has a call that empties its cache."""
 
 
@@ -64,28 +63,26 @@ def say(text: str) -> None:
 
 
 def start_servers(args: argparse.Namespace, scene: Scene, stack: ExitStack) -> dict[str, str]:
-    """The URL of each server, by policy. Both start at the same time, because a start is mostly imports."""
+    """The URL of each server, by policy."""
     config = json.dumps({"tenuto": {"policy": args.policy}})
     extras = {
         "stock": [],
         args.policy: ["--scheduler-cls", "tenuto.vllm.Scheduler", "--additional-config", config],
     }
 
-    def start(policy: str) -> str:
+    def run(policy: str) -> Running:
         port = get_free_port()
         log = args.out / f"{policy.replace(':', '-').replace('/', '-')}.log"
         command = [
             args.vllm, "serve", args.model, "--served-model-name", MODEL_NAME, "--port", str(port),
-            "--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE),
-            "--num-gpu-blocks-override", str(scene.kv_tokens // BLOCK_SIZE + 1), "--max-model-len", "2048",
+            *ON_CPU, "--num-gpu-blocks-override", str(scene.kv_tokens // BLOCK_SIZE + 1),
             "--max-num-seqs", str(scene.num_seqs), "--max-num-batched-tokens", "512",
             "--enable-prompt-tokens-details", *extras[policy], *args.vllm_arg,
         ]  # fmt: skip
-        running = run_server(command, port, log, env=ENV, say=lambda text: say(f"{policy}: {text}"))
-        return stack.enter_context(running).url
+        return run_server(command, port, log, env=ENV, say=lambda text: say(f"{policy}: {text}"))
 
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(extras, pool.map(start, extras), strict=True))
+    servers = start_all(stack, map(run, extras))
+    return {policy: server.url for policy, server in zip(extras, servers, strict=True)}
 
 
 def reset_cache(url: str) -> None:

@@ -11,23 +11,22 @@ work on the machine counts against the client, so the load average is printed to
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import time
 from typing import Any
 
 from experiments.benchmarks.light_server import serve
-from tenuto.client.bench import measure
+from tenuto.client.ab import measure_run
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions
 
 
 def run(url: str, args: argparse.Namespace) -> dict[str, Any]:
     load = LoadOptions(workload=args.workload, users=args.users, max_jobs=args.jobs)
     options = BenchOptions(urls=(url,), load=load)
     with RunFiles(None) as files:
-        return asyncio.run(measure(options, make_workload(load), files))
+        return measure_run(options, files)
 
 
 def main() -> int:

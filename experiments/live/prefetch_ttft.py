@@ -26,13 +26,12 @@ from typing import Any
 import httpx
 
 from experiments.live import slow_link
+from experiments.routers.processes import CPU_ENV, ON_CPU
 from tenuto.client.ab import make_command, run_server
 from tenuto.client.metrics import parse_totals
 from tenuto.client.options import Arm
 from tenuto.vllm.launch import Tiers
 
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-BLOCK_SIZE = 32
 NUM_BLOCKS = 77
 FILLER_TOKENS = 1200
 NUM_FILLERS = 3
@@ -124,13 +123,11 @@ def main() -> None:
     args = parser.parse_args()
     arguments = [
         *make_tier_arguments(args.link_gb_s),
-        *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
-        *("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        *(*ON_CPU, "--max-num-seqs", "8", "--num-gpu-blocks-override", str(NUM_BLOCKS)),
     ]
     # The server finds the slow link's module from the root of the project.
-    environment = ENVIRONMENT | {
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    }
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    environment = {**CPU_ENV, "VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": path}
     if args.link_gb_s:
         environment[slow_link.SPEED] = str(args.link_gb_s)
     # A policy without leases, so that fillers can take the cache.

@@ -17,18 +17,17 @@ death: one of the two engines is killed while it answers. Clients repeat a reque
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.results.tables import format_markdown
 from experiments.routers.processes import (
     ENGINE,
     WATCH,
@@ -37,11 +36,12 @@ from experiments.routers.processes import (
     run_engine,
     run_router,
     run_vllm,
+    start_all,
 )
-from tenuto.client.bench import measure
+from tenuto.client.ab import measure_run
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions
 
 IDS_FROM_HEADERS = {"program_scheduling_enable_key": "auto"}
 """Makes vllm-router read programs from headers too; otherwise only from `vllm_xargs.agentic_context`."""
@@ -109,8 +109,7 @@ def run_row(row: Row, args: argparse.Namespace, seed: int, folder: Path) -> dict
         else:
             engine = (*ENGINE, "--policy", row.engine, "--speed", str(row.speed))
             starts = [run_engine(folder, *engine) for _ in range(2)]
-        with ThreadPoolExecutor() as pool:  # both at once: a start is mostly imports
-            engines = list(pool.map(stack.enter_context, starts))
+        engines = start_all(stack, starts)
         urls = [each.url for each in engines]
         router = stack.enter_context(run_router(folder, urls, *row.router))
         if row.kill_after_s is not None:
@@ -119,7 +118,7 @@ def run_row(row: Row, args: argparse.Namespace, seed: int, folder: Path) -> dict
             timer.start()
         options = BenchOptions(urls=(router.url,), load=load, retries=5)
         with RunFiles(None) as files:
-            result = asyncio.run(measure(options, make_workload(load), files))
+            result = measure_run(options, files)
         turns = [] if row.kill_after_s is not None else [count_turns(url) for url in urls]
     return {
         "turns": result["turns"]["planned"],
@@ -149,16 +148,16 @@ def add_up(part: str, name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
     heads = ("part", "row", "answered", "repeated", "mean job time", "context kept", "fuller engine")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for each in rows:
         low, high = each["job_s_range"]
         fuller = "" if each["fuller_engine"] is None else f"{each['fuller_engine']:.0%}"
-        cells = (
+        cells = [
             *(each["part"], each["row"], f"{each['answered']} of {each['turns']}", str(each["repeated"])),
             *(f"{each['job_s']:.2f} s ({low:.2f} to {high:.2f})", f"{each['kept']:.1%}", fuller),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ]
+        lines.append(cells)
+    return format_markdown(heads, lines)
 
 
 def main() -> int:

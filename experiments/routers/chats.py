@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from experiments.routers.processes import ENGINE, count_turns, run_engine, run_naming, run_router
+from experiments.routers.processes import ENGINE, count_turns, run_engine, run_naming, run_router, start_all
 
 BLOCK = 16
 SYSTEM = "You are an engineer. Answer with one command. " * 20
@@ -73,9 +73,7 @@ def run_row(row: Row, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run of one row."""
     with ExitStack() as stack:
         starts = [run_engine(folder, *ENGINE, "--policy", "tenuto", "--speed", "20") for _ in range(2)]
-        with ThreadPoolExecutor(2) as pool:
-            engines = list(pool.map(stack.enter_context, starts))
-        urls = [each.url for each in engines]
+        urls = [each.url for each in start_all(stack, starts)]
         url = stack.enter_context(run_router(folder, urls, "--policy", row.policy)).url
         if row.is_named:
             url = stack.enter_context(run_naming(folder, url)).url

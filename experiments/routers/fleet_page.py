@@ -12,7 +12,6 @@ Prometheus reads the alert rules too. Grafana is not started.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import shlex
@@ -31,11 +30,10 @@ import yaml
 
 from experiments.results.row import ROOT
 from experiments.routers.processes import get_free_port
-from tenuto.client.ab import LocalServer, run_server
-from tenuto.client.bench import measure
+from tenuto.client.ab import measure_run, run_server
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions
 
 DASHBOARDS = ROOT / "dashboards"
 SCRAPES = 3
@@ -80,16 +78,12 @@ def run_fleet(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
             yield router.url, places
 
 
-@contextmanager
-def start_engine(
-    services: dict[str, Any], name: str, start: Any, places: dict[str, str]
-) -> Iterator[LocalServer]:
+def start_engine(services: dict[str, Any], name: str, start: Any, places: dict[str, str]) -> Any:
     """One simulated engine, with the words of its service."""
     words = [sys.executable, "-m", "tenuto.cli", *find_line(services[name], "tenuto")[1:]]
     port = get_free_port()
     places[f"{name}:8000"] = f"127.0.0.1:{port}"
-    with start(words, port, name) as server:
-        yield server
+    return start(words, port, name)
 
 
 def find_prometheus() -> str | None:
@@ -147,7 +141,7 @@ def send_jobs(
     load = LoadOptions(jps=jps, max_jobs=num_jobs, hints=hints)
     options = BenchOptions(urls=(url,), engine_urls=tuple(engines), load=load, retries=3, answers="server")
     with RunFiles(None) as files:
-        return asyncio.run(measure(options, make_workload(load), files))
+        return measure_run(options, files)
 
 
 def ask_panels(url: str, num_seconds: int) -> dict[str, list[dict[str, Any]]]:

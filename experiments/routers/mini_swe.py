@@ -22,14 +22,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from experiments.routers.processes import get_free_port, run_naming, run_router
-from tenuto.client.ab import LocalServer, run_server
+from experiments.routers.processes import (
+    CPU_ENV,
+    ON_CPU,
+    Running,
+    get_free_port,
+    run_naming,
+    run_router,
+    start_all,
+)
+from tenuto.client.ab import run_server
 
 NAME = "small"
 COMMANDS = (
@@ -49,18 +56,15 @@ PARSER = "def parse(text):\n    head, _, rest = text.partition(':')\n    return 
 TEST = "from parser import parse\n\ndef test_empty():\n    assert parse('') == ('', [])\n"
 
 
-@contextmanager
-def run_vllm(args: argparse.Namespace, folder: Path, arm: str) -> Iterator[LocalServer]:
+def run_vllm(args: argparse.Namespace, folder: Path, arm: str) -> Running:
     port = get_free_port()
     command = [
-        args.vllm, "serve", args.model, "--served-model-name", NAME, "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048",
+        args.vllm, "serve", args.model, "--served-model-name", NAME, "--port", str(port), *ON_CPU,
         "--num-gpu-blocks-override", str(args.blocks), "--max-num-seqs", "8",
         "--enable-prompt-tokens-details", *ARMS[arm],
     ]  # fmt: skip
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with run_server(command, port, folder / f"{arm}-{port}.log", env=env, limit_s=args.start_limit) as server:
-        yield server
+    env = {**CPU_ENV, "OMP_NUM_THREADS": "1"}
+    return run_server(command, port, folder / f"{arm}-{port}.log", env=env, limit_s=args.start_limit)
 
 
 def work(url: str, number: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -113,8 +117,7 @@ def run_arm(arm: str, args: argparse.Namespace, folder: Path) -> list[dict[str, 
     folder = folder / arm
     folder.mkdir()
     with ExitStack() as stack, ThreadPoolExecutor(args.agents) as pool:
-        starts = [run_vllm(args, folder, arm) for _ in range(2)]
-        servers = list(pool.map(stack.enter_context, starts))
+        servers = start_all(stack, [run_vllm(args, folder, arm) for _ in range(2)])
         urls = [server.url for server in servers]
         router = stack.enter_context(run_router(folder, urls, "--policy", "consistent_hash"))
         front = stack.enter_context(run_naming(folder, router.url))

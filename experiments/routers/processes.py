@@ -1,4 +1,4 @@
-"""Starts vllm-router and simulated servers as processes of their own."""
+"""Starts vllm-router and servers as processes of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import httpx
 
 from tenuto.client.ab import LocalServer, run_server
+from tenuto.client.metrics import parse_totals
 
 ENGINE = (
     *("--gpu", "H100", "--model", "llama-3.1-8b", "--step-cost", "roofline"),
@@ -23,6 +25,11 @@ ENGINE = (
 """One small engine. Each has room for about six whole jobs of ab8."""
 WATCH = ("--health-check-interval-secs", "5", "--health-failure-threshold", "2")
 """By default vllm-router looks every 60 s and gives up an engine after three failed looks."""
+ON_CPU = ("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048")
+"""A small vLLM server on CPUs, with the smallest blocks that it has there."""
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+Running = AbstractContextManager[LocalServer]
+"""A server that runs inside the context. It is entered when the server answers."""
 
 
 def find_router() -> str | None:
@@ -31,41 +38,34 @@ def find_router() -> str | None:
     return os.environ.get("VLLM_ROUTER") or (str(beside) if beside.exists() else shutil.which("vllm-router"))
 
 
-@contextmanager
-def run_engine(folder: Path, *arguments: str) -> Iterator[LocalServer]:
+def start_all(stack: ExitStack, servers: Iterable[Running]) -> list[LocalServer]:
+    """Start servers side by side, because a start is mostly imports."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(stack.enter_context, servers))
+
+
+def run_engine(folder: Path, *arguments: str) -> Running:
     """Run one simulated server; the arguments are those of `tenuto serve --engine sim`."""
     port = get_free_port()
     command = [
-        sys.executable,
-        "-m",
-        "tenuto.cli",
-        "serve",
-        "--engine",
-        "sim",
-        "--port",
-        str(port),
-        *arguments,
+        *(sys.executable, "-m", "tenuto.cli", "serve", "--engine", "sim", "--port", str(port), *arguments)
     ]
-    with run_server(command, port, folder / f"engine-{port}.log") as server:
-        yield server
+    return run_server(command, port, folder / f"engine-{port}.log")
 
 
-@contextmanager
-def run_vllm(folder: Path, model: str, *arguments: str) -> Iterator[LocalServer]:
+def run_vllm(folder: Path, model: str, *arguments: str) -> Running:
     """Run a real vLLM server with a small cache; the arguments are those of `tenuto serve`."""
     port = get_free_port()
     command = [
         *(sys.executable, "-m", "tenuto.cli", "serve", model, "--port", str(port), *arguments),
-        *("--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048"),
-        *("--num-gpu-blocks-override", "200", "--max-num-seqs", "8", "--enable-prompt-tokens-details"),
+        *(*ON_CPU, "--num-gpu-blocks-override", "200", "--max-num-seqs", "8"),
+        "--enable-prompt-tokens-details",
     ]
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with run_server(command, port, folder / f"vllm-{port}.log", env=env, limit_s=600) as server:
-        yield server
+    env = {**CPU_ENV, "OMP_NUM_THREADS": "1"}
+    return run_server(command, port, folder / f"vllm-{port}.log", env=env, limit_s=600)
 
 
-@contextmanager
-def run_router(folder: Path, engines: Sequence[str], *arguments: str) -> Iterator[LocalServer]:
+def run_router(folder: Path, engines: Sequence[str], *arguments: str) -> Running:
     """Run vllm-router in front of the engines. Raises FileNotFoundError where it is not installed."""
     router = find_router()
     if router is None:
@@ -75,20 +75,17 @@ def run_router(folder: Path, engines: Sequence[str], *arguments: str) -> Iterato
         *(router, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
         *("--worker-startup-check-interval", "1", *arguments, "--worker-urls", *engines),
     ]
-    with run_server(command, port, folder / f"router-{port}.log") as server:
-        yield server
+    return run_server(command, port, folder / f"router-{port}.log")
 
 
-@contextmanager
-def run_naming(folder: Path, url: str) -> Iterator[LocalServer]:
+def run_naming(folder: Path, url: str) -> Running:
     """Run `tenuto record --name-jobs` before a router, for clients that send no id."""
     port = get_free_port()
     command = [
         *(sys.executable, "-m", "tenuto.cli", "record", "--name-jobs", "--url", url, "--port", str(port)),
         *("--tokens", "text", "--out", str(folder / f"recorded-{port}.jsonl")),
     ]
-    with run_server(command, port, folder / f"naming-{port}.log") as server:
-        yield server
+    return run_server(command, port, folder / f"naming-{port}.log")
 
 
 def kill(server: LocalServer) -> None:
@@ -99,8 +96,7 @@ def kill(server: LocalServer) -> None:
 
 def count_turns(url: str) -> float:
     """Requests that an engine finished."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:request_success_total"))
+    return parse_totals(httpx.get(f"{url}/metrics").text).get("vllm:request_success_total", 0.0)
 
 
 def get_free_port() -> int:

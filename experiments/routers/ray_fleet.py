@@ -11,7 +11,6 @@ Ray's own router, which compares queue lengths, cannot keep them together; Tenut
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
@@ -23,10 +22,10 @@ from typing import Any
 import httpx
 
 from experiments.routers.processes import ENGINE, count_turns, get_free_port, run_engine
-from tenuto.client.bench import measure
+from tenuto.client.ab import measure_run
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.workload.load import LoadOptions
 
 RAYS_OWN = "power-of-two-of-ray"
 
@@ -122,7 +121,7 @@ def run(router: str, args: argparse.Namespace) -> dict[str, Any]:
             answers="server",
         )
         with RunFiles(None) as files:
-            result = asyncio.run(measure(options, make_workload(load), files))
+            result = measure_run(options, files)
         turns = [count_turns(url) for url in engines]
     finally:
         serve.shutdown()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from experiments.routers.processes import get_free_port
+from experiments.routers.processes import CPU_ENV, ON_CPU, Running, get_free_port
 from experiments.soak.book import Book
-from tenuto.client.ab import LocalServer, run_server
+from tenuto.client.ab import run_server
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.report.analyze import analyze
 from tenuto.vllm.launch import find_vllm
@@ -22,9 +20,9 @@ MAX_IDLE_S = 12.0
 """The longest lease, so that a rest of the clients ends soon."""
 KEY = "the soak's own key"
 SHAPE = (
-    "--served-model-name", "soak", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
-    "--num-gpu-blocks-override", "97", "--max-model-len", "2048", "--max-num-seqs", "8",
-)  # fmt: skip
+    *("--served-model-name", "soak", *ON_CPU),
+    *("--num-gpu-blocks-override", "97", "--max-num-seqs", "8"),
+)
 """What both servers are given: a small cache, so that memory is always short."""
 
 
@@ -47,22 +45,17 @@ def get_command(model: str, folder: Path, policy: str, host_gb: float) -> list[s
     return [*command, *tier, "--additional-config", json.dumps(config)]
 
 
-@contextmanager
-def start_server(
-    command: list[str], log: Path, num_threads: int | None, limit_s: float
-) -> Iterator[LocalServer]:
+def start_server(command: list[str], log: Path, num_threads: int | None, limit_s: float) -> Running:
     """Start it on a free port. `num_threads`: threads that compute; None for vLLM's own choice.
 
     Raises ServerError if it is not up after `limit_s`.
     """
     port = get_free_port()
     # Resets of the cache are among vLLM's calls for development.
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    env[ADMIN_VARIABLE] = KEY
+    env = {**CPU_ENV, "VLLM_SERVER_DEV_MODE": "1", ADMIN_VARIABLE: KEY}
     if num_threads is not None:
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads)}
-    with run_server([*command, "--port", str(port)], port, log, env=env, limit_s=limit_s) as server:
-        yield server
+    return run_server([*command, "--port", str(port)], port, log, env=env, limit_s=limit_s)
 
 
 def prepare_state(state: Path, book: Book, rng: random.Random) -> str:
