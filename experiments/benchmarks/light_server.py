@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import httpx
+
 ROOT = Path(__file__).resolve().parents[2]
+TTFT_S, TPOT_S = 0.25, 0.02
 
 
 @contextmanager
@@ -24,3 +28,16 @@ def serve(port: int, ttft_s: float, tpot_s: float) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+@contextmanager
+def open_server(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The URL and the model of the server at `--url`, or of a light one with `TTFT_S` and `TPOT_S`.
+
+    Raises SystemExit where `--tokenizer` is no folder; else it is made absolute.
+    """
+    args.tokenizer = str(Path(args.tokenizer).resolve())
+    if not Path(args.tokenizer).is_dir():
+        raise SystemExit(f"--tokenizer: no folder {args.tokenizer}; `make demo` prepares .demo/smollm2")
+    with serve(args.port, TTFT_S, TPOT_S) if args.url is None else nullcontext(args.url) as url:
+        yield url, httpx.get(f"{url}/v1/models").json()["data"][0]["id"]

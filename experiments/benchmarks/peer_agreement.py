@@ -15,7 +15,6 @@ the first token, 0.02 s for each one after it. Then both are also compared with 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import secrets
 import shutil
@@ -23,24 +22,20 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import httpx
-
-from experiments.benchmarks.light_server import serve
+from experiments.benchmarks.light_server import TPOT_S, TTFT_S, open_server
 from experiments.json_lines import read_lines, write_lines
+from tenuto.client.ab import measure_run
 from tenuto.client.ab_verdict import estimate_ratio
-from tenuto.client.bench import measure
 from tenuto.client.http import Conversation, RequestWriter, TokenIds
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
 from tenuto.workload.load import LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
-TTFT_S, TPOT_S = 0.25, 0.02
 LIMIT = 0.05
 Times = dict[str, float]
 """Means in seconds: `ttft`, `turn`, `session`."""
@@ -105,14 +100,14 @@ def run_peer(args: argparse.Namespace, server: Server, workload: Workload, folde
     }
 
 
-def run_tenuto(server: Server, load: LoadOptions, workload: Workload, folder: Path) -> Times:
+def run_tenuto(server: Server, load: LoadOptions, folder: Path) -> Times:
     """The means that `tenuto bench` reports."""
     # Neither client reads the server's metrics meanwhile.
     options = BenchOptions(
         urls=(server.url,), load=load, model=server.model, answers="workload", metrics_interval_s=0
     )
     with RunFiles(folder) as files:
-        result = asyncio.run(measure(options, workload, files))
+        result = measure_run(options, files)
     if result["turns"]["ok"] != result["turns"]["planned"]:
         raise SystemExit(f"tenuto bench lost turns: {result['client']['failed_attempts']}")
     return {
@@ -142,7 +137,7 @@ def measure_pairs(args: argparse.Namespace, server: Server) -> list[dict[str, Ti
         with tempfile.TemporaryDirectory() as name:
             for client in ("tenuto", "aiperf") if number % 2 == 0 else ("aiperf", "tenuto"):
                 if client == "tenuto":
-                    pair[client] = run_tenuto(server, load, workload, Path(name) / client)
+                    pair[client] = run_tenuto(server, load, Path(name) / client)
                 else:
                     pair[client] = run_peer(args, server, workload, Path(name))
         pairs.append(pair | ({"truth": get_truth(workload)} if server.is_known else {}))
@@ -191,11 +186,7 @@ def main() -> int:
             "skipped: there is no aiperf here; pip install aiperf into an environment and name it: --aiperf"
         )
         return 0
-    args.tokenizer = str(Path(args.tokenizer).resolve())
-    if not Path(args.tokenizer).is_dir():
-        raise SystemExit(f"--tokenizer: no folder {args.tokenizer}; `make demo` prepares .demo/smollm2")
-    with serve(args.port, TTFT_S, TPOT_S) if args.url is None else nullcontext(args.url) as url:
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    with open_server(args) as (url, model):
         pairs = measure_pairs(args, Server(url, model, is_known=args.url is None))
     agree = report(pairs, "tenuto", "aiperf")
     if args.url is None:

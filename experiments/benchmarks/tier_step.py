@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import logging
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,8 +40,8 @@ from experiments.benchmarks.scheduler_step import (
     FINISH_TOKENS,
     Spent,
     TimedEngine,
-    describe,
     end_turn,
+    report,
     report_difference,
 )
 from tests.vllm.workerless import make_config, make_request, make_scheduler
@@ -168,18 +167,6 @@ def run_ends(engines: dict[str, TieredEngine], number: int, num_ends: int) -> di
     return sums
 
 
-def report(rounds: list[dict[str, Spent]], arm: str, to: str) -> dict[str, Any]:
-    """Print one ratio with its spread, without and with what is done beside the GPU."""
-    ratios = sorted(each[arm].waited_s / each[to].waited_s for each in rounds)
-    both = sorted(sum(each[arm]) / sum(each[to]) for each in rounds)
-    step_us = statistics.median(each[to].waited_s for each in rounds) * 1e6
-    print(
-        f"scheduler time per step: {arm} / {to} = {describe(ratios, '.3f')}, "
-        f"with what is done beside the GPU {describe(both, '.3f')}; {to} {step_us:.0f} us each"
-    )
-    return {"arm": arm, "to": to, "ratios": ratios, "with_beside": both, "step_us": step_us}
-
-
 def main() -> None:
     """Measure, and print the ratios."""
     parser = argparse.ArgumentParser(
@@ -198,10 +185,9 @@ def main() -> None:
         rounds = [run_round(engines, number + 1) for number in range(args.rounds)]
         for name, engine in engines.items():
             print(f"{name}: {engine.num_steps} steps, {engine.num_stores} stores, {engine.num_loads} loads")
-        figures = [
-            report(rounds, arm, to)
-            for arm, to in (("tenuto", "vllm"), ("tenuto", "own order"), ("disk", "vllm"), ("disk", "tenuto"))
-        ]
+        figures = []
+        for arm, to in (("tenuto", "vllm"), ("tenuto", "own order"), ("disk", "vllm"), ("disk", "tenuto")):
+            figures += report("scheduler time per step", rounds, 1, arm, to)
         ends = [run_ends(engines, number, args.ends) for number in range(args.rounds)]
         for arm in ("own order", "tenuto", "disk"):
             what = f"a finish at {FINISH_TOKENS} tokens"

@@ -14,7 +14,6 @@ for each one after it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import shutil
@@ -22,21 +21,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from experiments.benchmarks.light_server import serve
+from experiments.benchmarks.light_server import open_server
 from experiments.json_lines import write_lines
+from tenuto.client.ab import measure_run
 from tenuto.client.ab_verdict import estimate_ratio
-from tenuto.client.bench import measure
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
-from tenuto.workload.load import LoadOptions, make_workload
+from tenuto.vllm.launch import find_vllm
+from tenuto.workload.load import LoadOptions
 
-TTFT_S, TPOT_S = 0.25, 0.02
 LIMIT = 0.05
 BLOCK = 512
 """Tokens that one hash id stands for, in Mooncake's traces and in this one."""
@@ -101,7 +97,7 @@ def run_tenuto(args: argparse.Namespace, url: str, model: str, trace: Path, fold
     load = LoadOptions(workload=str(trace), loop="open", goodput=tuple(args.goodput))
     options = BenchOptions(urls=(url,), load=load, model=model, metrics_interval_s=0)
     with RunFiles(folder / "tenuto") as files:
-        result = asyncio.run(measure(options, make_workload(load), files))
+        result = measure_run(options, files)
     if result["turns"]["ok"] != args.requests:
         raise SystemExit(f"tenuto bench lost turns: {result['client']['failed_attempts']}")
     for reason in result["client"]["invalid"]:
@@ -176,8 +172,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    beside = Path(sys.executable).parent / "vllm"
-    parser.add_argument("--vllm", default=str(beside) if beside.exists() else shutil.which("vllm"))
+    parser.add_argument("--vllm", default=shutil.which(find_vllm()))
     parser.add_argument("--tokenizer", default=".demo/smollm2", help="of the server's model")
     parser.add_argument("--url", help="a server; default: the light one with known times")
     parser.add_argument("--requests", type=int, default=40)
@@ -199,11 +194,7 @@ def main() -> int:
     if args.vllm is None:
         print("skipped: there is no vllm command here; pip install 'tenuto[vllm]'")
         return 0
-    args.tokenizer = str(Path(args.tokenizer).resolve())
-    if not Path(args.tokenizer).is_dir():
-        raise SystemExit(f"--tokenizer: no folder {args.tokenizer}; `make demo` prepares .demo/smollm2")
-    with serve(args.port, TTFT_S, TPOT_S) if args.url is None else nullcontext(args.url) as url:
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    with open_server(args) as (url, model):
         rows = compare(measure_pairs(args, url, model))
     print(format_rows(rows))
     means = [row for row in rows if row["figure"].endswith("mean")]
