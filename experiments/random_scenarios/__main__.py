@@ -22,7 +22,6 @@ from experiments.decision_code import say_confirmed, take_last
 from experiments.random_scenarios.draw import draw_scenario
 from experiments.random_scenarios.report import (
     Found,
-    compare_codes,
     draw_picture,
     format_codes,
     format_report,
@@ -108,12 +107,8 @@ def main() -> int:
     intervals = [int(text) for text in args.intervals.split(",")]
     settings = list_settings(args.policies.split(","), steps, intervals)
     book = Book(args.out, args.template, args.closed)
-    how = {"repeats": args.repeats, "workers": args.workers, "ray": args.ray}
     if args.confirm is not None:
         return confirm_kept(book, args.confirm, args.workers)
-    if args.report:
-        settings = []
-    records = run_all([] if args.report else scenarios, settings, book, **how)
     if args.report:
         wanted = set(scenarios)
         records = [each for each in book.read()[1] if (each["seed"], each["number"]) in wanted]
@@ -122,6 +117,7 @@ def main() -> int:
             print(f"{len(records) - len(last)} records are of older code and do not count.", file=sys.stderr)
         records = last
     else:
+        records = run_all(scenarios, settings, book, repeats=args.repeats, workers=args.workers, ray=args.ray)
         worst = get_worst(Found(records))
         records += [
             each
@@ -136,7 +132,7 @@ def main() -> int:
         print(f"Seed {args.seed} was used to choose something: not to be reported.\n")
     print(format_report(found))
     if args.against is not None:
-        print("\n" + format_codes(compare_codes(records, replace(book, path=args.against).read()[1])))
+        print("\n" + format_codes(records, replace(book, path=args.against).read()[1]))
     if args.page is not None:
         write_page(found, args.page)
     if args.picture is not None:

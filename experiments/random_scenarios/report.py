@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from experiments.random_scenarios.runs import (
 )
 from experiments.results.row import OURS as OURS_AND_PARTS
 from experiments.results.settings import YARDSTICKS, Setting
+from experiments.results.tables import format_markdown
 from tenuto.records.metrics import get_geometric_mean, get_percentile
 
 MATTERS = 1.1
@@ -90,6 +90,11 @@ class Found:
         """The scenarios where the policy matters at all: see `MATTERS`."""
         best = {each: self._get_best_mean(each) for each in self.scenarios}
         return [each for each in self.scenarios if self.get(STOCK, each, MEAN) > MATTERS * best[each]]
+
+    @property
+    def groups(self) -> dict[str, list[Id]]:
+        """All scenarios, and those where the policy matters, as the tables tell them apart."""
+        return {"all": self.scenarios, "policy matters": self.matters}
 
     def get(self, setting: Setting, scenario: Id, metric: str) -> float:
         """A scenario's figure; raises KeyError if it was not run, or has none."""
@@ -219,32 +224,30 @@ def _mean_of(ratios: Mapping[Id, float], scenarios: Iterable[Id]) -> str:
     return f"{get_geometric_mean(ratios[each] for each in scenarios if each in ratios):.2f}"
 
 
-def _format_ratios(ratios: Mapping[Id, float]) -> str:
-    """Geometric mean, median, 95th percentile, range, and in how many it is better and worse."""
+HEADS = ("geometric mean", "median", "P95", "range", "better / worse by 2 %")
+
+
+def _format_ratios(ratios: Mapping[Id, float]) -> list[str]:
+    """The cells under `HEADS`."""
     if not ratios:
-        return "| – | – | – | – | – |"
+        return ["–"] * len(HEADS)
     values = list(ratios.values())
     better, worse = sum(each < 1 - SAME for each in values), sum(each > 1 + SAME for each in values)
-    return (
-        f"| {get_geometric_mean(values):.3f} | {get_percentile(values, 50):.3f} "
-        f"| {get_percentile(values, 95):.2f} | {min(values):.2f} to {max(values):.2f} "
-        f"| {better} / {worse} of {len(values)} |"
-    )
-
-
-HEAD = "| geometric mean | median | P95 | range | better / worse by 2 % |\n"
+    return [
+        *(f"{get_geometric_mean(values):.3f}", f"{get_percentile(values, 50):.3f}"),
+        *(f"{get_percentile(values, 95):.2f}", f"{min(values):.2f} to {max(values):.2f}"),
+        f"{better} / {worse} of {len(values)}",
+    ]
 
 
 def _format_over_stock(found: Found) -> str:
     lines = [
-        "### Over stock vLLM as it ships\n",
-        "| metric | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
+        [metric, title, *_format_ratios(found.get_ratios(STOCK, metric, scenarios))]
+        for metric in METRICS
+        for title, scenarios in found.groups.items()
     ]
-    for metric in METRICS:
-        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
-            ratios = found.get_ratios(STOCK, metric, scenarios)
-            lines.append(f"| {metric} | {title} {_format_ratios(ratios)}")
-    return "\n".join(lines)
+    table = format_markdown(["metric", "scenarios", *HEADS], lines)
+    return f"### Over stock vLLM as it ships\n\n{table}"
 
 
 FELT_S = 0.1
@@ -253,11 +256,7 @@ FELT_S = 0.1
 
 def _format_first_tokens(found: Found) -> str:
     """How often first tokens come later than under stock, and how often by so much that one feels it."""
-    lines = [
-        "### First tokens over stock vLLM as it ships: in how many scenarios they come later\n",
-        f"| metric | scenarios | over 1.1 of stock's | and by over {FELT_S:g} s | over 1.3 "
-        f"| and by over {FELT_S:g} s |\n|---|---|---|---|---|---|",
-    ]
+    lines = []
     for metric in ("P95 TTFT", "plain P95 TTFT", ASKED):
         ratios = found.get_ratios(STOCK, metric, found.scenarios)
         felt = {
@@ -268,8 +267,10 @@ def _format_first_tokens(found: Found) -> str:
         counts = [
             sum(ratio > limit for ratio in of.values()) for limit in (1.1, 1.3) for of in (ratios, felt)
         ]
-        lines.append(f"| {metric} | {len(ratios)} | " + " | ".join(map(str, counts)) + " |")
-    return "\n".join(lines)
+        lines.append([metric, str(len(ratios)), *map(str, counts)])
+    felt_s = f"and by over {FELT_S:g} s"
+    table = format_markdown(["metric", "scenarios", "over 1.1 of stock's", felt_s, "over 1.3", felt_s], lines)
+    return "### First tokens over stock vLLM as it ships: in how many scenarios they come later\n\n" + table
 
 
 TRAFFIC: Mapping[str, Callable[[Scenario], bool]] = {
@@ -296,11 +297,7 @@ def _format_traffic(found: Found) -> str:
     if UNLIMITED in found.by_setting:
         bounds = found.get_ratios(OURS, MEAN, found.scenarios, of=UNLIMITED)
         groups["memory is tight"] = [each for each, ratio in bounds.items() if ratio < TIGHT]
-    lines = [
-        "### By kind of traffic, over stock vLLM as it ships\n",
-        "| scenarios | number | mean job time | range | P95 TTFT | plain P95 TTFT |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, scenarios in groups.items():
         means = found.get_ratios(STOCK, MEAN, scenarios).values()
         if not means:
@@ -308,51 +305,48 @@ def _format_traffic(found: Found) -> str:
         tails = (
             found.get_ratios(STOCK, metric, scenarios).values() for metric in ("P95 TTFT", "plain P95 TTFT")
         )
-        shown = " | ".join(f"{get_geometric_mean(each):.2f}" if each else "–" for each in tails)
-        lines.append(
-            f"| {name} | {len(means)} | {get_geometric_mean(means):.2f} "
-            f"| {min(means):.2f} to {max(means):.2f} | {shown} |"
-        )
-    return "\n".join(lines)
+        shown = [f"{get_geometric_mean(each):.2f}" if each else "–" for each in tails]
+        mean, span = f"{get_geometric_mean(means):.2f}", f"{min(means):.2f} to {max(means):.2f}"
+        lines.append([name, str(len(means)), mean, span, *shown])
+    heads = ["scenarios", "number", "mean job time", "range", "P95 TTFT", "plain P95 TTFT"]
+    return "### By kind of traffic, over stock vLLM as it ships\n\n" + format_markdown(heads, lines)
 
 
 def _format_rivals(found: Found) -> str:
-    lines = [
-        "### Over each rival, at its best setting\n",
-        f"*Timely* are runs in which P95 TTFTs, of all turns and of plain requests, are at most {LATE:g} of "
-        "stock's. Some that are fast in the mean are not.\n",
-        "| rival | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
-    ]
     policies = list(dict.fromkeys(each.policy for each in found.rivals))
     settings = [each for policy in policies if (each := found.get_best_for_all(policy)) is not None]
-    for setting in settings:
-        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
-            lines.append(
-                f"| `{setting.label}` | {title} {_format_ratios(found.get_ratios(setting, MEAN, scenarios))}"
-            )
+    lines = [
+        [f"`{setting.label}`", title, *_format_ratios(found.get_ratios(setting, MEAN, scenarios))]
+        for setting in settings
+        for title, scenarios in found.groups.items()
+    ]
     hindsight = {each: found.get_best(each) for each in found.scenarios}
     timely = {each: found.get_best_timely(each) for each in found.scenarios}
-    for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
+    for title, scenarios in found.groups.items():
         for metric in (MEAN, "P95 job time", "P95 TTFT"):
             ratios = found.get_ratios(hindsight, metric, scenarios)
-            lines.append(f"| the best in hindsight: {metric} | {title} {_format_ratios(ratios)}")
+            lines.append([f"the best in hindsight: {metric}", title, *_format_ratios(ratios)])
         ratios = found.get_ratios(timely, MEAN, scenarios)
-        lines.append(f"| the best timely one in hindsight: {MEAN} | {title} {_format_ratios(ratios)}")
-    return "\n".join(lines)
+        lines.append([f"the best timely one in hindsight: {MEAN}", title, *_format_ratios(ratios)])
+    return (
+        "### Over each rival, at its best setting\n\n"
+        f"*Timely* are runs in which P95 TTFTs, of all turns and of plain requests, are at most {LATE:g} of "
+        "stock's. Some that are fast in the mean are not.\n\n"
+        + format_markdown(["rival", "scenarios", *HEADS], lines)
+    )
 
 
 def _format_bounds(found: Found) -> str:
+    bounds = {"`clairvoyant @512`": CLAIRVOYANT, "`tenuto` with unlimited memory": UNLIMITED}
     lines = [
-        "### Over bounds: a policy that knows the future, and unlimited memory\n",
-        "| bound | scenarios " + HEAD + "|---|---|---|---|---|---|---|",
+        [f"{name}: {metric}", title, *_format_ratios(found.get_ratios(setting, metric, scenarios))]
+        for name, setting in bounds.items()
+        if setting in found.by_setting
+        for title, scenarios in found.groups.items()
+        for metric in (MEAN, "P95 TTFT")
     ]
-    for name, setting in (("`clairvoyant @512`", CLAIRVOYANT), ("`tenuto` with unlimited memory", UNLIMITED)):
-        for title, scenarios in (("all", found.scenarios), ("policy matters", found.matters)):
-            for metric in (MEAN, "P95 TTFT"):
-                if setting in found.by_setting:
-                    ratios = found.get_ratios(setting, metric, scenarios)
-                    lines.append(f"| {name}: {metric} | {title} {_format_ratios(ratios)}")
-    return "\n".join(lines)
+    table = format_markdown(["bound", "scenarios", *HEADS], lines)
+    return f"### Over bounds: a policy that knows the future, and unlimited memory\n\n{table}"
 
 
 def _format_parts(found: Found) -> str:
@@ -361,18 +355,15 @@ def _format_parts(found: Found) -> str:
     if not parts:
         return ""
     metrics = (MEAN, "P95 job time", "P95 TTFT", "plain P95 TTFT")
-    lines = [
-        "### What each part is worth: `tenuto` without it, over `tenuto`\n",
-        "| without | scenarios | " + " | ".join(metrics) + " | range of the mean |",
-        "|---|---|" + "---|" * len(metrics) + "---|",
-    ]
+    lines = []
     for part in parts:
         ratios = [found.get_ratios(OURS, metric, found.scenarios, of=part) for metric in metrics]
-        shown = " | ".join(f"{get_geometric_mean(each.values()):.3f}" if each else "–" for each in ratios)
+        shown = [f"{get_geometric_mean(each.values()):.3f}" if each else "–" for each in ratios]
         means = ratios[0].values()
         name = part.policy.removeprefix(ABLATION)
-        lines.append(f"| {name} | {len(means)} | {shown} | {min(means):.2f} to {max(means):.2f} |")
-    return "\n".join(lines)
+        lines.append([name, str(len(means)), *shown, f"{min(means):.2f} to {max(means):.2f}"])
+    table = format_markdown(["without", "scenarios", *metrics, "range of the mean"], lines)
+    return f"### What each part is worth: `tenuto` without it, over `tenuto`\n\n{table}"
 
 
 def get_worst(found: Found, number: int = 5) -> list[Id]:
@@ -396,9 +387,8 @@ def _format_worst(found: Found) -> str:
             if scenario in found.by_setting.get(each, {})
         }
         if changes:
-            words = ", ".join(
-                f"{each.step}: {value:.3f}" for each, value in sorted(changes.items(), key=by_value)
-            )
+            order = sorted(changes, key=changes.__getitem__)
+            words = ", ".join(f"{each.step}: {changes[each]:.3f}" for each in order)
             lines.append(f"  `tenuto` with one thing changed: {words}.")
     return "\n".join(lines)
 
@@ -407,11 +397,6 @@ LEGEND = """\
 `load` is a multiple of what stock can do. `a + b + c a turn → d` are tokens: of the shared prompt, of the first prompt, added in each turn, of an answer. The last
 line of each entry has the ratio of `tenuto` with one thing changed to `tenuto` as it is: 512 and 2048 are step sizes.
 """  # noqa: E501
-
-
-def by_value(item: tuple[Setting, float]) -> float:
-    """What changes are ordered by."""
-    return item[1]
 
 
 def _compare_work(own: Record, base: Record) -> str:
@@ -454,32 +439,21 @@ def draw_picture(found: Found, path: Path) -> None:
     pyplot.close(figure)
 
 
-def compare_codes(records: Iterable[Record], other: Iterable[Record]) -> Callable[[str], dict[Id, float]]:
-    """By metric and scenario, `tenuto` of the first records over `tenuto` of the others: two codes."""
-    new, old = Found(list(records)), Found(list(other))
-
-    def get_ratios(metric: str) -> dict[Id, float]:
-        shared = new.by_setting.get(OURS, {}).keys() & old.by_setting.get(OURS, {}).keys()
-        ratios = {}
-        for scenario in sorted(shared):
-            try:
-                ratios[scenario] = new.get(OURS, scenario, metric) / old.get(OURS, scenario, metric)
-            except KeyError:
-                continue
-        return ratios
-
-    return get_ratios
+def compare_codes(records: Iterable[Record], other: Iterable[Record], metric: str) -> dict[Id, float]:
+    """By scenario, `tenuto` of the first records over `tenuto` of the others: two codes."""
+    before = Setting("of the other code")
+    renamed = [{**each, "policy": before.policy} for each in other if get_setting(each) == OURS]
+    found = Found([*records, *renamed])
+    return found.get_ratios(before, metric, sorted(found.by_setting.get(OURS, ())))
 
 
-def format_codes(ratios: Callable[[str], dict[Id, float]]) -> str:
+def format_codes(records: Iterable[Record], other: Iterable[Record]) -> str:
     """The present code over another one, metric by metric."""
-    lines = [
-        "### `tenuto` of this code over `tenuto` of the other\n",
-        "| metric " + HEAD + "|---|---|---|---|---|---|",
-    ]
-    lines += [f"| {metric} {_format_ratios(ratios(metric))}" for metric in METRICS]
-    worst = sorted(itertools.islice(sorted(ratios(MEAN).items(), key=lambda item: -item[1]), 5))
-    lines.append(
-        "\nWorst means: " + ", ".join(f"{seed}/{number} {ratio:.3f}" for (seed, number), ratio in worst)
+    ratios = {metric: compare_codes(records, other, metric) for metric in METRICS}
+    table = format_markdown(
+        ["metric", *HEADS], [[metric, *_format_ratios(each)] for metric, each in ratios.items()]
     )
-    return "\n".join(lines)
+    means = ratios[MEAN]
+    worst = sorted(sorted(means, key=lambda each: -means[each])[:5])
+    named = ", ".join(f"{seed}/{number} {means[seed, number]:.3f}" for seed, number in worst)
+    return f"### `tenuto` of this code over `tenuto` of the other\n\n{table}\n\nWorst means: {named}"

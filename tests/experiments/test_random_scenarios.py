@@ -176,7 +176,7 @@ def test_a_rule_that_helps_one_row_only_is_shown() -> None:
     """A fault in a policy: it gains on one scenario, and loses on the others."""
     before = make_found((10, 9, 5), (10, 9, 5), (10, 9, 5)).records
     after = make_found((10, 9, 4), (10, 9, 6), (10, 9, 6)).records
-    ratios = compare_codes(after, before)("mean job time")
+    ratios = compare_codes(after, before, "mean job time")
     assert sorted(ratios.values()) == pytest.approx([0.8, 1.2, 1.2])
 
 
