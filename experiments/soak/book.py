@@ -79,14 +79,6 @@ class Book:
         print(f"[soak] {self.get_now_s() / 60:.1f} min: {text}", file=sys.stderr, flush=True)
         self.write({"kind": "note", "text": text})
 
-    def summarise_slowness(self) -> dict[str, float] | None:
-        """How busy other work kept the machine."""
-        return _summarise(self.slowness, "measurements")
-
-    def summarise_probe(self) -> dict[str, float] | None:
-        """The probe's latencies in seconds."""
-        return _summarise(self.probe_s, "requests")
-
 
 def get_slowness() -> float:
     """Time that passes in a piece of work, over its processor time. 1: nothing else wants the processor."""
@@ -96,7 +88,8 @@ def get_slowness() -> float:
     return (time.monotonic() - started_s) / (time.thread_time() - cpu_s)
 
 
-def _summarise(values: list[float], name: str) -> dict[str, float] | None:
+def summarise(values: list[float], name: str) -> dict[str, float] | None:
+    """The number of values under this name, and percentiles; None for fewer than two."""
     if len(values) < 2:
         return None
     ordered = sorted(values)

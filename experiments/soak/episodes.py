@@ -8,6 +8,7 @@ import math
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -61,9 +62,9 @@ def run_one(seed: int, episode: int, num_turns: int) -> dict[str, Any]:
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The sums over all episodes, per policy too, and those that failed."""
     good = [record for record in records if "result" in record]
-    by_policy: dict[str, int] = {}
+    by_policy: Counter[str] = Counter()
     for record in good:
-        by_policy[record["policy"]] = by_policy.get(record["policy"], 0) + record["result"]["turns"]
+        by_policy[record["policy"]] += record["result"]["turns"]
     return {
         "episodes": len(records),
         **{name: round(sum(record["result"][name] for record in good)) for name in SUMMED},

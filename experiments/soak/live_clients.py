@@ -37,6 +37,16 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
 """A client in a process of its own, which can be stopped and killed. It reads slowly."""
 
 
+def make_request(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """A completion's request as it is sent: its head and its body."""
+    body = json.dumps({"model": "soak", **fields}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode(), body
+
+
 class Clients:
     """All clients of one server. They work until they are told to pause, and finish what they began."""
 
@@ -204,11 +214,10 @@ class Clients:
         rng = self._rng
         while not self._pausing.is_set():
             self._book.counts["slow senders"] += 1
-            body = json.dumps({"model": "soak", "prompt": self._make_text(20), "max_tokens": 1}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            head, body = make_request({"prompt": self._make_text(20), "max_tokens": 1})
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", self._port)
-                writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode())
+                writer.write(head)
                 for start in range(0, len(body) if rng.random() < 0.5 else len(body) // 2, 20):
                     writer.write(body[start : start + 20])
                     await asyncio.sleep(0.3)
@@ -221,17 +230,14 @@ class Clients:
         """A client in its own process: stopped, continued, and killed in the middle of its answer."""
         rng = self._rng
         while not self._pausing.is_set():
-            request = {"model": "soak", "prompt": self._make_text(50), "max_tokens": 50, "job_id": "child"}
-            body = json.dumps({**request, "stream": True, "ignore_eos": True}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+            request = {"prompt": self._make_text(50), "max_tokens": 50, "job_id": "child"}
+            head, body = make_request({**request, "stream": True, "ignore_eos": True})
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-S", "-c", CHILD, str(self._port),
                 stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
             assert child.stdin is not None
-            child.stdin.write(
-                f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + body
-            )
+            child.stdin.write(head + body)
             child.stdin.close()
             await asyncio.sleep(rng.uniform(0.2, 3.0))
             try:

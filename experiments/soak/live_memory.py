@@ -97,9 +97,7 @@ def get_slope(points: Sequence[tuple[float, float]]) -> float | None:
     """Slope of a straight line through points, by least squares; None for fewer than three."""
     if len(points) < 3:
         return None
-    mean_x, mean_y = (sum(each[n] for each in points) / len(points) for n in (0, 1))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def get_memory_mb(pids: Sequence[int]) -> float:

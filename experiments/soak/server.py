@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.soak.book import Book
+from experiments.soak.book import Book, summarise
 from experiments.soak.live_clients import Clients
 from experiments.soak.live_faults import ENDS, Faults, end_life
 from experiments.soak.live_memory import Life, compare_growth
@@ -52,8 +52,8 @@ def run_soak(parsed: argparse.Namespace) -> int:
         "pace": parsed.pace,
         "rests": sum(len(life.rests) for life in lives),
         "counts": dict(sorted(book.counts.items())),
-        "probe_s": book.summarise_probe(),
-        "slowness": book.summarise_slowness(),
+        "probe_s": summarise(book.probe_s, "requests"),
+        "slowness": summarise(book.slowness, "measurements"),
         "lives": [life.describe() for life in lives],
         "growth": comparison,
         "failures": book.num_failures,
