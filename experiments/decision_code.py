@@ -102,10 +102,7 @@ def _read_same() -> dict[str, str]:
 
 def write_same(pairs: Mapping[str, str], how: str) -> None:
     """Record that changed code decides the same: the digests before and after, and how that is known."""
-    is_new = not SAME.exists()
     with SAME.open("a", encoding="utf-8") as file:
-        if is_new:
-            file.write("# BEFORE AFTER: digests of code that decides the same, and how that is known\n")
         file.writelines(f"{before} {after} {how}\n" for before, after in pairs.items())
     _read_same.cache_clear()
 

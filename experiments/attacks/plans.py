@@ -91,27 +91,22 @@ def make_workload(attack: Attack, scene: Scene) -> Workload:
 
     num_agents = int(scene.window_s * scene.agents_per_s)
     agents = ab8_jobs([arrive(number, 1 / scene.agents_per_s) for number in range(num_agents)])
-    probes = [
-        Job(
-            f"probe-{number}",
-            1.0 + arrive(number, scene.probe_every_s),
-            (TurnSpec((Span(f"probe-{number}", 4),), Span(f"probe-{number}/out", 4)),),
-        )
-        for number in range(int(scene.window_s / scene.probe_every_s))
-    ]
-    long_probes = [
-        Job(
-            f"long-probe-{number}",
-            5.0 + arrive(number, scene.long_every_s),
-            (
-                TurnSpec(
-                    (*scene.start, Span(f"long-probe-{number}", LONG_TOKENS)),
-                    Span(f"long-probe-{number}/out", 20),
-                ),
-            ),
-        )
-        for number in range(int(scene.window_s / scene.long_every_s))
-    ]
+
+    def make_probes(
+        kind: str, first_s: float, every_s: float, start: Prompt, num_tokens: int, num_out: int
+    ) -> list[Job]:
+        names = [f"{kind}-{number}" for number in range(int(scene.window_s / every_s))]
+        return [
+            Job(
+                name,
+                first_s + arrive(number, every_s),
+                (TurnSpec((*start, Span(name, num_tokens)), Span(f"{name}/out", num_out)),),
+            )
+            for number, name in enumerate(names)
+        ]
+
+    probes = make_probes("probe", 1.0, scene.probe_every_s, (), 4, 4)
+    long_probes = make_probes("long-probe", 5.0, scene.long_every_s, scene.start, LONG_TOKENS, 20)
     attack = replace(attack, num_streams=round(attack.num_streams * scene.strength))
     streams = _make_streams(attack, scene.start, calls=not (attack.says_last or scene.no_calls))
     long = scale_lengths(Workload("attack", (*agents, *long_probes, *streams)), scene.lengths)

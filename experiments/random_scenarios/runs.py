@@ -15,6 +15,7 @@ from experiments.decision_code import Code, digest_code, draw_older, is_equal
 from experiments.json_lines import append_lines, read_lines
 from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
 from experiments.results.row import Row
+from experiments.results.runs import shorten
 from experiments.results.settings import SERVERS_LIMITS, Setting, Step
 from tenuto.core.limits import Limits
 from tenuto.records.metrics import get_percentile
@@ -167,7 +168,8 @@ def run_place(place: Place) -> dict[str, Any]:
     kept = {name: record[name] for name in KEPT}
     for name, wanted in STATS.items():
         kept[name] = None if record[name] is None else {each: record[name][each] for each in wanted}
-    asked = [turn.ttft_s for turn in outcome.turns if turn.ttft_s is not None and _is_asked(turn)]
+    # `plain_ttft_s` also has agents' jobs that end after one turn.
+    asked = [turn.ttft_s for turn in outcome.turns if turn.ttft_s is not None and _is_of_people(turn.job)]
     kept["asked_ttft_s"] = {"p95": get_percentile(asked, 95)} if asked else None
     return {
         "seed": place.seed,
@@ -178,7 +180,7 @@ def run_place(place: Place) -> dict[str, Any]:
         "interval": place.setting.interval,
         **({"template": place.template} if place.template else {}),
         **({"closed": True} if place.is_closed else {}),
-        **_shorten(kept),
+        **shorten(kept),
         "code": str(get_code(place.seed, place.number, place.setting)),
         "cpu_s": round(time.process_time() - started_s, 2),
     }
@@ -225,11 +227,6 @@ def close_loop(workload: Workload, scenario: Scenario) -> Workload:
     return replace(workload, jobs=tuple(closed.get(job.job_id, job) for job in workload.jobs))
 
 
-def _is_asked(turn: TurnRecord) -> bool:
-    """Whether a turn is of no agent. `plain_ttft_s` also has agents' jobs that end after one turn."""
-    return _is_of_people(turn.job)
-
-
 def _is_of_people(job_id: str) -> bool:
     return any(f"{name}-" in job_id for name in ("plain", "people"))
 
@@ -263,14 +260,6 @@ def get_setup(scenario: Scenario, setting: Setting) -> tuple[Setup, Limits | Non
     elif step == "no bound on waits":
         return setup, Limits(max_wait_over_stock=None)
     return setup, None
-
-
-def _shorten(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, Mapping):
-        return {key: _shorten(each) for key, each in value.items()}
-    return value
 
 
 def list_settings(

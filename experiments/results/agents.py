@@ -17,6 +17,8 @@ SMALL_LOADS = (
     *(("RTX5090", "ab8", 2), ("A100-40", "swe-bench", 1), ("A100-40", "bfcl", 0.3)),
 )
 BFCL_LOADS = {"A100-80": (0.2, 0.5, 1.0), "H100": (0.3, 0.6, 1.2), "B200": (0.6, 1.2, 2.4)}
+CONTEXT_LOADS = {"A100-80": (0.3,), "H100": (0.4,), "B200": (0.8,)}
+"""Of `bfcl-contexts`. They fill the machine: a job takes more work than one of `bfcl`."""
 
 
 def make_ab8() -> Iterable[Row]:
@@ -33,15 +35,6 @@ def make_agents(workload: str, loads: Mapping[str, tuple[float, ...]]) -> Iterab
                 setup = Setup(gpu=gpu, host_gb=host_gb)
                 load = LoadOptions(workload=workload, jps=jps, window_s=90)
                 yield Row(f"{gpu}, {jps:g}/s, {tier}", setup, load)
-
-
-def make_contexts() -> Iterable[Row]:
-    """Loads that fill the machine: a job takes more work than one of `bfcl`."""
-    for gpu, jps in (("A100-80", 0.3), ("H100", 0.4), ("B200", 0.8)):
-        for host_gb in (0, 200):
-            tier = f"{host_gb} GiB host" if host_gb else "no host tier"
-            load = LoadOptions(workload="bfcl-contexts", jps=jps, window_s=90)
-            yield Row(f"{gpu}, {jps:g}/s, {tier}", Setup(gpu=gpu, host_gb=host_gb), load)
 
 
 def make_weka() -> Iterable[Row]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from experiments.results.agents import (
     AB8_LOADS,
     BFCL_LOADS,
+    CONTEXT_LOADS,
     SWE_LOADS,
     make_70b,
     make_ab8,
     make_ablation,
     make_agents,
-    make_contexts,
     make_sessions,
     make_small,
     make_weka,
@@ -84,7 +84,7 @@ TABLES = {
         "`bfcl` reads the paper's tokens per job as the sum over all turns. Here they are those of the last "
         "context, scaled by 0.4 as in the paper (see [workloads](workloads.md)).",
         RACE,
-        make_contexts,
+        lambda: make_agents("bfcl-contexts", CONTEXT_LOADS),
         STEPS,
         notes=GEN4,
     ),

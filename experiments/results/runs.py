@@ -123,7 +123,7 @@ def shorten(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "p99" in value:
-        value = {name: value[name] for name in STATS}
+        value = {name: value[name] for name in STATS if name in value}
     return {key: shorten(each) for key, each in value.items()}
 
 
