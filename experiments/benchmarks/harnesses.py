@@ -114,21 +114,17 @@ def run_aiperf_turns(command: str, server: Server, folder: Path) -> Figures:
 
 def run_aiperf_agentx(command: str, server: Server, folder: Path) -> Figures:
     """AIPerf's agentic scenario on a folder that `tenuto convert --to weka` wrote."""
-    return _run_agentx(command, server, folder, ["--scenario", "inferencex-agentx-mvp"])
+    return run_agentx(command, server, folder, "--scenario", "inferencex-agentx-mvp")
 
 
-def run_agentx(command: str, server: Server, folder: Path) -> Figures:
+def run_agentx(command: str, server: Server, folder: Path, *more: str) -> Figures:
     """The same sessions in AgentX's own command, whose scenario is on by itself."""
-    return _run_agentx(command, server, folder, [])
-
-
-def _run_agentx(command: str, server: Server, folder: Path, more: Sequence[str]) -> Figures:
     trace = _write_sessions(folder / "sessions")
-    more = [
+    all_options = [
         *more, "--unsafe-override", "--benchmark-duration", "60", "--input-file", str(trace),
         "--custom-dataset-type", "weka-trace", "--session-header", "X-Session-ID",
     ]  # fmt: skip
-    return _run_aiperf(command, server, folder, more)
+    return _run_aiperf(command, server, folder, all_options)
 
 
 def _run_aiperf(command: str, server: Server, folder: Path, more: Sequence[str]) -> Figures:

@@ -398,14 +398,9 @@ def read_tool_call(data: bytes) -> None:
 
 def read_shell_command(data: bytes) -> None:
     """A command line, and the time that is predicted for it."""
-    read = _get_command_times().read(data.decode(errors="replace"))
+    read = load_command_times().read(data.decode(errors="replace"))
     if read.log_s is not None and not (math.isfinite(read.log_s) and math.isfinite(read.sd)):
         raise Wrong(f"predicted {read}")
-
-
-@cache
-def _get_command_times() -> Any:
-    return load_command_times()
 
 
 def read_options(data: bytes) -> None:

@@ -157,13 +157,16 @@ def profile(url: str, parsed: argparse.Namespace) -> None:
     print(format_fit(cost, get_errors(cost, steps)), flush=True)
 
 
-def make_ab_options(urls: dict[str, str], parsed: argparse.Namespace) -> AbOptions:
-    load = LoadOptions(
-        jps=parsed.jps, window_s=parsed.window, seed=parsed.seed, scale_lengths=parsed.scale, hints="tool"
+def make_load(seed: int, parsed: argparse.Namespace) -> LoadOptions:
+    return LoadOptions(
+        jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale, hints="tool"
     )
+
+
+def make_ab_options(urls: dict[str, str], parsed: argparse.Namespace) -> AbOptions:
     return AbOptions(
         arms=tuple(Arm(policy, "url", url) for policy, url in urls.items()),
-        bench=BenchOptions(urls=(next(iter(urls.values())),), load=load),
+        bench=BenchOptions(urls=(next(iter(urls.values())),), load=make_load(parsed.seed, parsed)),
         out=parsed.out / "ab",
         repeats=parsed.repeats,
     )
@@ -221,10 +224,7 @@ def simulate(policy: str, seed: int, parsed: argparse.Namespace) -> dict[str, An
         # Every lease yields, as under the plugin: not as in the published engines.
         limits="plugin",
     )
-    load = LoadOptions(
-        jps=parsed.jps, window_s=parsed.window, seed=seed, scale_lengths=parsed.scale, hints="tool"
-    )
-    return run(setup, load).record
+    return run(setup, make_load(seed, parsed)).record
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
