@@ -20,6 +20,7 @@ from dataclasses import replace
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
+from experiments.command_line import make_parser
 from tenuto.core.limits import Limits
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
@@ -67,9 +68,7 @@ def run(parsed: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--policies", default="tenuto,continuum", help="policies beside stock")
     parser.add_argument("--unbounded", action="store_true", help="without the bound on waits")
     parser.add_argument(

@@ -29,6 +29,7 @@ import httpx
 from experiments.attacks.options import add_options, get_attacks, get_scene
 from experiments.attacks.plans import Attack, Scene, make_say, make_workload
 from experiments.attacks.table import Outcome, make_outcome, show
+from experiments.command_line import make_parser
 from experiments.routers.processes import CPU_ENV, ON_CPU, Running, get_free_port, start_all
 from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
@@ -132,9 +133,7 @@ def run(args: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default=".demo/smollm2", help="model folder or name")
     parser.add_argument("--policy", default="tenuto", help="Tenuto's policy (see `tenuto policies`)")
     parser.add_argument("--vllm", default=str(Path(sys.executable).parent / "vllm"), help="the vllm to run")

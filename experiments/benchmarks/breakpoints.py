@@ -18,7 +18,6 @@ median of what looking for the marks takes, which is a part of it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 import tenuto.vllm
 from experiments.benchmarks.scheduler_step import TimedEngine
+from experiments.command_line import make_parser
 from tenuto.core.requests import WISH_FIELD
 from tenuto.core.wishes import Mark, Span, Wish, write_wish
 from tenuto.vllm.requests import OutputReader
@@ -112,9 +112,7 @@ def measure(tokenizer: Any, num_tokens: int, num_requests: int) -> dict[str, lis
 
 def main() -> None:
     """Print a line for each length and kind."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--tokenizer", required=True, help="a model's folder")
     parser.add_argument("--requests", type=int, default=60, help="of each kind, for each length")
     args = parser.parse_args()

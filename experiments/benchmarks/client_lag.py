@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from experiments.benchmarks.light_server import serve
+from experiments.command_line import make_parser
 from tenuto.client.ab import measure_run
 from tenuto.client.options import BenchOptions
 from tenuto.records.files import RunFiles
@@ -30,9 +31,7 @@ def run(url: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--workload", default="ab8")
     parser.add_argument("--users", type=int, default=1000, help="jobs at a time")
     parser.add_argument("--jobs", type=int, default=1500, help="jobs in all")

@@ -10,7 +10,6 @@ is asked again whether its KV stays: the mean, of the fastest of five runs. Memo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import math
@@ -21,6 +20,7 @@ import tracemalloc
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
+from experiments.command_line import make_parser
 from tenuto.core.driver import Driver
 from tenuto.core.engine import Engine
 from tenuto.core.jobs import Arrival, Finish
@@ -194,9 +194,7 @@ def measure(num_sessions: int, num_leases: int) -> tuple[float, float, float, fl
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--leases", type=int, nargs="+", default=[100, 1_000, 10_000])
     args = parser.parse_args()

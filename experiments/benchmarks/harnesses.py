@@ -37,6 +37,7 @@ from typing import Any
 
 import httpx
 
+from experiments.command_line import make_parser
 from experiments.json_lines import read_lines
 from experiments.routers.processes import run_engine
 from tenuto.client.metrics import Page, parse_page, try_get_sim_speed
@@ -390,9 +391,7 @@ HEAD = """\
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--url", help="a server with Tenuto; default: a simulated one")
     parser.add_argument("--tokenizer", help="the model's folder; needed with --url")
     parser.add_argument("--speed", type=float, default=SPEED, help="of the simulated server (%(default)s)")

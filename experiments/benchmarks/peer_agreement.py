@@ -27,6 +27,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.light_server import TPOT_S, TTFT_S, open_server
+from experiments.command_line import make_parser
 from experiments.json_lines import read_lines, write_lines
 from tenuto.client.ab import measure_run
 from tenuto.client.ab_verdict import estimate_ratio
@@ -164,9 +165,7 @@ def report(pairs: Sequence[Mapping[str, Times]], one: str, other: str) -> bool:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--aiperf", default=shutil.which("aiperf"), help="the aiperf command")
     parser.add_argument("--tokenizer", default=".demo/smollm2", help="AIPerf wants one, though it needs none")
     parser.add_argument("--url", help="a server; default: the light one with known times")

@@ -19,7 +19,6 @@ read and write files beside the scheduler, and do not count.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -44,6 +43,7 @@ from experiments.benchmarks.scheduler_step import (
     report,
     report_difference,
 )
+from experiments.command_line import make_parser
 from tests.vllm.workerless import make_config, make_request, make_scheduler
 
 NUM_RUNNING = 128
@@ -169,9 +169,7 @@ def run_ends(engines: dict[str, TieredEngine], number: int, num_ends: int) -> di
 
 def main() -> None:
     """Measure, and print the ratios."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ends", type=int, default=12, help="ends of turns per round")
     parser.add_argument("--json", type=Path, help="write the figures here too")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.light_server import open_server
+from experiments.command_line import make_parser
 from experiments.json_lines import write_lines
 from tenuto.client.ab import measure_run
 from tenuto.client.ab_verdict import estimate_ratio
@@ -169,9 +170,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm", default=shutil.which(find_vllm()))
     parser.add_argument("--tokenizer", default=".demo/smollm2", help="of the server's model")
     parser.add_argument("--url", help="a server; default: the light one with known times")

@@ -11,12 +11,12 @@ jobs and seeds. Runs that the present code has made already are not made again.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.command_line import make_parser
 from experiments.decision_code import digest_code
 from experiments.figures.draw import draw
 from experiments.figures.figures import FIGURES, PAPER
@@ -84,9 +84,7 @@ def make_overview(kept: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "figure",
         choices=(*FIGURES, "all"),

@@ -8,11 +8,11 @@ measure of the gain. `tenuto report` draws the scheduler's trace of it. Writes d
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
 
+from experiments.command_line import make_parser
 from tenuto.cli import main as tenuto
 
 PICTURES = Path(__file__).parents[2] / "docs" / "figures"
@@ -23,9 +23,7 @@ SIMULATE = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=PICTURES / "life.svg")
     parser.add_argument("--jobs", help="end the arrivals after so many jobs, for a quick look")
     parsed = parser.parse_args()

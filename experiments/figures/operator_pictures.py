@@ -11,7 +11,6 @@ are those of dashboards/tenuto.json, Prometheus evaluates the queries, and matpl
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from matplotlib.patches import Rectangle
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
+from experiments.command_line import make_parser
 from experiments.results.row import ROOT
 from experiments.routers.fleet_page import ask_panels, run_prometheus, send_jobs
 from experiments.routers.processes import ENGINE, run_engine
@@ -112,9 +112,7 @@ def draw_dashboard(found: Mapping[str, list[dict[str, Any]]], path: Path) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=PICTURES, help="a folder")
     parser.add_argument("--seconds", type=float, default=30.0, help="of load before the picture of top")
     parsed = parser.parse_args()

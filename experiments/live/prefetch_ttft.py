@@ -12,7 +12,6 @@ token.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from experiments.command_line import make_parser
 from experiments.live import slow_link
 from experiments.routers.processes import CPU_ENV, ON_CPU
 from tenuto.client.ab import make_command, run_server
@@ -111,9 +111,7 @@ def make_tier_arguments(link_gb_s: float | None) -> list[str]:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default=".demo/smollm2")
     parser.add_argument("--lengths", default="512,1024", metavar="N,N,…", help="contexts, tokens")
     parser.add_argument("--repeats", type=int, default=5)

@@ -13,11 +13,11 @@ never reported.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.command_line import make_parser
 from experiments.decision_code import say_confirmed, take_last
 from experiments.random_scenarios.draw import draw_scenario
 from experiments.random_scenarios.report import (
@@ -54,9 +54,7 @@ def confirm_kept(book: Book, per_policy: int, workers: int | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, required=True, help="a seed of scenarios: any number")
     parser.add_argument("--count", type=int, default=30, help="how many of them (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")

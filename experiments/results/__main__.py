@@ -15,13 +15,13 @@ races at several step sizes: see `race`.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import make_parser
 from experiments.decision_code import check_one_code
 from experiments.json_lines import read_lines, write_lines
 from experiments.results.figure import draw_options
@@ -46,9 +46,7 @@ RECORDS = ROOT / "experiments" / "records"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("table", choices=[*TABLES, "screen", "stale"])
     parser.add_argument(
         "--seeds", default="42,1,2", help="with commas; the first is run for all (%(default)s)"

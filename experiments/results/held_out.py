@@ -8,9 +8,9 @@ best step size. Every fourth row of each table runs. Nothing is kept; the table 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 
+from experiments.command_line import make_parser
 from experiments.results.row import Row
 from experiments.results.rows import TABLES
 from experiments.results.runs import Place, run_place
@@ -49,9 +49,7 @@ def judge_again(table: str, rows: Iterable[Row], seeds: list[int]) -> Iterator[V
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", default="7,11", help="with commas (%(default)s)")
     parser.add_argument("--tables", default="mixed,ab8,swe-bench,bfcl,bfcl-contexts")
     parser.add_argument("--every", type=int, default=4, help="of each table's rows (%(default)s)")

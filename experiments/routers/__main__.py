@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import make_parser
 from experiments.results.tables import format_markdown
 from experiments.routers.processes import (
     ENGINE,
@@ -161,9 +162,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", default="routing,admission,death", help="parts, separated by commas")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each row, each with its own seed")
     parser.add_argument("--jobs", type=int, default=40)

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from experiments.command_line import make_parser
 from experiments.routers.processes import ENGINE, count_turns, run_engine, run_naming, run_router, start_all
 
 BLOCK = 16
@@ -92,9 +93,7 @@ def run_row(row: Row, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="that run side by side")
     parser.add_argument("--turns", type=int, default=5, help="of each job")
     parser.add_argument("--repeat", type=int, default=3)

@@ -11,7 +11,6 @@ Prometheus reads the alert rules too. Grafana is not started.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
@@ -28,6 +27,7 @@ from typing import Any
 import httpx
 import yaml
 
+from experiments.command_line import make_parser
 from experiments.results.row import ROOT
 from experiments.routers.processes import get_free_port
 from tenuto.client.ab import measure_run, run_server
@@ -161,9 +161,7 @@ def ask_panels(url: str, num_seconds: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=60)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

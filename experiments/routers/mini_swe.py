@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from experiments.command_line import make_parser
 from experiments.routers.processes import (
     CPU_ENV,
     ON_CPU,
@@ -152,9 +153,7 @@ def compare(arms: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--vllm", required=True, help="the `vllm` command, with Tenuto in its environment")
     parser.add_argument("--router", help="the `vllm-router` command")
     parser.add_argument("--model", required=True, metavar="FOLDER")

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from experiments.command_line import make_parser
 from experiments.routers.processes import ENGINE, count_turns, get_free_port, run_engine
 from tenuto.client.ab import measure_run
 from tenuto.client.options import BenchOptions
@@ -136,9 +137,7 @@ def run(router: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--routers", default=f"tenuto,{RAYS_OWN}", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--jps", type=float, default=4.0)

@@ -10,12 +10,12 @@ time, on vLLM's CPU build. Needs vLLM.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping
 
 import tenuto.vllm.scheduler
+from experiments.command_line import make_parser
 from tenuto.core.engine import StepTokens, read_step_tokens
 from tenuto.records.metrics import get_geometric_mean, get_job_times_s
 from tenuto.workload import LoadOptions, Workload, make_workload
@@ -28,9 +28,7 @@ NUM_BLOCKS = 27_126
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--gpu", default="H100")
     parser.add_argument("--policy", default="tenuto")
     parser.add_argument("--sizes", default=SIZES, help="of steps (%(default)s)")

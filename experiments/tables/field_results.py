@@ -8,11 +8,11 @@ A record is a file of experiments/records/field. Its texts are a stranger's: the
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 from statistics import fmean
 
+from experiments.command_line import make_parser
 from experiments.results.tables import put_section
 from tenuto.core.errors import clean
 from tenuto.records.files import read_first
@@ -114,9 +114,7 @@ def _escape(text: str, most: int = MAX_NAME * 3) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--write", action="store_true", help="write it into docs/field-results.md")
     if parser.parse_args().write:
         page = put_section(PAGE.read_text(encoding="utf-8"), "records", format_page(read_records()))

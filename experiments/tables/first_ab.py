@@ -9,12 +9,12 @@ of a model without sampling are.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.command_line import make_parser
 from experiments.results.tables import format_markdown
 from tenuto.sim.hardware.gpus import get_gpu
 from tenuto.sim.run import Extras, run
@@ -70,9 +70,7 @@ def simulate(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.parse_args()
     rates = list(zip(PUBLISHED["jps"], PUBLISHED["window_s"], strict=True))
     heads = ["text", "answers", *(f"{system}, {jps}/s" for jps, _ in rates for system in SYSTEMS)]

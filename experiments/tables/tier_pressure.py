@@ -14,6 +14,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
+from experiments.command_line import make_parser
 from experiments.published_memory import with_published_kv
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.run import Outcome, run
@@ -63,9 +64,7 @@ def get_mean_s(outcome: Outcome) -> float:
 
 def main() -> None:
     """Simulate, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--policies", default="tenuto,stock,infercept,break-even")
     parser.add_argument("--gpu", default="H100")
     parser.add_argument("--workload", default="ab8")

@@ -11,7 +11,6 @@ what the machine has.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import io
@@ -28,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from experiments.command_line import make_parser
 from experiments.tool_times.command_trees import SEED, WORDS, make_trees
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "tool_times" / "data"
@@ -208,9 +208,7 @@ def say(text: str) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER / "commands.csv.gz", help="file to write")
     parser.add_argument("--resume", action="store_true", help="go on where the file's measurements ended")
     parser.add_argument(

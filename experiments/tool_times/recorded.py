@@ -10,13 +10,13 @@ then. An engine sees the gap between two turns instead, so gaps are compared wit
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.command_line import make_parser
 from experiments.tool_times.accuracy import PAGE, Call, Guess, Score, ToolMeans, get_speed, score
 from tenuto.estimators.tool_times import MeanTimes, ToolSamples
 from tenuto.records.metrics import get_geometric_mean
@@ -141,9 +141,7 @@ def show(name: str, jobs: Sequence[Job]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path, nargs="?", default=EXAMPLE, help="default: TraceLab's example")
     parser.add_argument("--write", action="store_true", help="put the table into docs/tool_times.md")
     options = parser.parse_args()
