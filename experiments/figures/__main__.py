@@ -24,7 +24,7 @@ from experiments.figures.page import PAGE, PICTURES, format_figure, format_overv
 from experiments.figures.points import keep, make_points, run_cell
 from experiments.json_lines import append_lines, read_lines, write_lines
 from experiments.results.row import OUT, ROOT
-from experiments.results.tables import put_section
+from experiments.results.tables import write_section
 from tenuto.sim.compare import run_each
 
 DONE = OUT / "figures.jsonl"
@@ -73,8 +73,8 @@ def write(name: str, records: Sequence[Mapping[str, Any]]) -> None:
     kept.sort(key=lambda each: order.index(each["figure"]))
     write_lines(RECORDS, kept)
     own = select(kept, name)
-    page = put_section(PAGE.read_text(encoding="utf-8"), f"figure {name}", format_figure(name, own))
-    PAGE.write_text(put_section(page, "overview", make_overview(kept)), encoding="utf-8")
+    write_section(PAGE, f"figure {name}", format_figure(name, own))
+    write_section(PAGE, "overview", make_overview(kept))
     draw(FIGURES[name], make_points(FIGURES[name], own), PICTURES / get_picture(name))
 
 

@@ -21,6 +21,7 @@ from experiments.decision_code import Code, check_one_code, say_code
 from experiments.fleet.rows import IDEAL, OURS, ROWS, Key, get_code, measure
 from experiments.json_lines import read_lines, write_lines
 from experiments.results.row import ROOT
+from experiments.results.tables import format_markdown
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.sim.compare import run_each
 
@@ -55,11 +56,7 @@ def get_by_seed(
 
 
 def format_table(kept: dict[Key, dict[str, Any]]) -> str:
-    lines = [
-        "| engines | load | seeds | bound | tenuto | best other | tenuto / bound | tenuto / best other "
-        "| bound / best other |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     over_best = []
     for number, row in enumerate(ROWS):
         ours = get_by_seed(kept, number, OURS)
@@ -76,8 +73,7 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         cells = [row.servers, row.title, str(len(ours)), "" if bound is None else _format_s(bound)]
         cells += [_format_s(ours), f"{_format_s(known[best])} ({best})"]
         cells += ["" if bound is None else _format_ratio(ours, bound), _format_ratio(ours, known[best])]
-        cells.append("" if bound is None else _format_ratio(bound, known[best]))
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append([*cells, "" if bound is None else _format_ratio(bound, known[best])])
     if not over_best:
         return "Nothing was measured yet."
     # A run's rules are those of its router and of its engines' policy.
@@ -85,12 +81,12 @@ def format_table(kept: dict[Key, dict[str, Any]]) -> str:
         {**each, "policy": f"{each['router']} over {ROWS[each['row']].policy}"} for each in kept.values()
     ]
     check_one_code(records)
-    mean = get_geometric_mean(over_best)
-    lines.append(
-        f"\nAgainst the best other router of each row: geometric mean {mean:.2f}, worst {max(over_best):.2f}."
-    )
-    lines.append("\n" + say_code(records, lambda each: get_code(each["row"], each["router"], each["seed"])))
-    return "\n".join(lines)
+    heads = ["engines", "load", "seeds", "bound", "tenuto", "best other"]
+    heads += ["tenuto / bound", "tenuto / best other", "bound / best other"]
+    mean, worst = get_geometric_mean(over_best), max(over_best)
+    about = f"Against the best other router of each row: geometric mean {mean:.2f}, worst {worst:.2f}."
+    code = say_code(records, lambda each: get_code(each["row"], each["router"], each["seed"]))
+    return "\n\n".join([format_markdown(heads, lines), about, code])
 
 
 def format_all(kept: dict[Key, dict[str, Any]]) -> str:

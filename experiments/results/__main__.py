@@ -39,7 +39,7 @@ from experiments.results.runs import (
 from experiments.results.screen import read_records, write_screen
 from experiments.results.settings import Runs, Step
 from experiments.results.step_cost_table import format_step_costs
-from experiments.results.tables import format_section, put_section
+from experiments.results.tables import format_section, write_section
 
 PAGE = ROOT / "docs" / "lab.md"
 RECORDS = ROOT / "experiments" / "records"
@@ -170,8 +170,7 @@ def _name_run(record: Mapping[str, Any]) -> str:
 
 def write(name: str, records: Sequence[Mapping[str, Any]], section: str) -> None:
     """Put a table into the page, and its records beside it."""
-    page = put_section(PAGE.read_text(encoding="utf-8"), name, section)
-    PAGE.write_text(page, encoding="utf-8")
+    write_section(PAGE, name, section)
     write_lines(RECORDS / f"{name}.jsonl", records)
     write_screen(PAGE)
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
+from experiments.results.row import ROOT
 from experiments.results.tables import format_markdown
 
-PUBLISHED = Path(__file__).parents[1] / "published"
+_SWEEPS = [
+    json.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "experiments" / "published").glob("ab8_*.json"), reverse=True)
+]
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {sweep["gpu"]: sweep for sweep in _SWEEPS}
+"""The sweeps of ab8, by GPU."""
 SYSTEMS = {"stock": "stock", "continuum-fixed": "Continuum prototype", "offload-sync": "LMCache 0.3.7"}
 RIDDLES: Mapping[tuple[str, float], str] = {
     ("H200", 3): "The prototype took 20.7 s and LMCache 24.3 s where stock took 28.1 s, though nothing is "
@@ -32,12 +38,10 @@ GEN4 = (
 
 def format_published(loads: Mapping[str, Sequence[float]]) -> str:
     """The published mean job times of these machines at these jobs/s, and the riddles beside them."""
-    sweeps = [json.loads(path.read_text(encoding="utf-8")) for path in PUBLISHED.glob("ab8_*.json")]
-    by_gpu = {sweep["gpu"]: sweep for sweep in sweeps}
     lines = []
-    for gpu, jps in ((gpu, jps) for gpu, rates in loads.items() if gpu in by_gpu for jps in rates):
-        place = by_gpu[gpu]["jps"].index(jps)
-        figures = by_gpu[gpu]["avg_duration_s"]
+    for gpu, jps in ((gpu, jps) for gpu, rates in loads.items() if gpu in PUBLISHED for jps in rates):
+        place = PUBLISHED[gpu]["jps"].index(jps)
+        figures = PUBLISHED[gpu]["avg_duration_s"]
         cells = [f"{figures[system][place]:.1f}" if system in figures else "–" for system in SYSTEMS]
         lines.append([f"{gpu}, {jps}/s", *cells, RIDDLES.get((gpu, jps), "")])
     about = (

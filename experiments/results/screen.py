@@ -14,7 +14,7 @@ from experiments.results.row import ROOT
 from experiments.results.rows import TABLES
 from experiments.results.runs import say_code_of
 from experiments.results.settings import Runs, Setting, get_settings, group
-from experiments.results.tables import format_markdown, put_section
+from experiments.results.tables import format_markdown, write_section
 from experiments.results.verdicts import Ratio, Seeds, Verdict
 from tenuto.records.metrics import get_geometric_mean
 
@@ -159,5 +159,4 @@ def _format_one_for_all(by_table: dict[str, dict[str, Verdict]], all_runs: dict[
 
 def write_screen(page: Path) -> None:
     """Put the screen into the page."""
-    text = put_section(page.read_text(encoding="utf-8"), "screen", format_screen())
-    page.write_text(text, encoding="utf-8")
+    write_section(page, "screen", format_screen())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.results.row import Row, Table
@@ -137,6 +138,11 @@ def get_label(policy: str) -> str:
 def format_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     out = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return "\n".join([*out, *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def write_section(page: Path, name: str, section: str) -> None:
+    """Put a section into a page."""
+    page.write_text(put_section(page.read_text(encoding="utf-8"), name, section), encoding="utf-8")
 
 
 def put_section(page: str, name: str, section: str) -> str:

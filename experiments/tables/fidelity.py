@@ -13,19 +13,16 @@ import gc
 import json
 import statistics
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from experiments.results.published import PUBLISHED
+from experiments.results.tables import format_markdown
 from tenuto.sim.cost import batch as step_batch
 from tenuto.sim.run import GC_THRESHOLD, get_versions, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
-PUBLISHED = {
-    json.loads(path.read_text(encoding="utf-8"))["gpu"]: path
-    for path in sorted((Path(__file__).parents[1] / "published").glob("ab8_*.json"), reverse=True)
-}
 SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
     "stock": {"stock": {"policy": "stock"}},
     "continuum-fixed": {
@@ -49,8 +46,7 @@ def main() -> int:
     gc.set_threshold(*GC_THRESHOLD)
     step_batch.PREFILL_SCALE *= parsed.scale
     step_batch.DECODE_SCALE *= parsed.scale
-    sweeps = [json.loads(PUBLISHED[gpu].read_text(encoding="utf-8")) for gpu in parsed.machines.split(",")]
-    rows = [row for sweep in sweeps for row in make_rows(sweep)]
+    rows = [row for gpu in parsed.machines.split(",") for row in make_rows(PUBLISHED[gpu])]
     if parsed.json:
         print(json.dumps({"versions": get_versions(), "rows": rows}, indent=1))
     else:
@@ -60,7 +56,7 @@ def main() -> int:
     return 0
 
 
-def make_rows(published: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def make_rows(published: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for system, figures in published["avg_duration_s"].items():
         for simulated, settings in SYSTEMS[system].items():
             for jps, expected_s in zip(published["jps"], figures, strict=True):
@@ -113,33 +109,30 @@ def format_job_times(rows: list[dict[str, Any]]) -> str:
 def format_errors(rows: list[dict[str, Any]]) -> str:
     """What `tenuto.sim.fidelity` has: the errors of stock and of the other systems on each machine."""
     meant = {next(iter(simulated)) for simulated in SYSTEMS.values()}
-    lines = ["| prediction for | cells | median | range |", "|---|---|---|---|"]
+    lines = []
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
         for name, policies in (("stock", {"stock"}), ("other policies", meant - {"stock"})):
             errors = [row["error"] for row in rows if row["gpu"] == gpu and row["policy"] in policies]
             if errors:
                 median = statistics.median(map(abs, errors))
                 span = f"{min(errors):+.1%} to {max(errors):+.1%}"
-                lines.append(f"| {gpu}, {name} | {len(errors)} | {median:.1%} | {span} |")
-    return "\n".join(lines) + "\n"
+                lines.append([f"{gpu}, {name}", str(len(errors)), f"{median:.1%}", span])
+    return format_markdown(["prediction for", "cells", "median", "range"], lines) + "\n"
 
 
 def format_turns(rows: list[dict[str, Any]]) -> str:
     turns = [str(turn) for turn in range(1, 9)]
-    lines = [
-        f"| machine | simulated as | jobs/s | {' | '.join(f'turn {turn}' for turn in turns)} |",
-        "|---|---|---|" + "---|" * len(turns),
-    ]
+    lines = []
     for row in rows:
-        cells = []
+        cells = [row["gpu"], row["policy"], str(row["jps"])]
         for turn in turns:
             cell = f"{row['turn_latency_ms'][turn] / 1000:.2f}"
             if (expected_ms := row["published_turn_ms"].get(turn)) is not None:
                 error = row["turn_latency_ms"][turn] / expected_ms - 1
                 cell += f" ({expected_ms / 1000:.2f}, {error:+.0%})"
             cells.append(cell)
-        lines.append(f"| {row['gpu']} | {row['policy']} | {row['jps']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return format_markdown(["machine", "simulated as", "jobs/s", *(f"turn {turn}" for turn in turns)], lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from experiments.command_line import make_parser
-from experiments.results.tables import put_section
+from experiments.results.tables import write_section
 from tenuto.core.errors import clean
 from tenuto.records.files import read_first
 from tenuto.records.load import read_validation
@@ -117,8 +117,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--write", action="store_true", help="write it into docs/field-results.md")
     if parser.parse_args().write:
-        page = put_section(PAGE.read_text(encoding="utf-8"), "records", format_page(read_records()))
-        PAGE.write_text(page, encoding="utf-8")
+        write_section(PAGE, "records", format_page(read_records()))
     else:
         print(format_page(read_records()))
     return 0
