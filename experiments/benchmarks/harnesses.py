@@ -369,7 +369,7 @@ def look_at(url: str, tokenizer: str) -> Server:
 # Words.
 
 
-def format_row(name: str, harness: Harness, said: Figures, counted: Figures) -> str:
+def format_row(name: str, said: Figures, counted: Figures) -> str:
     """One line of the table: what both count, and the ratios of what both timed."""
     cells = [
         str(one) if one == other else f"{one} / {other}"
@@ -426,7 +426,7 @@ def main() -> int:
                     print(error, file=sys.stderr, flush=True)
                     are_equal = False
                     continue
-                print(format_row(chosen, harness, said, counted), flush=True)
+                print(format_row(chosen, said, counted), flush=True)
                 are_equal = are_equal and agree(harness, said, counted)
                 results[chosen] = {"harness": asdict(said), "server": asdict(counted)}
     if args.json:

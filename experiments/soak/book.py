@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ class Book:
 
     slowness: list[float] = field(default_factory=list)
     """How many times slower than alone this machine ran a piece of work, measured now and then."""
-    _last_slowness: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_MEASURED))
 
     async def measure_slowness(self) -> None:
         """Measure the machine every few seconds, until it is cancelled."""
@@ -49,13 +48,11 @@ class Book:
 
     def measure_slowness_once(self) -> None:
         """Measure the machine now. It takes some hundredths of a second."""
-        slowness = get_slowness()
-        self.slowness.append(slowness)
-        self._last_slowness.append(slowness)
+        self.slowness.append(get_slowness())
 
     def get_slowness(self) -> float:
         """By how much limits are stretched now: the machine's worst of the last two minutes, at least 1."""
-        return max(1.0, *self._last_slowness) if self._last_slowness else 1.0
+        return max([1.0, *self.slowness[-NUM_MEASURED:]])
 
     def fail(self, what: str, detail: object) -> None:
         """Something went wrong that must not."""

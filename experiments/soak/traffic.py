@@ -33,7 +33,6 @@ class Talk:
     """What it tells the server: its id, an id that others use too, nothing, or nonsense."""
     turn_id: str | None = None
     back_s: float = 0.0
-    num_turns: int = 0
 
 
 @dataclass
@@ -197,7 +196,7 @@ class Traffic:
     def _go_on(self, talk: Talk, answer: list[int]) -> None:
         """The agent's tool runs, and its next prompt is this one, the answer and the tool's output."""
         rng = self.rng
-        talk.turn_id, talk.num_turns = None, talk.num_turns + 1
+        talk.turn_id = None
         talk.back_s = self.clock.now_s + self.mix.tool_s * rng.expovariate(1.0)
         kept = talk.tokens if rng.random() < 0.9 else talk.tokens[: rng.randrange(1, len(talk.tokens) + 1)]
         talk.tokens = [*kept, *answer, *self._make_tokens(rng.randrange(1, 60))]

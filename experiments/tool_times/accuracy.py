@@ -191,27 +191,25 @@ def score(name: str, predictor: Any, calls: list[Call], *, learns: bool) -> Scor
 
 def score_all(calls: list[Call], train: list[Call]) -> dict[str, list[Score]]:
     """All predictors: as trained, and learning as they go from nothing (means) or from the model (policy)."""
-    geometric: Mean = get_geometric_mean
+
+    def make_means(known: Iterable[Call]) -> dict[str, Any]:
+        return {
+            "mean of the first word": ToolMeans(statistics.fmean, known, first_word=True),
+            "mean of the main program": ToolMeans(statistics.fmean, known),
+            "geometric mean of the main program": ToolMeans(get_geometric_mean, known),
+        }
+
+    trained = make_means(train) | {
+        "trees": OfPolicy(explore=False, trusted_calls=0),
+        "contextserve (rules, then trees)": OfPolicy(explore=False),
+    }
+    learning = make_means([]) | {
+        "contextserve, without draws": OfPolicy(explore=False),
+        "contextserve (Thompson sampling)": OfPolicy(explore=True),
+    }
     return {
-        "As trained": [
-            score(
-                "mean of the first word",
-                ToolMeans(statistics.fmean, train, first_word=True),
-                calls,
-                learns=False,
-            ),
-            score("mean of the main program", ToolMeans(statistics.fmean, train), calls, learns=False),
-            score("geometric mean of the main program", ToolMeans(geometric, train), calls, learns=False),
-            score("trees", OfPolicy(explore=False, trusted_calls=0), calls, learns=False),
-            score("contextserve (rules, then trees)", OfPolicy(explore=False), calls, learns=False),
-        ],
-        "Learning as they go": [
-            score("mean of the first word", ToolMeans(statistics.fmean, first_word=True), calls, learns=True),
-            score("mean of the main program", ToolMeans(statistics.fmean), calls, learns=True),
-            score("geometric mean of the main program", ToolMeans(geometric), calls, learns=True),
-            score("contextserve, without draws", OfPolicy(explore=False), calls, learns=True),
-            score("contextserve (Thompson sampling)", OfPolicy(explore=True), calls, learns=True),
-        ],
+        "As trained": [score(name, each, calls, learns=False) for name, each in trained.items()],
+        "Learning as they go": [score(name, each, calls, learns=True) for name, each in learning.items()],
     }
 
 
@@ -268,6 +266,13 @@ def show_confusion(one: Score) -> list[str]:
     return lines
 
 
+def write_between(begin: str, end: str, text: str) -> None:
+    """Put a text into the page, between these marks."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, after = page.split(begin)[0], page.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -291,9 +296,7 @@ def main() -> None:
         }
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        write_between(BEGIN, END, text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.command_line import make_parser
-from experiments.tool_times.accuracy import PAGE, Call, Guess, Score, ToolMeans, get_speed, score
+from experiments.tool_times.accuracy import Call, Guess, Score, ToolMeans, get_speed, score, write_between
 from tenuto.estimators.tool_times import MeanTimes, ToolSamples
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.workload.formats.rounds import TOOL_TIMES
@@ -149,9 +149,7 @@ def main() -> None:
     text = show(name, read_trace(options.trace))
     print(text)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        write_between(BEGIN, END, text)
 
 
 if __name__ == "__main__":

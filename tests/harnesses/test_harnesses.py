@@ -91,7 +91,7 @@ def test_a_time_may_be_off_by_two_percent(field: str) -> None:
 
 def test_a_row_shows_counts_once_where_they_are_equal_and_times_as_ratios() -> None:
     counted = Figures(12, 801, 240, 0.4, 1.6, 9)
-    row = format_row("x", HARNESSES["AgentX"], SAID, counted)
+    row = format_row("x", SAID, counted)
     assert row == "| x | 12 | 800 / 801 | 240 | 9 | 0.400 s (1.250) | 1.600 s (1.250) |"
 
 
