@@ -292,7 +292,7 @@ def run_fit(paths: Sequence[Path], out: Path, *, force: bool = False, as_json: b
 
     A poor fit is written only with `force`, and the file then says that it is poor. Returns the exit status.
     """
-    found = [_read(path) for path in paths]
+    found = [read_observations(path) for path in paths]
     steps = [step for of_file, _ in found for step in of_file]
     transfers = [transfer for _, of_file in found for transfer in of_file]
     cost = fit_step_cost(steps, transfers)
@@ -379,12 +379,3 @@ def _format_line(name: str, line: Line, units: Sequence[str], errors: Mapping[st
         f"{line.worst_residual_s * 1000:6.2f} ms  "
         f"{constant:.3g}{terms}"
     )
-
-
-def _read(path: Path) -> tuple[list[ObservedStep], list[ObservedTransfer]]:
-    try:
-        return read_observations(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}") from error
