@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.core.errors import ConfigError, IntegrityError
+from tenuto.core.errors import IntegrityError
 from tenuto.core.loader import load_policy
 from tenuto.core.policy import Key, Policy
 from tenuto.core.requests import Hints
@@ -528,22 +528,11 @@ def test_a_cache_is_not_reset_under_a_load() -> None:
     assert scheduler.reset_prefix_cache(13.0)
 
 
-def make_windowed_engine(offload: Any = "async", chunk_tokens: int = 4, tiers: Any = None) -> Scheduler:
+def make_windowed_engine() -> Scheduler:
     """Blocks of 4 tokens; full attention, a window of 8 tokens (two blocks at a hit's end), and a state."""
     kv = KvConfig(num_blocks=61, block_size=4, windows=(None, 8, "state"))
-    config = EngineConfig(kv=kv, offload=offload, offload_chunk_tokens=chunk_tokens)
-    return Scheduler(config, load_policy("stock"), tiers=tiers or make_tiers())
-
-
-@pytest.mark.parametrize("offload", ["sync", "serial"])
-def test_lmcache_has_no_models_with_windows(offload: str) -> None:
-    with pytest.raises(ConfigError, match="which has full attention only"):
-        make_windowed_engine(offload)
-
-
-def test_tiers_hold_single_blocks_where_layers_differ() -> None:
-    with pytest.raises(ConfigError, match="offload_chunk_tokens must be 4, not 8"):
-        make_windowed_engine(chunk_tokens=8)
+    config = EngineConfig(kv=kv, offload="async", offload_chunk_tokens=4)
+    return Scheduler(config, load_policy("stock"), tiers=make_tiers())
 
 
 def test_of_windows_and_states_only_the_end_is_stored_and_loaded() -> None:

@@ -16,14 +16,14 @@ def make_offloader(
     """The offloader of an engine with tiers, in chunks of this many tokens; None without tiers.
 
     "async" with single blocks is vLLM's own connector, for any layers. "native" is the same without Tenuto.
-    Raises ConfigError for a hybrid model if vLLM has no such tiers for it.
+    With windows or states chunks are single blocks, never of LMCache. Raises ConfigError for a native disk.
     """
     if tiers is None or offload is None:
         return None
     block_size = kv.config.block_size
     if offload == "native":
-        return NativeOffloader(tiers, kv, chunk_tokens=chunk_tokens)
+        return NativeOffloader(tiers, kv)
     is_connector = offload == "async" and chunk_tokens == block_size
     if kv.can_truncate and not is_connector:
         return ChainOffloader(tiers, kv, offload, chunk_blocks=chunk_tokens // block_size)
-    return GroupedOffloader(tiers, kv, offload, chunk_tokens=chunk_tokens)
+    return GroupedOffloader(tiers, kv)

@@ -69,11 +69,11 @@ class ChainOffloader(Offloader):
         num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
         skip = num_hit_tokens // self._chunk_tokens
         chunks = self._get_chunks(request, num_chunks)[:num_chunks]
-        copy = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
+        done_s = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
         self._report_held(now_s)
         request.num_stored_chunks = num_chunks
-        return copy.done_s
+        return done_s
 
     # Stores.
 
@@ -146,9 +146,9 @@ class ChainOffloader(Offloader):
         request: Request | None = None,
     ) -> float:
         """Store cached chunks from `first` to before `end`. Returns when the copy is complete."""
-        copy = self._tiers.store(chunks, now_s, use, first, end)
-        self._count_stored(copy.num_chunks * self._chunk_tokens, use, now_s, request)
-        return copy.done_s
+        num_stored, done_s = self._tiers.store(chunks, now_s, use, first, end)
+        self._count_stored(num_stored * self._chunk_tokens, use, now_s, request)
+        return done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:
         """Keep blocks taken until their copy ends."""

@@ -22,7 +22,6 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer
 from tenuto.core.windows import STATE, count_loaded_blocks, get_window
@@ -30,7 +29,7 @@ from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import Checkpoints, StateTable
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request, Status
-from tenuto.sim.tiers.offloader import Offload, Offloader
+from tenuto.sim.tiers.offloader import Offloader
 from tenuto.sim.tiers.tier import OffloadTiers, Tier
 
 
@@ -289,18 +288,8 @@ class GroupedOffloader(Offloader):
     _yields = True
     """Whether stores wait for loads, and while many are queued."""
 
-    def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_tokens: int) -> None:
-        """Raises ConfigError for what vLLM lacks on such models: LMCache's modes, and larger chunks."""
+    def __init__(self, tiers: OffloadTiers, kv: KvCache) -> None:
         config = kv.config
-        if offload in ("sync", "serial"):
-            raise ConfigError(
-                f"offload {offload} is LMCache 0.3.7, which has full attention only; these layers differ"
-            )
-        if chunk_tokens != config.block_size:
-            raise ConfigError(
-                "where layers differ, tiers hold single blocks: offload_chunk_tokens must be "
-                f"{config.block_size}, not {chunk_tokens}"
-            )
         # It is not known by group which of a lease's blocks are worth storing, so all turns are stored.
         super().__init__(tiers.tiers, "async", chunk_blocks=1)
         self._tiers = GroupedTiers(tiers.tiers, len(config.windows))

@@ -119,11 +119,11 @@ class NativeOffloader(GroupedOffloader):
 
     _yields = False
 
-    def __init__(self, tiers: OffloadTiers, kv: KvCache, *, chunk_tokens: int) -> None:
-        """Raises ConfigError for chunks of several blocks, and for a disk."""
+    def __init__(self, tiers: OffloadTiers, kv: KvCache) -> None:
+        """Raises ConfigError for a disk."""
         if len(tiers.tiers) > 1:
             raise ConfigError("offload native is simulated with host memory only, without a disk")
-        super().__init__(tiers, kv, "native", chunk_tokens=chunk_tokens)
+        super().__init__(tiers, kv)
         self._tiers = self._native = NativeTiers(
             tiers.tiers[0], len(kv.config.windows), tail_first=kv.config.vllm_release != "0.32"
         )

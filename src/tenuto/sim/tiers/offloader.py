@@ -53,7 +53,7 @@ class Offloader(ABC):
     """Whether `store_computed` is called for steps after the prompt, too."""
 
     def __init__(self, tiers: Sequence[Tier], offload: Offload, chunk_blocks: int) -> None:
-        """`tiers`: nearest first. `chunk_blocks`: blocks per chunk of the tiers."""
+        """`tiers`: nearest first. `chunk_blocks`: blocks per chunk. Call `follow` before anything else."""
         self.is_sync = offload in ("sync", "serial")
         self.is_serial = offload == "serial"
         self.num_loaded_tokens = 0
@@ -61,7 +61,7 @@ class Offloader(ABC):
         self._all_tiers = tuple(tiers)
         self._stores_all = offload != "asked"
         self._chunk_blocks = chunk_blocks
-        self._driver: Driver | None = None
+        self._driver: Driver
         self._is_ordered = False
         self._views: tuple[TierView, ...] = ()
         """The latest views, which serve for as long as nothing of them has changed."""
@@ -80,14 +80,14 @@ class Offloader(ABC):
 
     def arrive(self, request: Request) -> None:
         """A request arrived. If it is known to be its job's last, it is not stored."""
-        if self._driver is not None and self._is_ordered:
+        if self._is_ordered:
             turn = self._driver.get_turn(request.turn_id)
             request.is_stored = turn is None or not turn.ends_job
 
     def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
         """A request ends. From now on its chunks are ranked by `turn`, the last view of its turn."""
         if turn is not None and not self.is_sync:
-            wish = None if self._driver is None else self._driver.get_wish(request.turn_id)
+            wish = self._driver.get_wish(request.turn_id)
             is_over = self._is_ordered and turn.ends_job and wish is None
             request.is_stored &= not (turn.is_aborted or is_over)
             if request.tier_use is not None or (request.is_stored and self._stores_all):
@@ -183,7 +183,7 @@ class Offloader(ABC):
 
     def _count_stored(self, num_tokens: int, use: Use, now_s: float, request: Request | None = None) -> None:
         self.num_stored_tokens += num_tokens
-        if num_tokens and self._driver is not None:
+        if num_tokens:
             self._driver.store(None if request is None else request.turn_id, use.owner, num_tokens)
         self._report_held(now_s)
 
@@ -192,18 +192,14 @@ class Offloader(ABC):
         for tier in self._all_tiers:
             for owner, num_chunks in tier.order.changes.take().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner
-                if self._driver is not None:
-                    self._driver.hold_below(str(job_id), tier.name, num_chunks * self._chunk_blocks, now_s)
+                self._driver.hold_below(str(job_id), tier.name, num_chunks * self._chunk_blocks, now_s)
 
     def _get_use(self, request: Request, now_s: float) -> Use:
         if request.tier_use is None:
-            turn = self._driver.get_turn(request.turn_id) if self._driver is not None else None
-            request.tier_use = NOBODY
-            if self._driver is not None and turn is not None:
-                request.tier_use = self._make_use(turn, now_s, self._driver.get_wish(request.turn_id))
+            turn, wish = self._driver.get_turn(request.turn_id), self._driver.get_wish(request.turn_id)
+            request.tier_use = NOBODY if turn is None else self._make_use(turn, now_s, wish)
         return request.tier_use
 
     def _make_use(self, turn: Turn, now_s: float, wish: Wish | None) -> Use:
-        assert self._driver is not None, "whose turn is it?"
         key, job = self._driver.get_tier_key(turn, now_s), turn.job
         return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import TierOrder, Use
@@ -27,11 +26,6 @@ class Link:
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float = 0.0) -> None:
-        """Raises ConfigError if the bandwidth is not positive, or the latency negative."""
-        if bytes_per_s <= 0 or latency_s < 0:
-            raise ConfigError(
-                f"a link needs positive bytes_per_s and no negative latency_s: {bytes_per_s}, {latency_s}"
-            )
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self.free_at_s = 0.0
@@ -134,15 +128,6 @@ class Tier:
                 self.order.unpin(chunk)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """The size of one load or store, and the time at which it ends."""
-
-    num_chunks: int
-    num_bytes: int
-    done_s: float
-
-
 class OffloadTiers:
     """Tiers from near to far, as LMCache and vLLM's offloading connectors use them.
 
@@ -154,11 +139,7 @@ class OffloadTiers:
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        """`tiers`: nearest first. Raises ConfigError if there is none, or their chunks differ in size."""
-        if len({tier.chunk_bytes for tier in tiers}) != 1:
-            raise ConfigError(
-                f"tiers need one chunk size, got {[(tier.name, tier.chunk_bytes) for tier in tiers]}"
-            )
+        """`tiers`: nearest first, with chunks of one size."""
         self.tiers = tuple(tiers)
 
     def hit_length(self, chunks: Sequence[Hashable]) -> int:
@@ -176,12 +157,15 @@ class OffloadTiers:
 
     def load(
         self, chunks: Sequence[Hashable], now_s: float, skip: int = 0, use: Use = NOBODY, first: int = 0
-    ) -> Copy:
-        """Copy present chunks to the GPU, but not the first `skip`. Those from `first` on count as used."""
+    ) -> float:
+        """Copy present chunks to the GPU, but not the first `skip`. Those from `first` on count as used.
+
+        Returns the time at which that ends.
+        """
         self._end_copies(now_s)
         num_hit = self.hit_length(chunks)
         if num_hit <= skip:
-            return Copy(0, 0, now_s)
+            return now_s
         chunk_bytes = self.tiers[0].chunk_bytes
         nearer_hit, done_s = skip, now_s
         for tier in self.tiers:
@@ -193,7 +177,7 @@ class OffloadTiers:
             # A chunk is not evicted before those that continue it.
             num_held = tier.hit_length(chunks, end=num_hit)
             tier.hold(chunks[max(skip, num_held - 1) : num_held], done_s)
-        return Copy(num_hit - skip, (num_hit - skip) * chunk_bytes, done_s)
+        return done_s
 
     def store(
         self,
@@ -202,18 +186,20 @@ class OffloadTiers:
         use: Use = NOBODY,
         first: int = 0,
         end: int | None = None,
-    ) -> Copy:
-        """Copy chunks from `first` to before `end` to the tiers that lack them. Ends with the last copy."""
+    ) -> tuple[int, float]:
+        """Copy chunks from `first` to before `end` to the tiers that lack them.
+
+        Returns the number of chunks that some tier lacked, and when the last copy ends.
+        """
         self._end_copies(now_s)
-        chunk_bytes = self.tiers[0].chunk_bytes
         num_stored, done_s = 0, now_s
         for tier in self.tiers:
             new = tier.put(chunks, use, first, end)
             num_stored = max(num_stored, len(new))
-            stored_s = tier.link.transfer(len(new) * chunk_bytes, now_s)
+            stored_s = tier.link.transfer(len(new) * tier.chunk_bytes, now_s)
             tier.hold(new[-1:], stored_s)
             done_s = max(done_s, stored_s)
-        return Copy(num_stored, num_stored * chunk_bytes, done_s)
+        return num_stored, done_s
 
     def use(self, chunks: Sequence[Hashable], use: Use) -> None:
         """Count a use of these chunks in each tier that has them."""
