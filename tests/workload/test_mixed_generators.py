@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
+from tenuto.workload.generators.jobs import Exchange, make_job, make_rng
 from tenuto.workload.generators.mixed import (
-    Exchange,
     agents_and_probes_jobs,
     chat_jobs,
     coding_jobs,
@@ -17,8 +17,6 @@ from tenuto.workload.generators.mixed import (
     geometric_jobs,
     giant_jobs,
     long_prompt_jobs,
-    make_job,
-    make_rng,
     mix,
     shift_jobs,
 )

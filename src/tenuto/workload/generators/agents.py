@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+from tenuto.workload.generators.jobs import Exchange, make_job, make_rng
+from tenuto.workload.schema import Job, Span
 
 SLOW_SHARE = 0.1
 """Share of slow calls. The published figures describe the slowest 10 % of each tool's calls."""
@@ -68,8 +69,7 @@ class Family:
 def agent_jobs(family: Family, arrivals: Iterable[float], seed: int) -> list[Job]:
     """Make one job per arrival time in seconds. Job n depends only on the seed and n."""
     return [
-        # A text seeds the generator through SHA-512, which gives the same seed in every process.
-        _make_job(family, f"{family.name}-{n}", arrival_s, random.Random(f"{family.name}/{seed}/{n}"))
+        _make_job(family, f"{family.name}-{n}", arrival_s, make_rng(family.name, seed, n))
         for n, arrival_s in enumerate(arrivals)
     ]
 
@@ -77,19 +77,13 @@ def agent_jobs(family: Family, arrivals: Iterable[float], seed: int) -> list[Job
 def _make_job(family: Family, job_id: str, arrival_s: float, rng: random.Random) -> Job:
     num_turns, num_tokens = _draw_size(family, rng)
     task, outputs, tool_outputs = _draw_lengths(family, num_turns, num_tokens, rng)
-    prompt: Prompt = (Span(f"{family.name}/system", family.system_tokens), Span(f"{job_id}/task", task))
-    turns: list[TurnSpec] = []
-    for index in range(num_turns):
-        if turns:
-            prompt = turns[-1].followed_by(Span(f"{job_id}/tool{index}", tool_outputs[index - 1]))
-        output = Span(f"{job_id}/out{index}", outputs[index])
-        if index < num_turns - 1:
-            tool = rng.choices(family.tools, [tool.share for tool in family.tools])[0]
-            mean_s = tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s
-            turns.append(TurnSpec(prompt, output, tool=tool.name, tool_s=draw(rng, mean_s, PART_CV)))
-        else:
-            turns.append(TurnSpec(prompt, output))
-    return Job(job_id, arrival_s, tuple(turns))
+    exchanges = []
+    for new, output in zip([task, *tool_outputs], outputs, strict=True):
+        [tool] = rng.choices(family.tools, [tool.share for tool in family.tools])
+        mean_s = tool.slow_s if rng.random() < SLOW_SHARE else tool.fast_s
+        exchanges.append(Exchange(new, output, tool.name, draw(rng, mean_s, PART_CV)))
+    head = (Span(f"{family.name}/system", family.system_tokens),)
+    return make_job(job_id, arrival_s, head, exchanges, names=("task", "tool"))
 
 
 def _draw_size(family: Family, rng: random.Random) -> tuple[int, float]:

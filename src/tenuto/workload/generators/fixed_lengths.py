@@ -19,10 +19,10 @@ Whether jobs share more text is not published either. `trace8` gives each its ow
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+from tenuto.workload.generators.jobs import Exchange, make_job, make_rng
+from tenuto.workload.schema import Job, Span
 
 AB8_PROMPT_TOKENS = (92, 1840, 3449, 6025, 7454, 10299, 12333, 13193)
 AB8_OUTPUT_TOKENS = 20
@@ -33,29 +33,23 @@ WINDOW_S = 45.0
 
 def ab8_jobs(arrivals: Iterable[float]) -> list[Job]:
     """One job per arrival time in seconds."""
-    return [_make_ab8_job(f"ab8-{number}", arrival_s) for number, arrival_s in enumerate(arrivals)]
+    head = (Span("system", SYSTEM_TOKENS),)
+    outputs = (AB8_OUTPUT_TOKENS,) * len(AB8_PROMPT_TOKENS)
+    exchanges = [
+        Exchange(new, AB8_OUTPUT_TOKENS, "tool", AB8_TOOL_S) for new in _find_new(AB8_PROMPT_TOKENS, outputs)
+    ]
+    return [
+        make_job(f"ab8-{number}", arrival_s, head, exchanges, names=("task", "tool"))
+        for number, arrival_s in enumerate(arrivals)
+    ]
 
 
-def _make_ab8_job(job_id: str, arrival_s: float) -> Job:
-    prompt: Prompt = (
-        Span("system", SYSTEM_TOKENS),
-        Span(f"{job_id}/task", AB8_PROMPT_TOKENS[0] - SYSTEM_TOKENS),
-    )
-    turns: list[TurnSpec] = []
-    for index, num_tokens in enumerate(AB8_PROMPT_TOKENS):
-        if turns:
-            num_new = num_tokens - turns[-1].num_prompt_tokens - AB8_OUTPUT_TOKENS
-            prompt = turns[-1].followed_by(Span(f"{job_id}/tool{index}", num_new))
-        last = index == len(AB8_PROMPT_TOKENS) - 1
-        turns.append(
-            TurnSpec(
-                prompt=prompt,
-                output=Span(f"{job_id}/out{index}", AB8_OUTPUT_TOKENS),
-                tool=None if last else "tool",
-                tool_s=0.0 if last else AB8_TOOL_S,
-            )
-        )
-    return Job(job_id, arrival_s, tuple(turns))
+def _find_new(prompt_tokens: Iterable[int], answer_tokens: Iterable[int]) -> Iterator[int]:
+    """The tokens of each prompt that neither the system prompt nor the turn before has."""
+    num_known = SYSTEM_TOKENS
+    for num_tokens, num_answer in zip(prompt_tokens, answer_tokens, strict=True):
+        yield num_tokens - num_known
+        num_known = num_tokens + num_answer
 
 
 TRACE8_PROMPT_TOKENS = (92, 469, 811, 1_343, 1_655, 2_241, 2_665, 2_915)
@@ -76,30 +70,16 @@ def trace8_jobs(
     shares_text: bool = False,
 ) -> list[Job]:
     """One job per arrival time in seconds. `answer_tokens`: of each turn, at most `MAX_ANSWER_TOKENS`."""
-    return [
-        _make_trace8_job(number, arrival_s, seed, answer_tokens, shares_text)
-        for number, arrival_s in enumerate(arrivals)
-    ]
-
-
-def _make_trace8_job(
-    number: int, arrival_s: float, seed: int, answer_tokens: Sequence[int], shares_text: bool
-) -> Job:
-    rng = random.Random(f"trace8/{seed}/{number}")
-    job_id = f"trace8-{number}"
-    owner = "trace8" if shares_text else job_id
-    turns: list[TurnSpec] = []
-    num_before = SYSTEM_TOKENS
-    for index, (num_tokens, num_answer) in enumerate(zip(TRACE8_PROMPT_TOKENS, answer_tokens, strict=True)):
-        new = Span(f"{owner}/in{index}", num_tokens - num_before)
-        tool, least_s, most_s = TRACE8_TOOLS[index] if index < len(TRACE8_TOOLS) else (None, 0.0, 0.0)
-        turns.append(
-            TurnSpec(
-                prompt=turns[-1].followed_by(new) if turns else (Span("trace8/system", SYSTEM_TOKENS), new),
-                output=Span(f"{owner}/out{index}", num_answer),
-                tool=tool,
-                tool_s=rng.uniform(least_s, most_s) if tool else 0.0,
-            )
-        )
-        num_before = num_tokens + num_answer
-    return Job(job_id, arrival_s, tuple(turns))
+    head = (Span("trace8/system", SYSTEM_TOKENS),)
+    new_tokens = _find_new(TRACE8_PROMPT_TOKENS, answer_tokens)
+    turns = list(zip(new_tokens, answer_tokens, (*TRACE8_TOOLS, (None, 0.0, 0.0)), strict=True))
+    jobs = []
+    for number, arrival_s in enumerate(arrivals):
+        rng = make_rng("trace8", seed, number)
+        exchanges = [
+            Exchange(new, answer, tool, rng.uniform(least_s, most_s))
+            for new, answer, (tool, least_s, most_s) in turns
+        ]
+        owner = "trace8" if shares_text else None
+        jobs.append(make_job(f"trace8-{number}", arrival_s, head, exchanges, owner=owner))
+    return jobs

@@ -47,48 +47,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import NamedTuple
 
 from tenuto.workload.generators.agents import bfcl_jobs, draw, swe_bench_jobs
-from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
+from tenuto.workload.generators.jobs import Exchange, make_job, make_rng
+from tenuto.workload.schema import Job, Prompt, Span
 
 Generate = Callable[[Iterable[float], int], list[Job]]
 """Makes one job per arrival time in seconds, from a seed."""
-
-
-class Exchange(NamedTuple):
-    """One turn: the new part of its prompt, its answer, and the wait after it."""
-
-    new_tokens: int
-    output_tokens: int
-    tool: str | None = None
-    """None if a person answers, or if the job ends."""
-    wait_s: float = 0.0
-
-
-def make_job(job_id: str, arrival_s: float, head: Prompt, exchanges: Sequence[Exchange]) -> Job:
-    """A job with growing prompts: each is the previous prompt, its answer, and new text. `head` comes first.
-
-    The last exchange's tool and wait are left out, because no turn follows it.
-    """
-    turns: list[TurnSpec] = []
-    for index, (new_tokens, output_tokens, tool, wait_s) in enumerate(exchanges):
-        new = Span(f"{job_id}/in{index}", new_tokens)
-        is_last = index == len(exchanges) - 1
-        turns.append(
-            TurnSpec(
-                prompt=turns[-1].followed_by(new) if turns else (*head, new),
-                output=Span(f"{job_id}/out{index}", output_tokens),
-                tool=None if is_last else tool,
-                tool_s=0.0 if is_last else wait_s,
-            )
-        )
-    return Job(job_id, arrival_s, tuple(turns))
-
-
-def make_rng(name: str, seed: int, number: int) -> random.Random:
-    """The random numbers of one job, seeded with a text through SHA-512: the same in every process."""
-    return random.Random(f"{name}/{seed}/{number}")
 
 
 _Drawn = tuple[str, Prompt, Sequence[Exchange]]

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tenuto.workload.generators.jobs import make_rng
 from tenuto.workload.schema import Job, Span, TurnSpec
 
 
@@ -34,7 +35,7 @@ def random_jobs(arrivals: Iterable[float], seed: int, lengths: RandomLengths = V
     prefix = (Span("random/prefix", lengths.prefix_len),) if lengths.prefix_len else ()
     jobs = []
     for number, arrival_s in enumerate(arrivals):
-        job_id, rng = f"random-{number}", random.Random(f"random/{seed}/{number}")
+        job_id, rng = f"random-{number}", make_rng("random", seed, number)
         prompt = (*prefix, Span(f"{job_id}/text", _draw(lengths.input_len, lengths.range_ratio, rng)))
         output = Span(f"{job_id}/out0", _draw(lengths.output_len, lengths.range_ratio, rng))
         jobs.append(Job(job_id, arrival_s, (TurnSpec(prompt, output),)))
