@@ -36,7 +36,8 @@ class KvConfig:
     """The sliding window of each layer group, in tokens; None for full attention, "state" for a recurrent
     state."""
     block_sizes: tuple[int, ...] = ()
-    """Tokens in a block of each layer group, if they differ. All blocks have one size in bytes."""
+    """Tokens in a block of each layer group, if they differ; not with states. All blocks have one size in
+    bytes."""
     retention_interval: int | None = 0
     """vLLM's `prefix_cache_retention_interval`: how often the end of a sliding window is cached, in tokens.
 
@@ -49,7 +50,8 @@ class KvConfig:
     num_lookahead_tokens: int = 0
     """Slots past the scheduled tokens that a drafter writes to."""
     drops_last_hit_block: bool = False
-    """Whether the hit's last block is computed again: an EAGLE drafter needs its hidden states."""
+    """Whether the hit's last block is computed again: an EAGLE drafter needs its hidden states. With full
+    attention only."""
 
     @property
     def group_block_sizes(self) -> tuple[int, ...]:
@@ -74,12 +76,6 @@ class KvConfig:
     def __post_init__(self) -> None:
         if self.num_blocks < 2 or self.block_size < 1 or self.max_model_len < 2:
             raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
-        if not self.windows or any(isinstance(window, int) and window < 1 for window in self.windows):
-            raise ConfigError(f"windows must name one layer group or more, each of 1 token or more: {self}")
-        if self.block_sizes and (len(self.block_sizes) != len(self.windows) or min(self.block_sizes) < 1):
-            raise ConfigError(f"block_sizes must have a size of 1 or more for each of windows: {self}")
-        if self.has_states and len(set(self.group_block_sizes)) > 1:
-            raise ConfigError(f"with recurrent states all blocks must have as many tokens: {self}")
         interval = self.retention_interval
         if interval is not None and (interval < 0 or interval % self.hit_alignment):
             raise ConfigError(
@@ -93,7 +89,3 @@ class KvConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1: {self}")
-        if self.num_lookahead_tokens < 0:
-            raise ConfigError(f"num_lookahead_tokens must not be negative: {self}")
-        if self.drops_last_hit_block and self.windows != (None,):
-            raise ConfigError(f"drops_last_hit_block is for models with full attention only: {self}")

@@ -287,8 +287,6 @@ class ExtentPool:
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         """A pool of `num_blocks` blocks for this many layer groups; the null block is not counted."""
-        if num_blocks < 1:
-            raise ValueError(f"a pool needs a block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
         self.num_leased_blocks = 0
