@@ -39,7 +39,7 @@ from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
 from tenuto.records.files import RESULTS, digest_files, read_objects, write_whole, writing
 from tenuto.records.load import read_run
-from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_known_mean
+from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_known_mean, group_by
 from tenuto.records.schema import get_config
 from tenuto.records.text import comes_from, is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
@@ -514,9 +514,7 @@ def _get_timed(record: dict[str, Any]) -> Timed:
 
 
 def _make_rows(records: Sequence[dict[str, Any]]) -> list[Row]:
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((*_get_cell(record), record["policy"]), []).append(record)
+    groups = group_by(records, lambda record: (*_get_cell(record), record["policy"]))
     rows = [_make_row(group) for group in groups.values()]
     for row in rows:
         rivals = [each for each in rows if _get_cell(each) == _get_cell(row)]
@@ -630,14 +628,11 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def _format_errors(rows: Sequence[Row]) -> list[str]:
-    kinds: dict[str, dict[str, None]] = {}
-    for row in rows:
-        error = str(KnownError(**row["known_error"]))
-        kinds.setdefault(error, {})[f"{row['gpu']} {row['policy'].partition(' ')[0]}"] = None
-    return [
-        "known error of such means (below 0: too fast)",
-        *(f"  {error}: {', '.join(names)}" for error, names in kinds.items()),
-    ]
+    lines = ["known error of such means (below 0: too fast)"]
+    for error, alike in group_by(rows, lambda row: str(KnownError(**row["known_error"]))).items():
+        names = dict.fromkeys(f"{row['gpu']} {row['policy'].partition(' ')[0]}" for row in alike)
+        lines.append(f"  {error}: {', '.join(names)}")
+    return lines
 
 
 def _format_splits(rows: Sequence[Row]) -> list[str]:

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.records.metrics import get_geometric_mean, get_percentile
+from tenuto.records.metrics import get_geometric_mean, get_percentile, group_by
 from tenuto.sim.compare import STOCK, TIE, get_stock_sizes, make_stock
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.machine import build
@@ -379,11 +379,11 @@ def format_estimate(estimate: Estimate) -> str:
         lines.append(
             f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
         )
-    errors: dict[str, list[str]] = {}
-    for case in (estimate.stock, estimate.tenuto):
-        errors.setdefault(str(case.known_error), []).append(case.setup.policy)
     lines.append("Known error of such means (below 0: too fast)")
-    lines += [f"  {error}: {', '.join(policies)}" for error, policies in errors.items()]
+    errors = group_by((estimate.stock, estimate.tenuto), lambda case: str(case.known_error))
+    lines += [
+        f"  {error}: {', '.join(case.setup.policy for case in alike)}" for error, alike in errors.items()
+    ]
     ratio = estimate.tenuto.get_ratio(estimate.tuned)
     if ratio is not None and abs(1 - ratio.mean) < estimate.tenuto.known_error.median:
         lines.append(

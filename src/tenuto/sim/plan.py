@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tenuto.core.errors import ConfigError
+from tenuto.records.metrics import group_by
 from tenuto.sim.compare import open_processes
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.fidelity import KnownError, get_error
@@ -741,14 +742,11 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
 
 
 def _describe_errors(plans: Sequence[Plan]) -> list[str]:
-    kinds: dict[KnownError, list[str]] = {}
-    for plan in plans:
-        kinds.setdefault(plan.known_error, []).append(f"{name_gpu(plan)} {name_policy(plan)}")
-    return [
-        "Such predictions of mean job times were off (below 0: too fast):",
-        *(f"  {', '.join(names)}: {error}" for error, names in kinds.items()),
-        "Margins: " + ", ".join(dict.fromkeys(f"{name_gpu(plan)} {plan.margin:.0%}" for plan in plans)) + ".",
-    ]
+    lines = ["Such predictions of mean job times were off (below 0: too fast):"]
+    for error, alike in group_by(plans, lambda plan: plan.known_error).items():
+        lines.append(f"  {', '.join(f'{name_gpu(plan)} {name_policy(plan)}' for plan in alike)}: {error}")
+    margins = dict.fromkeys(f"{name_gpu(plan)} {plan.margin:.0%}" for plan in plans)
+    return [*lines, f"Margins: {', '.join(margins)}."]
 
 
 def format_meaning(plans: Sequence[Plan]) -> str:
@@ -756,11 +754,8 @@ def format_meaning(plans: Sequence[Plan]) -> str:
     best = get_best(plans)
     if best is None:
         return ""
-    kinds: dict[tuple[str, str | None], list[Plan]] = {_get_kind(best): []}
-    for plan in plans:
-        kinds.setdefault(_get_kind(plan), []).append(plan)
-    sentences = [_describe_kind(each) + _describe_cut(each) for each in kinds.values()]
-    return f"In short: {' '.join(sentence for sentence in sentences if sentence)}"
+    kinds = group_by(sorted(plans, key=lambda plan: _get_kind(plan) != _get_kind(best)), _get_kind)
+    return f"In short: {' '.join(_describe_kind(each) + _describe_cut(each) for each in kinds.values())}"
 
 
 def _get_kind(plan: Plan) -> tuple[str, str | None]:

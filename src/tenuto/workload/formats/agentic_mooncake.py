@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
+from tenuto.records.metrics import group_by
 from tenuto.workload.formats.mooncake import read_hashed_prompt
 from tenuto.workload.formats.rows import (
     BlockIds,
@@ -180,11 +181,8 @@ def _find_sequence(row: _Row) -> _Dependency | None:
 
 
 def _make_prompts_by_play(rows: dict[str, _Row], block_size: int) -> dict[str, Prompt]:
-    plays: dict[str, list[_Row]] = {}
-    for row in rows.values():
-        plays.setdefault(row.play_id, []).append(row)
     prompts: dict[str, Prompt] = {}
-    for play_id, members in plays.items():
+    for play_id, members in group_by(rows.values(), lambda row: row.play_id).items():
         made = make_prompts([row.prompt for row in members], block_size, scope=f"{play_id}/")
         prompts.update(zip((row.request_id for row in members), made, strict=True))
     return prompts
@@ -271,14 +269,11 @@ def find_plays(jobs: Sequence[Job]) -> list[list[Job]]:
         others = {event.job_id for turn in job.turns for event in turn.after}
         for other in sorted(others | ({job.parent} if job.parent is not None else set())):
             leader[find(job.job_id)] = find(other)
-    plays: dict[str, list[Job]] = {}
-    for job in jobs:
-        plays.setdefault(find(job.job_id), []).append(job)
 
     def waits(job: Job) -> bool:
         return job.parent is not None or bool(job.turns[0].after)
 
-    return [sorted(members, key=waits) for members in plays.values()]
+    return [sorted(play, key=waits) for play in group_by(jobs, lambda job: find(job.job_id)).values()]
 
 
 def _name_play(members: Sequence[Job]) -> tuple[str, dict[str, str]]:

@@ -32,9 +32,10 @@ from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import MAX_TOKENS, Fields
+from tenuto.records.metrics import group_by
 from tenuto.workload.formats.conversations import check_growth
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
-from tenuto.workload.formats.rows import HashedPrompt, dump_json, make_prompts, to_ms
+from tenuto.workload.formats.rows import dump_json, make_prompts, to_ms
 from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (
@@ -52,10 +53,7 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
     records = [record for record in records if not is_note(record)]
     if not records:
         raise DataError(f"{notes[0].place}: the file has a recording's notes, but no turn")
-    sessions: dict[str, list[Fields]] = {}
-    for record in records:
-        session = record.text("session" if "session" in record else "session_id")
-        sessions.setdefault(session, []).append(record)
+    sessions = group_by(records, lambda row: row.text("session" if "session" in row else "session_id"))
     hashed = _make_hashed_prompts(records)
     jobs = [_read_job(session, rows, hashed) for session, rows in sessions.items()]
     _check_parents(jobs, sessions)
@@ -160,15 +158,15 @@ def _read_spans(row: Fields, num_tokens: int) -> Prompt:
 
 def _make_hashed_prompts(records: Sequence[Fields]) -> dict[str, Prompt]:
     """The prompts that are given as block ids, by the row's place. An id means one text per block size."""
-    by_size: dict[int, list[tuple[str, HashedPrompt]]] = {}
-    for row in records:
-        if "hash_ids" in row:
-            block_size = row.integer("block_size", low=1) if "block_size" in row else BLOCK_SIZE
-            by_size.setdefault(block_size, []).append((row.place, read_hashed_prompt(row, block_size)))
+    by_size = group_by(
+        (row for row in records if "hash_ids" in row),
+        lambda row: row.integer("block_size", low=1) if "block_size" in row else BLOCK_SIZE,
+    )
     made: dict[str, Prompt] = {}
     for block_size, rows in by_size.items():
-        prompts = make_prompts([hashed for _, hashed in rows], block_size, scope=f"block{block_size}/")
-        made.update(zip((place for place, _ in rows), prompts, strict=True))
+        hashed = [read_hashed_prompt(row, block_size) for row in rows]
+        prompts = make_prompts(hashed, block_size, scope=f"block{block_size}/")
+        made.update(zip((row.place for row in rows), prompts, strict=True))
     return made
 
 

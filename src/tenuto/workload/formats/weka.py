@@ -41,6 +41,7 @@ from decimal import Decimal
 from itertools import accumulate, pairwise
 
 from tenuto.records.codec import MAX_SECONDS, Fields
+from tenuto.records.metrics import group_by
 from tenuto.workload.formats.rows import (
     BlockIds,
     HashedPrompt,
@@ -185,15 +186,13 @@ def _make_jobs(trace_id: str, own: list[_Request], sub_agents: list[_SubAgent], 
     prompts = iter(make_prompts(hashed, block_size, scope=f"{trace_id}/"))
     turns = _make_turns(trace_id, own, prompts)
     jobs = []
-    awaited: dict[int, list[_SubAgent]] = {}
     for agent in sub_agents:
         first, *rest = _make_turns(agent.job_id, agent.requests, prompts)
         spawn_s = max(0.0, agent.start_s - _end_s(own[agent.spawner]))
         first = replace(first, after=(After(trace_id, agent.spawner, "finished", spawn_s),))
         jobs.append(Job(agent.job_id, agent.start_s, (first, *rest), parent=trace_id))
-        if agent.blocking and agent.spawner + 1 < len(own):
-            awaited.setdefault(agent.spawner, []).append(agent)
-    for spawner, agents in awaited.items():
+    awaited = (agent for agent in sub_agents if agent.blocking and agent.spawner + 1 < len(own))
+    for spawner, agents in group_by(awaited, lambda agent: agent.spawner).items():
         # Their ends say when the session continues, not the recorded pause, which includes their run time.
         turns[spawner] = replace(turns[spawner], tool_s=0.0)
         turns[spawner + 1] = replace(turns[spawner + 1], after=_after_last(agents, own[spawner + 1]))
@@ -244,10 +243,8 @@ _Ends = dict[str, list[float | None]]
 def make_weka(jobs: Sequence[Job], block_size: int) -> Iterator[dict[str, object]]:
     """The sessions."""
     sub_agents = _find_sub_agents(jobs)
-    children: dict[str, list[Job]] = {}
-    for job in jobs:
-        if job.job_id in sub_agents:
-            children.setdefault(sub_agents[job.job_id].job_id, []).append(job)
+    started = (job for job in jobs if job.job_id in sub_agents)
+    children = group_by(started, lambda job: sub_agents[job.job_id].job_id)
     # A session's requests are in the order of their times, even if a recording's clock jumped.
     times = {job_id: list(accumulate(sent, max)) for job_id, sent in get_sent_times(jobs).items()}
     ends = _find_ends(jobs, times, sub_agents)
@@ -377,9 +374,7 @@ class _Session:
 
     def _make_entries(self, children: Sequence[Job]) -> Iterator[dict[str, object]]:
         """The session's requests, each sub-agent after the one that started it."""
-        spawned: dict[int, list[Job]] = {}
-        for child in children:
-            spawned.setdefault(child.turns[0].after[0].turn, []).append(child)
+        spawned = group_by(children, lambda child: child.turns[0].after[0].turn)
         for index, request in enumerate(self._make_requests(self._job, 0.0)):
             yield request
             for child in spawned.get(index, []):
