@@ -47,6 +47,19 @@ def count_lost_tokens(num_computed_tokens: int, num_hit_tokens: int) -> int:
     return max(0, num_computed_tokens - num_hit_tokens)
 
 
+def count_common(one: Sequence[int], other: Sequence[int], start: int = 0) -> int:
+    """How many first tokens, or ids, of `one` the other sequence has from `start` on."""
+    low = 0
+    middle = high = min(len(one), len(other) - start)  # often all are common
+    while low < high:
+        if one[low:middle] == other[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
 LEAST_LENGTH = 0.8
 """A prompt shorter than this share of the job's last prompt counts as shortened, not changed."""
 

@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 from zlib import crc32
 
 from tenuto.core.errors import ConfigError
+from tenuto.core.reuse import count_common
 from tenuto.sim.kv.pool import Span
 
 TokenIds: TypeAlias = "array[int]"
@@ -76,7 +77,7 @@ class ContentTree:
         text, start = self._root, 0
         spans: list[Span] = []
         while True:
-            num_common = _count_common(text.token_ids, token_ids, start)
+            num_common = count_common(text.token_ids, token_ids, start)
             if num_common:
                 spans.append((text, num_common))
             start += num_common
@@ -107,21 +108,6 @@ class ContentTree:
                 if answer.try_extend(token_ids):
                     return (answer, len(token_ids)), token_ids
         return (Text(token_ids, text), len(token_ids)), token_ids
-
-
-def _count_common(a: TokenIds, b: TokenIds, start: int) -> int:
-    """Count how many leading tokens of `a` equal the tokens of `b` from `start` on."""
-    longest = min(len(a), len(b) - start)
-    if a[:longest] == b[start : start + longest]:
-        return longest
-    low, high = 0, longest - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[start + low : start + middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 NUM_WORDS = 1024

@@ -25,6 +25,7 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import NamedTuple
 
+from tenuto.core.reuse import count_common
 from tenuto.records.codec import MAX_SECONDS, Fields
 from tenuto.workload.schema import Job, Prompt, Span, TurnSpec
 
@@ -57,7 +58,7 @@ def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) ->
     before: Sequence[int] = []
     for ids, _ in hashed:
         # Most prompts continue the one before them. What both share says nothing new.
-        shared.append(_count_shared(before, ids))
+        shared.append(count_common(before, ids))
         for one, following in pairwise(ids[max(0, shared[-1] - 1) :]):
             if followers.setdefault(one, following) != following:
                 followers[one] = None
@@ -79,18 +80,6 @@ def make_prompts(hashed: Sequence[HashedPrompt], block_size: int, scope: str) ->
         ]
         prompts.append(tuple(spans))
     return prompts
-
-
-def _count_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of equal ids at the beginning of both."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class BlockIds:
