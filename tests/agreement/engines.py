@@ -91,7 +91,7 @@ class VllmRun:
     """`tenuto.core.stats.DriverStats`."""
 
 
-class OneSecondSteps:
+class OneSecondSteps(StepCost):
     """A step cost: every step takes one second."""
 
     def seconds(self, batch: StepBatch) -> float:

@@ -16,7 +16,7 @@ from tenuto.records.files import RunFiles
 from tenuto.records.metrics import get_job_times_s, summarise
 from tenuto.records.schema import TurnRecord
 from tenuto.report.analyze import analyze
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.workload import Workload
 from tests.agreement.engines import BLOCK_SIZE, Sizes, make_simulation, run_bench, run_vllm, serve_simulated
 from tests.agreement.workloads import make_busy, make_crowd, make_serial
@@ -70,7 +70,7 @@ def test_vllm_and_the_simulator_agree_under_a_policy(policy: str, reads: bool, c
     assert bool(stats.num_leases_granted) == (policy == "tenuto")
 
 
-class Mixed:
+class Mixed(StepCost):
     """Step times of a slow engine, in which the step size matters."""
 
     def seconds(self, batch: StepBatch) -> float:

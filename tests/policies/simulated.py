@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tenuto.core.loader import load_policy
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
@@ -15,14 +15,14 @@ from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 
-class OneSecondSteps:
+class OneSecondSteps(StepCost):
     """Every step takes one second, whatever is in it."""
 
     def seconds(self, batch: StepBatch) -> float:
         return 1.0
 
 
-class PrefillSteps:
+class PrefillSteps(StepCost):
     """A step takes a second, and more for the tokens of prompts."""
 
     def __init__(self, tokens_per_s: float = 100.0) -> None:

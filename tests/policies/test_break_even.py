@@ -20,7 +20,7 @@ from tenuto.core.types import (
     Yields,
 )
 from tenuto.policies.published.break_even import BreakEven
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.workload import load_workload
 from tests.policies.simulated import get_ends_s, simulate
 from tests.support.toy_engine import ToyEngine, make_tokens
@@ -90,7 +90,7 @@ def test_on_an_engine_the_blocks_are_stored_when_it_breaks_even() -> None:
     assert [len(blocks) for blocks in engine.stored] == [5]
 
 
-class A100Steps:
+class A100Steps(StepCost):
     """About an 8B model on an A100."""
 
     def seconds(self, batch: StepBatch) -> float:

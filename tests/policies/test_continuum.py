@@ -31,7 +31,7 @@ from tenuto.core.types import (
 )
 from tenuto.policies.published._continuum import MAX_JOBS
 from tenuto.policies.published.continuum import Continuum
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.workload import load_workload
 from tests.policies.simulated import count_recomputed, get_ends_s, simulate
 from tests.policies.toy_turns import OUTPUT, come_back, pinned, prompt_of, run
@@ -336,7 +336,7 @@ def test_overloaded_it_is_far_better_than_stock_and_not_worse_than_the_prototype
     assert recomputed["continuum"] <= recomputed["head"]
 
 
-class ScaledSteps:
+class ScaledSteps(StepCost):
     """About an 8B model on an A100."""
 
     def seconds(self, batch: StepBatch) -> float:

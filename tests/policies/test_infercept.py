@@ -25,7 +25,7 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.policies.published.infercept import INTERVAL_S, InferCept
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
@@ -187,7 +187,7 @@ def test_it_is_asked_again_while_the_tool_runs() -> None:
     assert engine.stored == []
 
 
-class SlowSteps:
+class SlowSteps(StepCost):
     """Half a second, and a second for every 50 tokens of prompts."""
 
     def seconds(self, batch: StepBatch) -> float:

@@ -10,7 +10,7 @@ import pytest
 from tenuto.core.policy import Key, LearnsDecodes, Needs, Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, DecodeSteps, EngineView, Keep, Lease, StepView, Turn
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
@@ -138,7 +138,7 @@ def test_with_displacement_every_turn_is_served(depth: int, num_blocks: int) -> 
     assert sum(record.preemptions for record in records) > 0
 
 
-class SlowPrefills:
+class SlowPrefills(StepCost):
     """A second for each step and for each 100 prompt tokens."""
 
     def seconds(self, batch: StepBatch) -> float:

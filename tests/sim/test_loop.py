@@ -11,7 +11,7 @@ import pytest
 from tenuto.core.loader import get_engine_settings, load_policy
 from tenuto.records.metrics import make_record
 from tenuto.records.schema import TurnRecord
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
@@ -24,14 +24,14 @@ from tests.support.processes import run_under_hash_seeds
 from tests.support.records import RUN_FACTS
 
 
-class OneSecondSteps:
+class OneSecondSteps(StepCost):
     """Every step takes one second, whatever is in it."""
 
     def seconds(self, batch: StepBatch) -> float:
         return 1.0
 
 
-class LinearSteps:
+class LinearSteps(StepCost):
     """Steps that grow with their tokens and requests."""
 
     def seconds(self, batch: StepBatch) -> float:

@@ -7,13 +7,13 @@ from tenuto.sim.cost.batch import (
     HostOverhead,
     ScaledStepCost,
     StepBatch,
-    price_stretch,
+    StepCost,
 )
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.hardware.models import load_model
 
 
-class TenMilliseconds:
+class TenMilliseconds(StepCost):
     """A GPU whose steps all take 10 ms."""
 
     def seconds(self, batch: StepBatch) -> float:
@@ -95,7 +95,7 @@ def test_a_missing_or_other_package_version_is_an_error(monkeypatch: pytest.Monk
         tables.AiconfiguratorTables(GPUS["H200"], load_model("llama-3.1-8b"), 1)
 
 
-class GrowingSteps:
+class GrowingSteps(StepCost):
     """A GPU whose steps grow with the contexts of their decodes."""
 
     def seconds(self, batch: StepBatch) -> float:
@@ -109,5 +109,5 @@ def test_a_stretch_is_priced_as_its_steps(num_decodes: int, overlapped: bool) ->
     cost = ScaledStepCost(HostedStepCost(GrowingSteps(), host), 1.1)
     contexts = range(5000, 5000 + 40 * num_decodes, num_decodes)
     steps = [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
-    assert price_stretch(cost, num_decodes, 5000, 40) == steps
+    assert cost.price_stretch(num_decodes, 5000, 40) == steps
     assert steps == sorted(steps)

@@ -16,7 +16,7 @@ import pytest
 from tenuto.core.loader import load_policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import ToolCall
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
@@ -31,7 +31,7 @@ from tests.sim.test_hooks import SlowPrefills, make_scene_of_loads
 from tests.support.sim_checks import check_integrity
 
 
-class LinearSteps:
+class LinearSteps(StepCost):
     """Steps that grow with their tokens and requests."""
 
     def seconds(self, batch: StepBatch) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tenuto.core.engine import StepClock
-from tenuto.sim.cost.batch import StepCost, price_stretch
+from tenuto.sim.cost.batch import StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.kv.request import Request
@@ -313,7 +313,7 @@ class SteppedEngine:
         """Seconds of each of `num_steps` quiet steps, from number `first` of the coming ones."""
         running = self.scheduler.state.running
         num_context_tokens = sum([request.num_computed_tokens for request in running]) + first * len(running)
-        return price_stretch(self._step_cost, len(running), num_context_tokens, num_steps)
+        return self._step_cost.price_stretch(len(running), num_context_tokens, num_steps)
 
     def _get_limit_s(self) -> float:
         """The time of the next event other than a step."""

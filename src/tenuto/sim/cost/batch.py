@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
 
@@ -53,32 +53,22 @@ class StepBatch(NamedTuple):
         )
 
 
-class StepCost(Protocol):
+class StepCost(ABC):
     """How long steps take."""
 
+    @abstractmethod
     def seconds(self, batch: StepBatch) -> float:
         """Seconds of one step; 0.0 for an empty batch. Called once per simulated step, so it must be fast."""
 
-
-class StretchCost(ABC):
-    """A step cost that prices a stretch of steps at once. Most steps are in a stretch."""
-
-    @abstractmethod
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """As the function `price_stretch`. Each value equals that of `seconds` to the last bit."""
+        """Seconds of each of some steps that decode for the same requests, one after the other.
 
-
-def price_stretch(cost: StepCost, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-    """Seconds of each of some steps that decode for the same requests, one after the other.
-
-    `num_context_tokens`: the sum of their contexts in the first step; each step adds one token to each. A
-    `cost` that is no `StretchCost` is called for each step.
-    """
-    if isinstance(cost, StretchCost):
-        return cost.price_stretch(num_decodes, num_context_tokens, num_steps)
-    stop = num_context_tokens + num_steps * num_decodes
-    contexts = range(num_context_tokens, stop, num_decodes)
-    return [cost.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
+        `num_context_tokens`: the sum of their contexts in the first step; each step adds one token to each.
+        Most steps are in a stretch, so costs have a faster way, which equals this one to the last bit.
+        """
+        stop = num_context_tokens + num_steps * num_decodes
+        contexts = range(num_context_tokens, stop, num_decodes)
+        return [self.seconds(StepBatch(0, 0, 0, 0.0, num_decodes, context)) for context in contexts]
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ PREFILL_SCALE = 1.1
 DECODE_SCALE = 1.08
 
 
-class HostedStepCost(StretchCost):
+class HostedStepCost(StepCost):
     """The step of a whole model, host time included, from the sum of its operators."""
 
     def __init__(self, gpu_cost: StepCost, host: HostOverhead) -> None:
@@ -126,16 +116,16 @@ class HostedStepCost(StretchCost):
         return max(gpu_s, host_s) if self.host.overlapped else gpu_s + host_s
 
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """See `StretchCost`."""
+        """See `StepCost`."""
         scale, host_s = DECODE_SCALE, self.host.per_step_s + self.host.per_request_s * num_decodes
-        gpu_s = price_stretch(self.gpu_cost, num_decodes, num_context_tokens, num_steps)
+        gpu_s = self.gpu_cost.price_stretch(num_decodes, num_context_tokens, num_steps)
         if self.host.overlapped:
             return [own_s if (own_s := each_s * scale) > host_s else host_s for each_s in gpu_s]
         return [each_s * scale + host_s for each_s in gpu_s]
 
 
 @dataclass(frozen=True)
-class ScaledStepCost(StretchCost):
+class ScaledStepCost(StepCost):
     """Another step cost, multiplied by one factor."""
 
     step_cost: StepCost
@@ -146,8 +136,8 @@ class ScaledStepCost(StretchCost):
         return self.step_cost.seconds(batch) * self.factor
 
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """See `StretchCost`."""
-        times_s = price_stretch(self.step_cost, num_decodes, num_context_tokens, num_steps)
+        """See `StepCost`."""
+        times_s = self.step_cost.price_stretch(num_decodes, num_context_tokens, num_steps)
         return [each_s * self.factor for each_s in times_s]
 
 
@@ -182,7 +172,7 @@ class StepParts(NamedTuple):
     decode_attention_s: float
 
 
-class PartedCost(ABC):
+class PartedCost(StepCost):
     """A step cost that can name its parts."""
 
     def seconds(self, batch: StepBatch) -> float:
@@ -195,7 +185,7 @@ class PartedCost(ABC):
         """The parts of one step; all 0.0 for an empty batch."""
 
 
-class MixedStepCost(StretchCost):
+class MixedStepCost(StepCost):
     """Step times under a variant's assumptions: GPU work alone, `HostedStepCost` adds the host.
 
     The operator tables time each kernel alone, so a mixed step is priced as the sum of its parts. No public
@@ -231,8 +221,8 @@ class MixedStepCost(StretchCost):
         )
 
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """See `StretchCost`."""
-        return price_stretch(self._cost, num_decodes, num_context_tokens, num_steps)
+        """See `StepCost`."""
+        return self._cost.price_stretch(num_decodes, num_context_tokens, num_steps)
 
 
 def split_variant(name: str | None) -> tuple[str | None, Variant | None]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from tenuto.core.errors import ConfigError, DataError, clean
 from tenuto.records.codec import MAX_TOKENS, Fields, show
 from tenuto.records.files import read_first, read_objects
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, StepCost
 
 
 class ObservedStep(NamedTuple):
@@ -143,7 +143,7 @@ def fit_line(what: str, features: Sequence[Sequence[float]], seconds: Sequence[f
 
 
 @dataclass(frozen=True)
-class FittedStepCost:
+class FittedStepCost(StepCost):
     """A step cost from two fits. `link` is the host link's fit; None if no transfer was observed."""
 
     prefill: Line

@@ -7,7 +7,7 @@ and the shares of them that kernels reach; the constants below are the same for 
 from __future__ import annotations
 
 from tenuto.core.windows import STATE
-from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts, StretchCost
+from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts
 from tenuto.sim.hardware.gpus import Gpu
 from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
@@ -25,7 +25,7 @@ _ELEMENTWISE_EFFICIENCY = 0.8
 _STATE_FLOPS_PER_VALUE = 7
 
 
-class RooflineStepCost(PartedCost, StretchCost):
+class RooflineStepCost(PartedCost):
     """Step times of one model on `tp` GPUs of a kind: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int = 1) -> None:
@@ -71,7 +71,7 @@ class RooflineStepCost(PartedCost, StretchCost):
         return StepParts(others_s, self._prefill_attention_s(batch), decode_attention_s)
 
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """See `StretchCost`."""
+        """See `StepCost`."""
         others_s = self._others_s(num_decodes, num_decodes)
         contexts = range(num_context_tokens, num_context_tokens + num_steps * num_decodes, num_decodes)
         return [others_s + self._decode_attention_s(num_decodes, each) for each in contexts]

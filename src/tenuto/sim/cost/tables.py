@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts, StretchCost
+from tenuto.sim.cost.batch import PartedCost, StepBatch, StepParts
 from tenuto.sim.hardware.gpus import GPUS, Gpu
 from tenuto.sim.hardware.models import Model
 
@@ -31,7 +31,7 @@ from tenuto.sim.hardware.models import Model
 LENGTHS = tuple(sorted({round(2 ** (quarter / 4)) for quarter in range(4 * 18 + 1)}))
 
 
-class TableStepCost(PartedCost, StretchCost):
+class TableStepCost(PartedCost):
     """Step times interpolated from operator tables: GPU work alone, `HostedStepCost` adds the host."""
 
     def __init__(self, tables: AiconfiguratorTables) -> None:
@@ -62,7 +62,7 @@ class TableStepCost(PartedCost, StretchCost):
         return StepParts(others_s, prefill_s, decode_s)
 
     def price_stretch(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> list[float]:
-        """See `StretchCost`."""
+        """See `StepCost`."""
         others_s = self._get_others_s(num_decodes, num_decodes)
         attention_s = self._decode_curve(num_decodes).at_each(num_decodes, num_context_tokens, num_steps)
         return [others_s + each_s for each_s in attention_s]
