@@ -200,7 +200,7 @@ def _make_live_engine(user: str) -> tuple[Pacer, LiveEngine, Control]:
     setup = Setup(policy="tenuto", limits="plugin", kv_tokens=8000, host_gb=400.0, step_cost="roofline")
     machine = build(setup)
     pacer, _ = make_parts(machine, ServerOptions())
-    live = LiveEngine(pacer, LiveSettings("tenuto", limits=machine.limits), machine.policy, None)
+    live = LiveEngine(pacer, LiveSettings("tenuto", limits=machine.limits), machine.policy)
     logger = logging.getLogger("tenuto.sim")
     return pacer, live, Control(live, 0, by_priority=False, read_fields=lambda fields: fields, logger=logger)
 

@@ -97,7 +97,10 @@ def serve(
     async def run() -> None:
         stop = asyncio.Event()
         runner = web.AppRunner(
-            make_app(pacer, served, options), handler_cancellation=True, access_log=None, shutdown_timeout=1
+            make_app(pacer, served, machine, options),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1,
         )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

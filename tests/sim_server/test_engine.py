@@ -101,7 +101,7 @@ class Clients:
     def hear(self, job: Job, index: int, turn: ServedTurn) -> None:
         if not turn.is_finished:
             return
-        times_s = (turn.arrival_s, turn.start_s, turn.first_token_s, turn.last_token_s)
+        times_s = (turn.request.arrival_s, turn.start_s, turn.first_token_s, turn.last_token_s)
         self.records.append((job.job_id, index, *times_s, turn.num_hit_tokens))
         if index + 1 < len(job.turns):
             at_s = turn.last_token_s + job.turns[index].tool_s

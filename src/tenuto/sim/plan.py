@@ -371,10 +371,6 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
     `get_margin`: the margin of each setup, in place of the target's.
     `num_at_once`: setups that are searched for at the same time, in threads.
     """
-    if load.jps is None or load.jps <= 0:
-        raise ConfigError("--jps: a plan needs the rate at which jobs arrive")
-    if max_machines is not None and max_machines < 1:
-        raise ConfigError("--max-machines must be positive")
 
     def make(place: int) -> Plan:
         setup = setups[place]

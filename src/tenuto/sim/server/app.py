@@ -56,15 +56,10 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 logger = logging.getLogger("tenuto.sim")
 
 
-def make_app(
-    pacer: Pacer, served: Served, options: ServerOptions, live: LiveEngine | None = None
-) -> web.Application:
-    """Make the application. `live`: the engine that operators can change; None for an unchangeable one.
-
-    Its engine runs as long as the application does. Run it with `handler_cancellation`.
-    """
-    driver = pacer.engine.scheduler.driver
-    live = live or LiveEngine(pacer, LiveSettings(options.policy, limits=driver.limits), driver.policy, None)
+def make_app(pacer: Pacer, served: Served, machine: Machine, options: ServerOptions) -> web.Application:
+    """Make the application. Its engine runs as long as it does. Run it with `handler_cancellation`."""
+    settings = LiveSettings(machine.setup.policy, dict(machine.setup.options), machine.limits)
+    live = LiveEngine(pacer, settings, machine.policy)
     control = ControlPages(live, by_priority=pacer.engine.scheduler.config.order == "priority")
 
     async def run_engine(app: web.Application) -> AsyncIterator[None]:
@@ -223,10 +218,7 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
     # The first look-up in measured tables takes a second. No request should wait for it.
     machine.step_cost.seconds(StepBatch.of(prefills=[(512, 0)], decodes=[512]))
     pacer, served = make_parts(machine, options, trace)
-    setup = machine.setup
-    settings = LiveSettings(setup.policy, dict(setup.options), machine.limits, own_policies=[setup.policy])
-    live = LiveEngine(pacer, settings, machine.policy, trace)
-    app = make_app(pacer, served, options, live)
+    app = make_app(pacer, served, machine, options)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_LIMIT_S)
     await runner.setup()
     try:

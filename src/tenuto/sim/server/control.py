@@ -28,7 +28,6 @@ from tenuto.core.policy import Policy
 from tenuto.core.requests import get_bounded_id
 from tenuto.core.settings import setting
 from tenuto.core.types import LeaseEnd
-from tenuto.records.trace import TraceWriter
 from tenuto.sim.server.engine import Pacer
 
 logger = logging.getLogger("tenuto.sim")
@@ -49,13 +48,11 @@ class LiveSettings:
 class LiveEngine:
     """The simulated engine as `Control` changes it (`tenuto.core.control.Controlled`)."""
 
-    def __init__(
-        self, pacer: Pacer, settings: LiveSettings, policy: Policy, trace: TraceWriter | None
-    ) -> None:
+    def __init__(self, pacer: Pacer, settings: LiveSettings, policy: Policy) -> None:
         self.settings, self.configured_policy = settings, policy
         self.num_changes: Counter[str] = Counter()
         """Number of changes so far, by setting."""
-        self._pacer, self._trace = pacer, trace
+        self._pacer = pacer
 
     @property
     def driver(self) -> Driver:
@@ -77,8 +74,8 @@ class LiveEngine:
         keeps_leases = before.mode == settings.mode == "on" and before.policy == settings.policy
         if not keeps_leases:
             self.driver.drop_all(engine.now_s, LeaseEnd.SWITCHED)
-        if self._trace is not None and asked is not self.driver.policy:
-            self._trace.begin_run(asked, settings.policy, {"mode": settings.mode})
+        if (trace := self._pacer.trace) is not None and asked is not self.driver.policy:
+            trace.begin_run(asked, settings.policy, {"mode": settings.mode})
         engine.scheduler.switch(asked, settings.limits, engine.now_s, keeps_leases=keeps_leases)
         self.settings, self.configured_policy = settings, policy
         self._pacer.wake()

@@ -85,7 +85,6 @@ class ServedTurn:
     """One request in the engine. Times are seconds on the engine's clock."""
 
     request: ServedRequest
-    arrival_s: float
     on_news: Callable[[], None]
     """Called when the turn has new tokens, or an error."""
     num_tokens: int = 0
@@ -132,7 +131,7 @@ class ServedEngine:
 
     def submit(self, request: ServedRequest, on_news: Callable[[], None]) -> ServedTurn:
         """Take a request at its arrival time; times must not decrease."""
-        turn = ServedTurn(request, request.arrival_s, on_news)
+        turn = ServedTurn(request, on_news)
         self._turns[request.turn_id] = turn
         self._loop.add(request.arrival_s, lambda: self._arrive(turn))
         return turn
@@ -226,7 +225,7 @@ class ServedEngine:
         if turn.num_tokens == 0:
             turn.first_token_s = now_s
             stats.num_prompt_tokens += turn.request.num_prompt_tokens
-            stats.first_token_s.observe(now_s - turn.arrival_s)
+            stats.first_token_s.observe(now_s - turn.request.arrival_s)
         else:
             stats.between_tokens_s.observe(now_s - turn.last_token_s)
         turn.last_token_s = now_s
@@ -237,8 +236,8 @@ class ServedEngine:
         turn.is_finished = True
         stats, request = self.stats, turn.request
         stats.num_finished[request.ends_by] += 1
-        stats.latency_s.observe(now_s - turn.arrival_s)
-        stats.queue_s.observe(turn.start_s - turn.arrival_s)
+        stats.latency_s.observe(now_s - request.arrival_s)
+        stats.queue_s.observe(turn.start_s - request.arrival_s)
         stats.inference_s.observe(now_s - turn.start_s)
         stats.prefill_s.observe(turn.first_token_s - turn.start_s)
         stats.decode_s.observe(now_s - turn.first_token_s)
@@ -270,7 +269,7 @@ class Pacer:
     def __init__(self, engine: ServedEngine, clock: Clock, trace: TraceWriter | None = None) -> None:
         self.engine = engine
         self.clock = clock
-        self._trace = trace
+        self.trace = trace
         self.error: Exception | None = None
         """The error that ended the engine, or None."""
         self._news = asyncio.Event()
@@ -328,8 +327,8 @@ class Pacer:
                 await asyncio.sleep(0)
                 return
             timer = asyncio.get_running_loop().call_later(delay_s, self._news.set)
-        if self._trace is not None and not self.engine.count_in_flight():
-            self._trace.flush()  # no step will do it
+        if self.trace is not None and not self.engine.count_in_flight():
+            self.trace.flush()  # no step will do it
         await self._news.wait()
         self._news.clear()
         if timer is not None:
