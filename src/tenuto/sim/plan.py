@@ -20,13 +20,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tenuto.core.errors import ConfigError
@@ -44,7 +42,6 @@ from tenuto.sim.steady import (
     Judged,
     Steady,
     Target,
-    Tell,
     Verdict,
     get_p95,
     simulate_until_steady,
@@ -562,11 +559,9 @@ class SeedRunner:
         self._pool = self._stack.enter_context(open_processes(self._workers)) if self._workers > 1 else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """End the processes; at once after an error."""
-        self._stack.__exit__(kind, error, trace)
+        self._stack.__exit__(*error)
 
     def expect(self, who: int, num_points: int) -> None:
         """Set how many points are still to be measured for one setup."""
@@ -620,14 +615,11 @@ class SeedRunner:
         self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
     ) -> Generator[Steady]:
         for load, name in zip(loads, names, strict=True):
-            yield simulate(load, tell=self._make_tell(name))
+            yield simulate(load, tell=partial(self._tell, name))
 
-    def _make_tell(self, name: str) -> Tell:
-        def tell(now_s: float, num_jobs: int, backlog: int) -> None:
-            jobs = f"{num_jobs} jobs have arrived, {backlog} of them have not ended"
-            self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
-
-        return tell
+    def _tell(self, name: str, now_s: float, num_jobs: int, backlog: int) -> None:
+        jobs = f"{num_jobs} jobs have arrived, {backlog} of them have not ended"
+        self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
 
     def _run_apart(
         self, simulate: Callable[..., Steady], loads: list[LoadOptions], names: list[str]
@@ -645,13 +637,13 @@ class SeedRunner:
             for number in range(len(loads)):
                 if number == len(futures):
                     submit()
-                while (run := _try_get(futures[number])) is None:
+                while not wait([futures[number]], WAIT_S).done:
                     self._say(self._describe)
                     # The first seeds may be enough, so other seeds start only on idle processes.
                     num_running = sum(not future.done() for future in list(self._names))
                     if len(futures) < len(loads) and num_running < self._workers:
                         submit()
-                yield run
+                yield futures[number].result()
         finally:
             for future in futures:
                 future.cancel()
@@ -665,13 +657,6 @@ class SeedRunner:
     def _describe_left(self) -> str:
         left_s = self.get_left_s()
         return "" if left_s is None else f"about {int(left_s) // 60}:{int(left_s) % 60:02} left; "
-
-
-def _try_get(future: Future[Steady]) -> Steady | None:
-    try:
-        return future.result(timeout=WAIT_S)
-    except NotYet:
-        return None
 
 
 # The text: a table, the answer in words, and what it depends on.
