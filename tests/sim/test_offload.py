@@ -651,7 +651,7 @@ def test_chaos(offload: Any, seed: int) -> None:
         scheduler.schedule(now_s)
     check_integrity(scheduler, idle=True)
     assert scheduler.offloader is not None
-    assert (scheduler.offloader.get_held_rows(), scheduler.state.num_loading) == ([], 0)
+    assert (scheduler.offloader.get_next_stored_s(), scheduler.state.num_loading) == (None, 0)
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
 
 

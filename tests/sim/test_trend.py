@@ -50,9 +50,7 @@ def test_a_system_that_still_fills_is_not_growing() -> None:
     arrivals_s, ends_s = serve(0.7, 3000, 1, num_servers=50)
     states = [look(arrivals_s, ends_s, now_s).state for now_s in (10, 30, 60, 100, 150, 250, 400)]
     assert "growing" not in states
-    final = look(arrivals_s, ends_s, 2000)
-    assert final.state == "steady"
-    assert final.backlog == pytest.approx(0.7 * 50, rel=0.15)
+    assert look(arrivals_s, ends_s, 2000).state == "steady"
 
 
 def settle(arrivals_s: list[float], ends_s: list[float]) -> Verdict:

@@ -9,6 +9,7 @@ from typing import Any
 from tenuto.core.errors import IntegrityError
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv.pool import Extent, ExtentPool, Row, skip_to
+from tenuto.sim.tiers.chain_offload import ChainOffloader
 
 
 def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
@@ -44,7 +45,8 @@ def check_integrity(scheduler: Scheduler, *, idle: bool = False) -> None:
     )
     if num_idle != pool.num_idle_leased_blocks:
         raise IntegrityError(f"only leases hold {num_idle} blocks, counted {pool.num_idle_leased_blocks}")
-    storing = [] if scheduler.offloader is None else scheduler.offloader.get_held_rows()
+    offloader = scheduler.offloader
+    storing = [row for *_, row in offloader.stores] if isinstance(offloader, ChainOffloader) else []
     check_pool(pool, [*rows, *held, *storing], num_blanks=sum(table.num_blanks for table in tables))
 
 

@@ -68,8 +68,6 @@ class Look:
     warm_up_s: float
     offered_jps: float
     finished_jps: float
-    backlog: float
-    """Mean jobs in the system after the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,7 @@ def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> 
     """The state of a system at a moment. Both lists are sorted; later events are ignored."""
     points_s = [now_s * (number + 1) / NUM_POINTS for number in range(NUM_POINTS)]
     backlog = [float(bisect_right(arrivals_s, at_s) - bisect_right(ends_s, at_s)) for at_s in points_s]
-    cut = find_warm_up(backlog)
-    warm_up_s = now_s * cut / NUM_POINTS
+    warm_up_s = now_s * find_warm_up(backlog) / NUM_POINTS
     late = backlog[int(EARLY * NUM_POINTS) :]
     trend = fit_trend(late)
     num_late = _count(arrivals_s, EARLY * now_s, now_s)
@@ -103,7 +100,6 @@ def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> 
         warm_up_s,
         _get_rate(arrivals_s, warm_up_s, now_s),
         _get_rate(ends_s, warm_up_s, now_s),
-        fmean(backlog[cut:]),
     )
 
 

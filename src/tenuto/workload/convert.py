@@ -226,7 +226,6 @@ def _compare_requests(losses: _Losses, before: Sequence[Job], after: Sequence[Jo
     for (sent_s, job, index), request in zip(sort_turns(before), after, strict=True):
         turn, [now] = job.turns[index], request.turns
         _compare_turn(losses, turn, now)
-        losses.compare("tool time", turn.tool_s, now.tool_s)
         losses.compare("turns waited for", len(turn.after), len(now.after))
         losses.compare("time of sending", sent_s, request.arrival_s)
         if index == 0:
@@ -245,7 +244,6 @@ def _compare_jobs(
         losses.compare("number of turns", len(job.turns), len(other.turns))
         for turn, now in zip(job.turns, other.turns, strict=False):
             _compare_turn(losses, turn, now)
-            losses.compare("tool time", turn.tool_s, now.tool_s)
             losses.compare("time of sending", turn.at_s, now.at_s)
             events = sorted((names[a.job_id], a.turn, a.event, round(a.delay_s, 6)) for a in turn.after)
             others = sorted((a.job_id, a.turn, a.event, round(a.delay_s, 6)) for a in now.after)
@@ -261,6 +259,7 @@ def _compare_turn(losses: _Losses, turn: Any, now: Any) -> None:
     losses.compare(
         "other keys", dict(turn.extra), {key: now.extra[key] for key in turn.extra if key in now.extra}
     )
+    losses.compare("tool time", turn.tool_s, now.tool_s)
 
 
 def _compare_sharing(before: Sequence[Job], after: Sequence[Job], *, is_split: bool) -> Iterator[str]:

@@ -39,7 +39,8 @@ class ChainOffloader(Offloader):
         for tier in tiers.tiers:
             tier.chunk_tokens = self._chunk_tokens
         self._numbers = itertools.count()
-        self._stores: list[tuple[float, int, Row]] = []
+        self.stores: list[tuple[float, int, Row]] = []
+        """Blocks that wait for the end of their store, the earliest end first."""
 
     # Loads.
 
@@ -108,8 +109,8 @@ class ChainOffloader(Offloader):
 
     def release_stored(self, now_s: float) -> None:
         """Free the blocks whose stores are complete by now."""
-        while self._stores and self._stores[0][0] <= now_s:
-            self._pool.release(heapq.heappop(self._stores)[2])
+        while self.stores and self.stores[0][0] <= now_s:
+            self._pool.release(heapq.heappop(self.stores)[2])
 
     def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
         """Store blocks that the policy wants stored. Does nothing if all turns are stored anyway."""
@@ -119,13 +120,9 @@ class ChainOffloader(Offloader):
 
     # Questions.
 
-    def get_held_rows(self) -> list[Row]:
-        """Blocks that are taken only because they are being stored."""
-        return [row for _, _, row in self._stores]
-
     def get_next_stored_s(self) -> float | None:
         """The end of the next store that blocks wait for; None if no block waits."""
-        return self._stores[0][0] if self._stores else None
+        return self.stores[0][0] if self.stores else None
 
     # Inside.
 
@@ -155,7 +152,7 @@ class ChainOffloader(Offloader):
         if done_s > now_s and row:
             row = Row(row.ranges)
             self._pool.hold(row)
-            heapq.heappush(self._stores, (done_s, next(self._numbers), row))
+            heapq.heappush(self.stores, (done_s, next(self._numbers), row))
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
         """A request's chunks, at least this many."""

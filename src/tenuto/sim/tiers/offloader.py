@@ -149,10 +149,6 @@ class Offloader(ABC):
         """The time at which all started copies have ended; `now_s` if they have."""
         return max(now_s, *(tier.link.free_at_s for tier in self._all_tiers))
 
-    def get_held_rows(self) -> list[Row]:
-        """Blocks that are taken only because they are being stored."""
-        return []
-
     def get_next_stored_s(self) -> float | None:
         """The end of the next store that blocks wait for; None if no block waits."""
         return None
