@@ -14,7 +14,6 @@ from itertools import accumulate, count, takewhile
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.codec import MAX_SECONDS
-from tenuto.records.metrics import group_by
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload, find_roots
 
 
@@ -104,7 +103,9 @@ def repeat_jobs(workload: Workload, num_jobs: int, seed: int) -> Workload:
     Arrivals are those of the originals; give new ones with `reassign_arrivals`.
     """
     roots = find_roots(workload.name, workload.jobs)
-    families = group_by(workload.jobs, lambda job: roots[job.job_id])
+    families: dict[str, list[Job]] = {}
+    for job in workload.jobs:
+        families.setdefault(roots[job.job_id], []).append(job)
     shared = _find_shared(families)
     jobs = []
     for number, root in enumerate(_order(list(families), num_jobs, seed)):

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.records.metrics import group_by
 from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
 
 USER_GAP_S = 0.01
@@ -74,7 +73,9 @@ class TurnDriver:
         self._runs_commands = runs_commands
         self._jobs = {job.job_id: job for job in workload.jobs}
         self._roots = find_roots(workload.name, workload.jobs)
-        self._families = group_by(workload.jobs, lambda job: self._roots[job.job_id])
+        self._families: dict[str, list[Job]] = {}
+        for job in workload.jobs:
+            self._families.setdefault(self._roots[job.job_id], []).append(job)
         self._num_open = {
             root: sum(len(job.turns) for job in family) for root, family in self._families.items()
         }
