@@ -96,6 +96,6 @@ def test_the_warm_up_is_cut() -> None:
 
 
 def test_the_trend_of_a_line() -> None:
-    trend = fit_trend([3.0 + 0.5 * n for n in range(200)])
-    assert trend.growth == pytest.approx(100.0)
-    assert trend.error == pytest.approx(0.0, abs=1e-9)
+    growth, error = fit_trend([3.0 + 0.5 * n for n in range(200)])
+    assert growth == pytest.approx(100.0)
+    assert error == pytest.approx(0.0, abs=1e-9)

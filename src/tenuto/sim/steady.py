@@ -70,26 +70,17 @@ class Look:
     finished_jps: float
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The line through equally spaced values. Both figures are for the whole length of the values."""
-
-    growth: float
-    error: float
-    """Standard error of `growth`."""
-
-
 def look(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> Look:
     """The state of a system at a moment. Both lists are sorted; later events are ignored."""
     points_s = [now_s * (number + 1) / NUM_POINTS for number in range(NUM_POINTS)]
     backlog = [float(bisect_right(arrivals_s, at_s) - bisect_right(ends_s, at_s)) for at_s in points_s]
     warm_up_s = now_s * find_warm_up(backlog) / NUM_POINTS
     late = backlog[int(EARLY * NUM_POINTS) :]
-    trend = fit_trend(late)
+    growth, error = fit_trend(late)
     num_late = _count(arrivals_s, EARLY * now_s, now_s)
-    grows = trend.growth >= max(MIN_GROWTH * fmean(late), 3 * trend.error)
+    grows = growth >= max(MIN_GROWTH * fmean(late), 3 * error)
     # A backlog that wanders may hide its growth, so the error counts as growth.
-    if trend.growth + trend.error <= MAX_LEFT * num_late:
+    if growth + error <= MAX_LEFT * num_late:
         state: State = "steady"
     elif grows and _is_short(arrivals_s, ends_s, now_s):
         state = "growing"
@@ -119,8 +110,11 @@ def find_warm_up(values: Sequence[float]) -> int:
     return cut
 
 
-def fit_trend(values: Sequence[float]) -> Trend:
-    """The line through the means of `NUM_BATCHES` batches of the values."""
+def fit_trend(values: Sequence[float]) -> tuple[float, float]:
+    """The growth of equally spaced values over their whole length, and its standard error.
+
+    It is that of the line through the means of `NUM_BATCHES` batches.
+    """
     size = len(values) / NUM_BATCHES
     means = [fmean(values[int(n * size) : int((n + 1) * size)]) for n in range(NUM_BATCHES)]
     middle, mean = (NUM_BATCHES - 1) / 2, fmean(means)
@@ -133,7 +127,7 @@ def fit_trend(values: Sequence[float]) -> Trend:
     likeness = sum(a * b for a, b in pairwise(residuals)) / squares if squares else 0.0
     likeness = min(max(likeness, 0.0), MAX_LIKENESS)
     error *= math.sqrt((1 + likeness) / (1 - likeness))
-    return Trend(slope * NUM_BATCHES, error * NUM_BATCHES)
+    return slope * NUM_BATCHES, error * NUM_BATCHES
 
 
 def _is_short(arrivals_s: Sequence[float], ends_s: Sequence[float], now_s: float) -> bool:
