@@ -37,18 +37,13 @@ MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
 """Makes an engine with this name, on this GPU ("" for the first engine's GPU), that joins at this time."""
 
 
-def build_servers(setup: Setup, policy: Policy | None = None) -> list[Machine]:
-    """The machine of each server. Raises ConfigError or PolicyError."""
+def build_servers(setup: Setup, policy: Policy | None) -> tuple[list[Machine], list[Machine]]:
+    """The machines of the servers, and of those that join later. Raises ConfigError or PolicyError."""
     assert setup.fleet is not None
     check_step_costs([setup])
-    return [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
-
-
-def build_joining(setup: Setup, policy: Policy | None = None) -> list[Machine]:
-    """The machine of each server that joins later. Raises ConfigError or PolicyError."""
-    assert setup.fleet is not None
+    machines = [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
     faults = map(read_fault, setup.fleet.faults)
-    return [_build_one(setup, fault.what, policy) for fault in faults if fault.kind == "join"]
+    return machines, [_build_one(setup, fault.what, policy) for fault in faults if fault.kind == "join"]
 
 
 def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
@@ -65,7 +60,7 @@ def add_fleet(
     oracle: Sequence[Job] = (),
     strict: bool = False,
 ) -> FleetFront:
-    """Give a simulation the engines and the router of a setup. `machines`: what `build_servers` made.
+    """Give a simulation the engines and the router of a setup. `machines`: of its servers.
 
     `oracle`: the jobs, for policies that know the future. Raises ConfigError, PolicyError.
     """
@@ -106,8 +101,8 @@ def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
     assert fleet is not None
     if fleet.router != IDEAL:
         load_router(fleet.router, fleet.router_options)
-    machines = [*build_servers(setup, policy), *build_joining(setup, policy)]
-    return [note for machine in machines for note in machine.notes]
+    machines, joining = build_servers(setup, policy)
+    return [note for machine in (*machines, *joining) for note in machine.notes]
 
 
 def _get_speed(cost: StepCost) -> float:

@@ -25,7 +25,7 @@ from tenuto.sim.cost.batch import StepBatch, StepCost, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
-from tenuto.sim.fleet import FleetFront, add_fleet, build_joining, build_servers
+from tenuto.sim.fleet import FleetFront, add_fleet, build_servers
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine, build
 from tenuto.sim.setup import Setup, name_gpus
@@ -202,9 +202,9 @@ def prepare(
 def _prepare_fleet(
     setup: Setup, load: LoadOptions, given: Workload, extras: Extras, watch: Watch | None
 ) -> Prepared:
-    machines = build_servers(setup, extras.policy)
+    machines, joining = build_servers(setup, extras.policy)
     # A turn may reach any engine, also one that joins later.
-    caches = [each.make_scheduler().kv for each in (*machines, *build_joining(setup, extras.policy))]
+    caches = [each.make_scheduler().kv for each in (*machines, *joining)]
     smallest = min(caches, key=KvCache.count_most_tokens)
     workload, num_cut = _truncate(given, smallest, "these machines")
     simulation = Simulation(_make_clients(workload, load), watch)
