@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -124,22 +124,6 @@ _PIECES = re.compile(
 )
 
 
-class Tokenizer(Protocol):
-    """The interface that the server needs from a tokenizer."""
-
-    vocab_size: int
-    """All ids are smaller than this."""
-    max_chars: int | None
-    """Length of the longest text that one token can represent, in characters. None if unknown."""
-    words: Words
-
-    def encode(self, text: str) -> TokenIds:
-        """Return the ids of a text, without added special tokens."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids below `vocab_size`."""
-
-
 class Words:
     """Words that are one token each, both after a blank and at the beginning of a text."""
 
@@ -178,6 +162,7 @@ class PieceTokenizer:
     """
 
     max_chars: int | None = 16
+    """Length of the longest text that one token can represent, in characters; None if unknown."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -231,6 +216,10 @@ class HfTokenizer:
         """The text of these ids."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+
+Tokenizer: TypeAlias = PieceTokenizer | HfTokenizer
+"""Both encode a text without added special tokens, into ids below `vocab_size`."""
 
 
 def _make_up_words() -> Iterable[str]:
