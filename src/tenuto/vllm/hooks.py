@@ -16,7 +16,7 @@ from tenuto.core.driver import Driver
 from tenuto.core.engine import StepClock, StepTokens, get_max_step_tokens, get_prompt_weight
 from tenuto.core.leases import describe_room
 from tenuto.core.loader import get_engine_settings
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.estimators.step_size import AdaptiveSteps
 from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
@@ -131,7 +131,8 @@ class Hooks:
         waiting = list(scheduler.waiting)
         if self._has_order:
             # Not earlier: the driver may first have to take over another driver's turns.
-            self.order = self._make_queue()
+            make_queue = SplitQueue if self.settings.canary.is_on else TurnQueue
+            self.order = make_queue(self.driver, self._clock, asks_admission=self.asks_admission)
             if self.shadow is not None:
                 self.shadow.order = self.order
             for request in waiting:
@@ -142,7 +143,7 @@ class Hooks:
             scheduler.waiting = self.order
         elif isinstance(scheduler.waiting, TurnQueue):
             scheduler.waiting = make_waiting_queue(scheduler)
-            for request in sorted(waiting, key=self._get_place):
+            for request in sorted(waiting, key=lambda each: self.driver.get_stock_key(each.request_id)):
                 scheduler.waiting.add_request(request)
         if self._is_shadow:
             return
@@ -249,22 +250,6 @@ class Hooks:
             return None, False
         asks = get_prompt_weight(step_tokens) is not None or self.policy.overrides("step_budget")
         return step_tokens, asks
-
-    def _make_queue(self) -> TurnQueue:
-        driver = self.driver
-        common = (self._get_key, self._is_gated, driver.settle, driver.make_order)
-        if not self.settings.canary.is_on:
-            return TurnQueue(*common)
-        return SplitQueue(*common, self._get_place, lambda request: driver.runs_as_stock(request.request_id))
-
-    def _get_key(self, request: Any) -> Key:
-        return self.driver.get_queue_key(request.request_id, self._clock.monotonic())
-
-    def _get_place(self, request: Any) -> Key:
-        return self.driver.get_stock_key(request.request_id)
-
-    def _is_gated(self, request: Any) -> bool:
-        return self.asks_admission and self.driver.needs_admission(request.request_id)
 
     def _ask_all_keys(self, order: TurnQueue, now_s: float) -> None:
         """Reorder all waiting turns, unless this would exceed the share of time `MAX_ORDERING_SHARE`."""

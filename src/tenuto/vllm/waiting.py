@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tenuto.core.fairness import FairOrder
+from tenuto.core.driver import Driver
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
 from tenuto.vllm.compat.scheduler import RequestQueue
 
 
 class TurnQueue(RequestQueue):  # type: ignore[misc]
-    """Waiting requests in the order of their policy keys.
+    """Waiting requests in the order of the driver's keys.
 
     Requests that admission holds back are *parked*: they are never returned as the first. They count in
     `len`, so that vLLM's own counts and metrics stay correct.
     """
 
-    def __init__(
-        self,
-        get_key: Callable[[Any], Key],
-        is_gated: Callable[[Any], bool],
-        settle: Callable[[], None],
-        make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap,
-    ) -> None:
-        """`settle` updates the order of the queue. It is called before the first request is looked up."""
-        self._get_key = get_key
-        self._is_gated = is_gated
-        self._settle = settle
+    def __init__(self, driver: Driver, clock: Any, *, asks_admission: bool) -> None:
+        """`asks_admission`: whether the policy admits turns. `clock`: the module `time`, or a test's."""
+        self._driver = driver
+        self._clock = clock
+        self._asks_admission = asks_admission
         self._requests: dict[str, Any] = {}
-        self._ready = make_order()
-        self._parked = make_order()
+        self._ready = driver.make_order()
+        self._parked = driver.make_order()
 
     def add_request(self, request: Any) -> None:
         """Add a request that arrived. It is parked if admission must be asked first."""
-        self._requests[request.request_id] = request
-        if self._is_gated(request):
-            self._parked.push(request.request_id, self._get_key(request))
+        request_id = request.request_id
+        self._requests[request_id] = request
+        if self._asks_admission and self._driver.needs_admission(request_id):
+            self._parked.push(request_id, self._get_key(request_id))
         else:
-            self._make_ready(request)
+            self._make_ready(request_id)
 
     def prepend_request(self, request: Any) -> None:
         """Add a request that returns to the queue (preempted, or skipped in this step)."""
         self._requests[request.request_id] = request
-        self._make_ready(request)
+        self._make_ready(request.request_id)
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         """Add requests that return to the queue."""
@@ -60,7 +55,8 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
     def peek_request(self) -> Any:
         """The first request that is not parked."""
-        self._settle()
+        # The last allocation may have taken leases of waiting turns.
+        self._driver.settle()
         return self._get_first()
 
     def remove_request(self, request: Any) -> None:
@@ -78,7 +74,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         """Ask for a request's key again."""
         for order in (self._ready, self._parked):
             if request_id in order:
-                order.push(request_id, self._get_key(self._requests[request_id]))
+                order.push(request_id, self._get_key(request_id))
 
     def reorder_all(self) -> None:
         """Ask for every request's key again."""
@@ -116,13 +112,16 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         """Let a request start, if it is parked."""
         if request_id in self._parked:
             self._parked.discard(request_id)
-            self._make_ready(self._requests[request_id])
+            self._make_ready(request_id)
 
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
 
-    def _make_ready(self, request: Any) -> None:
-        self._ready.push(request.request_id, self._get_key(request))
+    def _get_key(self, request_id: str) -> Key:
+        return self._driver.get_queue_key(request_id, self._clock.monotonic())
+
+    def _make_ready(self, request_id: str) -> None:
+        self._ready.push(request_id, self._get_key(request_id))
 
     def _get_first(self) -> Any:
         first = self._ready.get_first()
@@ -149,19 +148,8 @@ class SplitQueue(TurnQueue):
     the policy's order takes it.
     """
 
-    def __init__(
-        self,
-        get_key: Callable[[Any], Key],
-        is_gated: Callable[[Any], bool],
-        settle: Callable[[], None],
-        make_order: Callable[[], IndexedHeap | FairOrder],
-        get_place: Callable[[Any], Key],
-        runs_as_stock: Callable[[Any], bool],
-    ) -> None:
-        """`get_place`: a key in stock vLLM's order. `runs_as_stock`: whether a request keeps its place."""
-        super().__init__(get_key, is_gated, settle, make_order)
-        self._get_place = get_place
-        self._runs_as_stock = runs_as_stock
+    def __init__(self, driver: Driver, clock: Any, *, asks_admission: bool) -> None:
+        super().__init__(driver, clock, asks_admission=asks_admission)
         self._stock = IndexedHeap()
         """Requests that keep their places, by place."""
         self._places = IndexedHeap()
@@ -190,14 +178,14 @@ class SplitQueue(TurnQueue):
         self._stock.discard(request.request_id)
         self._places.discard(request.request_id)
 
-    def _make_ready(self, request: Any) -> None:
-        place = self._get_place(request)
-        if self._runs_as_stock(request):
-            self._stock.push(request.request_id, place)
+    def _make_ready(self, request_id: str) -> None:
+        place = self._driver.get_stock_key(request_id)
+        if self._driver.runs_as_stock(request_id):
+            self._stock.push(request_id, place)
             return
-        super()._make_ready(request)
-        taken = self._taken.pop(request.request_id, None)
-        self._places.push(request.request_id, place if taken is None else min(place, taken))
+        super()._make_ready(request_id)
+        taken = self._taken.pop(request_id, None)
+        self._places.push(request_id, place if taken is None else min(place, taken))
 
     def _get_first(self) -> Any:
         place, stock_place = self._places.get_first_key(), self._stock.get_first_key()
