@@ -141,7 +141,7 @@ class JobBook:
 
 
 class Jobs:
-    """The remembered jobs. If too many are idle, the one that has been idle longest is forgotten."""
+    """The jobs with open turns, and idle ones. If too many are idle, the longest idle one is forgotten."""
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
@@ -164,9 +164,7 @@ class Jobs:
 
     def close_turn(self, job_id: str) -> str | None:
         """A turn of a job ended. Returns the id of a job to forget if there are too many."""
-        job = self._jobs.get(job_id)
-        if job is None:
-            return None
+        job = self._jobs[job_id]
         job.num_open -= 1
         if job.num_open == 0:
             self._idle.add(job_id, job.tenant)
@@ -178,11 +176,10 @@ class Jobs:
             if job.engine == engine:
                 job.engine = None
 
-    def forget(self, job_id: str) -> JobBook | None:
-        """Forget a job and return what was known of it."""
-        job = self._jobs.pop(job_id, None)
-        if job is not None:
-            self._idle.discard(job_id, job.tenant)
+    def forget(self, job_id: str) -> JobBook:
+        """Forget an idle job and return what was known of it."""
+        job = self._jobs.pop(job_id)
+        self._idle.discard(job_id, job.tenant)
         return job
 
 
@@ -369,6 +366,7 @@ TICK_S = 1.0
 @dataclass(slots=True)
 class _Open:
     turn: RoutedTurn
+    job: JobBook
     engine: str | None = None
     """The engine that has the turn; None while it is held."""
     sent_s: float = 0.0
@@ -464,7 +462,7 @@ class Dispatcher:
             num_context_tokens=job.num_context_tokens,
             num_open=job.num_open - 1,
         )
-        self._turns[turn.turn_id] = _Open(turn)
+        self._turns[turn.turn_id] = _Open(turn, job)
         return self._route(turn, now_s)
 
     def get_num_context_tokens(self, job_id: str) -> int:
@@ -497,9 +495,7 @@ class Dispatcher:
         del self._turns[turn_id]
         turn, engine = one.turn, one.engine
         self._leave_engine(one)
-        job = self._jobs.get(turn.job_id)
-        if job is not None:
-            job.num_context_tokens = turn.num_prompt_tokens + num_output_tokens
+        one.job.num_context_tokens = turn.num_prompt_tokens + num_output_tokens
         self._caller.tell(
             "on_turn_answered",
             AnsweredTurn(
@@ -507,7 +503,7 @@ class Dispatcher:
             ),
             now_s,
         )
-        self._close(turn.job_id, now_s, ended=bool(is_last))
+        self._close(one, now_s, ended=bool(is_last))
         return self._send_held(now_s)
 
     def fail(self, turn_id: str, now_s: float) -> list[Sending]:
@@ -518,10 +514,9 @@ class Dispatcher:
         engine, was = one.engine, one.turn
         self._leave_engine(one)
         self._caller.tell("on_turn_failed", was, engine, now_s)
-        job = self._jobs.get(was.job_id)
         one.engine, one.first_token_s = None, None
         one.turn = dataclasses.replace(
-            was, engine=self._get_engine(job), num_attempts=was.num_attempts + 1, cached_tokens=NO_TOKENS
+            was, engine=self._get_engine(one.job), num_attempts=was.num_attempts + 1, cached_tokens=NO_TOKENS
         )
         self.stats.num_resent += 1
         return self._route(one.turn, now_s)
@@ -535,7 +530,7 @@ class Dispatcher:
         if one.engine is not None:
             self._leave_engine(one)
             self._caller.tell("on_turn_failed", one.turn, one.engine, now_s)
-        self._close(one.turn.job_id, now_s, ended=False)
+        self._close(one, now_s, ended=False)
         return self._send_held(now_s)
 
     def tick(self, now_s: float) -> list[Sending]:
@@ -560,8 +555,8 @@ class Dispatcher:
         # Client ids are printable, so an id with a tab never equals a client's id.
         return f"\tunnamed-{self._num_unnamed}"
 
-    def _get_engine(self, job: JobBook | None) -> str | None:
-        return job.engine if job is not None and job.engine in self.engines.ready else None
+    def _get_engine(self, job: JobBook) -> str | None:
+        return job.engine if job.engine in self.engines.ready else None
 
     def _route(self, turn: RoutedTurn, now_s: float) -> list[Sending]:
         """Ask where a turn goes, and record it; empty if the turn is held."""
@@ -572,7 +567,7 @@ class Dispatcher:
         is_held = turn.turn_id in self._held
         if overdue or turn.num_turns > 1 or (len(self._held) >= self.limits.max_held and not is_held):
             turn = dataclasses.replace(turn, must_go=True)
-        engine = self._get_engine(self._jobs.get(turn.job_id))
+        engine = self._get_engine(self._turns[turn.turn_id].job)
         if engine != turn.engine:  # it may have changed while the turn was held
             turn = dataclasses.replace(turn, engine=engine)
         fleet = FleetView(now_s, self.engines.ready, self._copy_token_s)
@@ -590,12 +585,9 @@ class Dispatcher:
     def _send(self, turn: RoutedTurn, answer: Send, now_s: float) -> Sending:
         one, name = self._turns[turn.turn_id], answer.engine
         self._held.remove(turn.turn_id)
-        one.turn, one.engine, one.sent_s = turn, name, now_s
+        one.turn, one.engine, one.job.engine, one.sent_s = turn, name, name, now_s
         self.engines.add(name, 1, 1, turn.num_prompt_tokens)
         self._held.count_open(turn.tenant, 1)
-        job = self._jobs.get(turn.job_id)
-        if job is not None:
-            job.engine = name
         self.stats.num_sent += 1
         copy_from, num_copied = None, 0
         if turn.engine is not None and turn.engine != name:
@@ -629,20 +621,18 @@ class Dispatcher:
         self.engines.add(one.engine, -1, -int(is_unstarted), -tokens)
         self._held.count_open(one.turn.tenant, -1)
 
-    def _close(self, job_id: str, now_s: float, *, ended: bool) -> None:
+    def _close(self, one: _Open, now_s: float, *, ended: bool) -> None:
         """A turn of a job ended. The job ends too if `ended` is true and the job has no other open turn."""
+        job_id = one.turn.job_id
         forgotten = self._jobs.close_turn(job_id)
-        job = self._jobs.get(job_id)
-        if ended and job is not None and job.num_open == 0:
+        if ended and one.job.num_open == 0:
             self._forget(job_id, now_s)
         if forgotten is not None and forgotten != job_id:
             self._forget(forgotten, now_s)
 
     def _forget(self, job_id: str, now_s: float) -> None:
-        job = self._jobs.forget(job_id)
-        if job is not None:
-            self._contents.forget(job_id, job)
-            self._caller.tell("on_job_ended", job_id, now_s)
+        self._contents.forget(job_id, self._jobs.forget(job_id))
+        self._caller.tell("on_job_ended", job_id, now_s)
 
 
 # A request as a router sees it. Routers do not tokenize.
