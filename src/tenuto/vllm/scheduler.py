@@ -578,40 +578,27 @@ class StepTracer:
 
 
 class IdleTimer:
-    """Wakes a sleeping engine when the armed deadline (monotonic clock) has passed. One daemon thread."""
+    """Wakes a sleeping engine when the armed deadline (monotonic clock) has passed."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._deadline_s: float | None = None
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
 
     def arm(self, deadline_s: float) -> None:
         """Wake at this time; replaces the deadline armed before."""
-        with self._changed:
-            if self._deadline_s == deadline_s or self._stopped:
-                return
+        if self._deadline_s != deadline_s:
+            self.stop()
             self._deadline_s = deadline_s
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tenuto-idle-timer", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            self._timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), self._ring)
+            self._timer.daemon = True
+            self._timer.start()
 
     def stop(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        """Wake no more, unless armed again."""
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._stopped:
-                    return
-                wait_s = None if self._deadline_s is None else self._deadline_s - time.monotonic()
-                if wait_s is None or wait_s > 0:
-                    self._changed.wait(wait_s)
-                    continue
-                self._deadline_s = None
-            self._wake()
+    def _ring(self) -> None:
+        self._deadline_s = None
+        self._wake()
