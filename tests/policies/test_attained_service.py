@@ -8,16 +8,49 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.policies.published.autellix import ServiceQueues
+from tenuto.core.types import EngineView, Job, Turn
+from tenuto.policies.published.autellix import Autellix
 
 NEVER = 1e9
 
 
-def make_queues(starvation_ratio: float = NEVER) -> ServiceQueues:
-    return ServiceQueues(num_levels=4, first_quantum_s=1.0, growth=2.0, starvation_ratio=starvation_ratio)
+class Queues:
+    """The policy, told of turns by their ids."""
+
+    def __init__(self, num_levels: int, starvation_ratio: float) -> None:
+        self.policy = Autellix(
+            num_levels=num_levels, first_quantum_s=1.0, growth=2.0, starvation_ratio=starvation_ratio
+        )
+
+    def arrive(self, turn_id: str, job_id: str, now_s: float) -> None:
+        self.policy.on_turn_arrived(make_turn(turn_id, job_id), now_s)
+
+    def run(self, turn_id: str, now_s: float, *, is_running: bool) -> None:
+        tell = self.policy.on_turn_started if is_running else self.policy.on_turn_preempted
+        tell(make_turn(turn_id), now_s)
+
+    def leave(self, turn_id: str, now_s: float) -> None:
+        self.policy.on_turn_finished(make_turn(turn_id), now_s)
+
+    def forget(self, job_id: str) -> None:
+        self.policy.on_job_ended(Job(job_id, 0.0, 1), 0.0)
+
+    def update(self, now_s: float) -> None:
+        self.policy.on_tick(EngineView(now_s, 16, 1000, 999, 0, 0, 2048))
+
+    def get_rank(self, turn_id: str) -> tuple[float | int | str, ...]:
+        return self.policy.queue_key(make_turn(turn_id), 0.0)
 
 
-def serve(queues: ServiceQueues, turn_id: str, job_id: str, now_s: float, service_s: float) -> float:
+def make_turn(turn_id: str, job_id: str = "j") -> Turn:
+    return Turn(turn_id, Job(job_id, 0.0, 1), 0.0, 100)
+
+
+def make_queues(starvation_ratio: float = NEVER) -> Queues:
+    return Queues(4, starvation_ratio)
+
+
+def serve(queues: Queues, turn_id: str, job_id: str, now_s: float, service_s: float) -> float:
     """A turn that starts at once and runs for so long; returns when it ends."""
     queues.arrive(turn_id, job_id, now_s)
     queues.run(turn_id, now_s, is_running=True)
@@ -130,7 +163,7 @@ def test_a_job_that_once_waited_is_promoted_once() -> None:
     assert min(ranks[20:]) >= 2
     # All of its service counts.
     queues.arrive("last", "j", 600.0)
-    assert queues._calls["last"].job_served_s == pytest.approx(61.0)
+    assert queues.policy._calls["last"].job_served_s == pytest.approx(61.0)
 
 
 def test_the_waiting_of_earlier_turns_counts_for_a_job() -> None:
@@ -166,16 +199,16 @@ def test_a_forgotten_job_starts_anew() -> None:
 
 def test_turns_that_never_arrived_change_nothing() -> None:
     queues = make_queues()
-    before = repr(queues)
+    before = repr(queues.policy)
     queues.run("ghost", 1.0, is_running=True)
     queues.leave("ghost", 2.0)
     queues.forget("nobody")
-    assert repr(queues) == before
+    assert repr(queues.policy) == before
     assert queues.get_rank("ghost") == (0, 0.0)
 
 
 def test_one_queue_is_first_come_first_served() -> None:
-    queues = ServiceQueues(num_levels=1, first_quantum_s=1.0, growth=2.0, starvation_ratio=NEVER)
+    queues = Queues(1, NEVER)
     serve(queues, "first", "j", 0.0, 100.0)
     queues.arrive("t", "j", 200.0)
     queues.arrive("new", "k", 201.0)
