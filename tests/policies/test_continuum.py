@@ -87,6 +87,8 @@ def test_cold_it_pins_for_ln_b() -> None:
     assert policy.retain(make_turn(num_prompt_tokens=70), VIEW) == Offload()
     learn_delays(policy, 1.0, 3.0)  # T = 2
     assert get_ttl_s(policy.retain(make_turn(), VIEW)) == pytest.approx(math.log(3.2))
+    learn_delays(policy, 50.0, *[4.0] * 100)  # of the last 100 delays
+    assert get_ttl_s(policy.retain(make_turn(), VIEW)) == pytest.approx(math.log(5.2))
 
 
 def test_the_ladder_has_its_steps_at_100_samples() -> None:
@@ -176,12 +178,12 @@ def test_only_turns_that_came_back_to_no_pin_make_the_queueing_delay() -> None:
         turn = make_turn(None, turn_id=f"t{number}", job=Job("k", 0.0, num_turns), has_lease=has_lease)
         policy.on_turn_arrived(turn, 0.0)
         policy.on_turn_started(turn, 100.0)
-    assert policy._queue_delay.get_mean_s() == 0
+    assert len(policy._queue_delays) == 0
     learn_delays(policy, 4.0)
     gone = make_turn(None, turn_id="gone", job=Job("k", 0.0, 2))
     policy.on_turn_arrived(gone, 0.0)
     policy.on_turn_finished(gone, 80.0)
-    assert policy._queue_delay.get_mean_s() == 4.0
+    assert policy._queue_delays.get_sorted() == [4.0]
     assert "gone" not in repr(policy)
 
 

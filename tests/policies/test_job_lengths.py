@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.policies.published._continuum import JobLengths, QueueDelay
+from tenuto.policies.published._continuum import JobLengths
 
 
 def test_jobs_of_one_length_are_fully_predictable() -> None:
@@ -34,7 +34,7 @@ def test_by_hand() -> None:
 def test_it_is_the_correlation_over_all_turns(lengths: list[int]) -> None:
     turns = [(k, n - k) for n in lengths for k in range(1, n + 1)]
     if len(turns) == len(lengths):
-        assert JobLengths(lengths).get_eta(default=0.7) == 0.7
+        assert JobLengths(lengths).get_eta() == 1.0
         return
     expected = -statistics.correlation(*map(list, zip(*turns, strict=True)))
     assert JobLengths(lengths).get_eta() == pytest.approx(max(0.0, expected), abs=1e-9)
@@ -47,7 +47,7 @@ def test_jobs_that_tend_to_go_on_promise_no_end() -> None:
 
 def test_without_jobs_of_two_turns_it_is_unknown() -> None:
     assert JobLengths().get_eta() == 1.0
-    assert JobLengths([1, 1]).get_eta(default=0.0) == 0.0
+    assert JobLengths([1, 1]).get_eta() == 1.0
 
 
 def test_only_the_last_jobs_count() -> None:
@@ -56,15 +56,3 @@ def test_only_the_last_jobs_count() -> None:
     assert len(lengths) == 3 and lengths.get_state() == [5, 5, 5]
     with pytest.raises(ValueError, match="a turn at least"):
         lengths.observe(0)
-
-
-def test_the_delay_is_the_mean_of_the_last_ones() -> None:
-    delay = QueueDelay(max_delays=3)
-    assert delay.get_mean_s() == 0.0
-    for delay_s in (50.0, 1.0, 2.0, 6.0):
-        delay.observe(delay_s)
-    assert delay.get_mean_s() == 3.0  # (1 + 2 + 6) / 3
-    assert QueueDelay(delay.get_state()).get_mean_s() == 3.0
-    for bad in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="a delay must be"):
-            delay.observe(bad)

@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.estimators.tool_times import ToolSamples
-from tenuto.policies.published._continuum import get_best_ttl_s, get_default_ttl_s, get_ttl_s
+from tenuto.policies.published._continuum import get_best_ttl_s, get_default_ttl_s
 
 
 def test_by_hand() -> None:
@@ -53,18 +52,3 @@ def test_the_default_is_that_of_an_exponential_tool_of_1_s() -> None:
     best_s = get_default_ttl_s(7.0)
     gain = [7.0 * (1 - math.exp(-s)) - s for s in (best_s - 0.01, best_s, best_s + 0.01)]
     assert max(gain) == gain[1]
-
-
-def test_the_ladder_and_what_each_rung_weighs() -> None:
-    samples = ToolSamples()
-    terms = {"queue_delay_s": 8.0, "eta": 0.5, "reload_s": 2.0}
-    # No samples: η counts as 1, B = 8 + 2.
-    assert get_ttl_s(samples, "ls", **terms) == pytest.approx(math.log(10))
-    for _ in range(101):
-        samples.observe("make", 5.0)
-    # All tools: B = 8·0.5 + 2 = 6 > 5.
-    assert get_ttl_s(samples, "ls", **terms) == 5.0
-    assert get_ttl_s(samples, "ls", **{**terms, "eta": 0.3}) == 0.0  # B = 4.4 < 5
-    for _ in range(101):
-        samples.observe("ls", 0.5)
-    assert get_ttl_s(samples, "ls", **terms) == 0.5

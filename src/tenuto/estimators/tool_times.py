@@ -54,29 +54,27 @@ MIN_SAMPLES = 100
 class ToolSamples:
     """Recent times per tool and over all tools. Of too many tools, some are dropped: see `forget_some`."""
 
-    def __init__(self, max_tools: int = MAX_NAMES, max_times: int = MEMORY) -> None:
-        self._max_tools = max_tools
-        self._max_times = max_times
+    def __init__(self) -> None:
         self._tools: OrderedDict[str, RecentTimes] = OrderedDict()
-        self._all = RecentTimes(max_times=max_times)
+        self._all = RecentTimes()
 
     def observe(self, tool: str, tool_s: float) -> None:
         """Count one call."""
         self._all.observe(tool_s)
         if tool not in self._tools:
-            self._tools[tool] = RecentTimes(max_times=self._max_times)
+            self._tools[tool] = RecentTimes()
         self._tools[tool].observe(tool_s)
         self._tools.move_to_end(tool)
-        if len(self._tools) > self._max_tools:
+        if len(self._tools) > MAX_NAMES:
             forget_some(self._tools, len)
 
-    def get_left_s(self, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
+    def get_left_s(self, tool: str, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the call returns: the mean over earlier calls that took longer.
 
         Without such calls: the time that the client said, or as long again as the call has taken, at least 1
         s.
         """
-        times = () if tool is None or tool not in self._tools else self._tools[tool].get_sorted()
+        times = self._tools[tool].get_sorted() if tool in self._tools else ()
         longer = times[bisect_right(times, elapsed_s) :]
         return sum(longer) / len(longer) - elapsed_s if longer else max(elapsed_s, said_s or 0.0, 1.0)
 
@@ -110,9 +108,9 @@ class ToolSamples:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
-        own = [(str(tool), RecentTimes(times, self._max_times)) for tool, times in state["tools"].items()]
-        times_of_all = RecentTimes(state["all"], self._max_times)
-        self._tools = OrderedDict(own[-self._max_tools :])
+        own = [(str(tool), RecentTimes(times)) for tool, times in state["tools"].items()]
+        times_of_all = RecentTimes(state["all"])
+        self._tools = OrderedDict(own[-MAX_NAMES:])
         self._all = times_of_all
 
     def __repr__(self) -> str:
@@ -132,27 +130,25 @@ class Pauses:
 
     def observe(self, job: Job, tool: str | None, pause_s: float) -> None:
         """Count one pause of a job that came back."""
-        if tool is None:
-            for name in _get_names(job):
-                self._kinds.observe(name, pause_s)
-        else:
-            self.tools.observe(repr((job.tenant, tool)), pause_s)
+        samples, names = self._find(job, tool)
+        for name in names:
+            samples.observe(name, pause_s)
 
     def get_left_s(self, job: Job, tool: str | None, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the job is back: see `ToolSamples.get_left_s`."""
-        if tool is None:
-            return self._kinds.get_left_s(_get_names(job)[-1], elapsed_s, said_s)
-        return self.tools.get_left_s(repr((job.tenant, tool)), elapsed_s, said_s)
+        samples, names = self._find(job, tool)
+        return samples.get_left_s(names[-1], elapsed_s, said_s)
 
     def get_share_longer(self, job: Job, tool: str | None, elapsed_s: float) -> float:
         """The share of such pauses that took longer: see `ToolSamples.get_share_longer`."""
+        samples, names = self._find(job, tool)
+        return samples.get_share_longer(elapsed_s, *names)
+
+    def _find(self, job: Job, tool: str | None) -> tuple[ToolSamples, tuple[str, ...]]:
+        """The samples of such pauses, and the names by which they are found there, the narrowest last."""
         if tool is None:
-            return self._kinds.get_share_longer(elapsed_s, *_get_names(job))
-        return self.tools.get_share_longer(elapsed_s, repr((job.tenant, tool)))
-
-
-def _get_names(job: Job) -> tuple[str, str]:
-    return repr((job.tenant,)), repr((job.tenant, job.kind))
+            return self._kinds, (repr((job.tenant,)), repr((job.tenant, job.kind)))
+        return self.tools, (repr((job.tenant, tool)),)
 
 
 @dataclass(eq=False)

@@ -14,30 +14,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tenuto.core.policy import Key
 from tenuto.core.types import EngineView, Job, Lease, Turn
-from tenuto.estimators.tool_times import MIN_SAMPLES, ToolSamples
+from tenuto.estimators.tool_times import MIN_SAMPLES, RecentTimes, ToolSamples
 from tenuto.policies.published._prefill import LearnsPrefill, get_reload_s
 
 _CHUNK = 32
-
-
-def get_ttl_s(
-    samples: ToolSamples,
-    tool: str,
-    *,
-    queue_delay_s: float,
-    eta: float,
-    reload_s: float,
-    min_samples: int = MIN_SAMPLES,
-) -> float:
-    """τ* for a tool: from its own times, from those of all tools, or the default. See `ToolSamples`."""
-    times = samples.try_get_trusted(tool, min_samples)
-    if times is None:
-        return get_default_ttl_s(queue_delay_s + reload_s)
-    return get_best_ttl_s(times.get_sorted(), queue_delay_s * eta + reload_s)
 
 
 def get_default_ttl_s(benefit_s: float) -> float:
@@ -109,8 +94,8 @@ class JobLengths:
         self._lengths.append(num_turns)
         self._add(num_turns, +1)
 
-    def get_eta(self, default: float = 1.0) -> float:
-        """η, at least 0; `default` while it is undefined because no finished job had two turns.
+    def get_eta(self) -> float:
+        """η, at least 0; 1 while it is undefined because no finished job had two turns.
 
         If long jobs tend to get longer, the correlation is positive. That counts as 0 too: past turns then
         say nothing about the end.
@@ -118,7 +103,7 @@ class JobLengths:
         num, sum_k, sum_r, sum_kk, sum_rr, sum_kr = self._sums
         variances = (num * sum_kk - sum_k * sum_k) * (num * sum_rr - sum_r * sum_r)
         if variances == 0:
-            return default
+            return 1.0
         return max(0.0, (sum_k * sum_r - num * sum_kr) / math.sqrt(variances))
 
     def get_state(self) -> list[int]:
@@ -136,36 +121,7 @@ class JobLengths:
 
 
 MAX_DELAYS = 100
-"""Number of turns in the mean; small, because the queue changes within minutes."""
-
-
-class QueueDelay:
-    """Sliding mean of the queueing delays of turns that came back and found nothing pinned.
-
-    Pinned jobs go first, so the whole wait of such a turn counts as extra.
-    """
-
-    def __init__(self, delays_s: Iterable[float] = (), max_delays: int = MAX_DELAYS) -> None:
-        self._delays: deque[float] = deque(maxlen=max_delays)
-        for delay_s in delays_s:
-            self.observe(delay_s)
-
-    def observe(self, delay_s: float) -> None:
-        """Count one turn's wait from its arrival to its first step."""
-        if not (math.isfinite(delay_s) and delay_s >= 0):
-            raise ValueError(f"a delay must be finite and not negative, got {delay_s!r}")
-        self._delays.append(delay_s)
-
-    def get_mean_s(self) -> float:
-        """T in seconds; 0 before any such turn was seen."""
-        return math.fsum(self._delays) / len(self._delays) if self._delays else 0.0
-
-    def get_state(self) -> list[float]:
-        """The delays as JSON values, oldest first. The constructor accepts them."""
-        return list(self._delays)
-
-    def __repr__(self) -> str:
-        return f"QueueDelay({list(self._delays)})"
+"""Number of turns in the mean queueing delay; small, because the queue changes within minutes."""
 
 
 # The base of `continuum` and `contextserve`.
@@ -180,7 +136,8 @@ class LearnsTtl(LearnsPrefill):
 
     _tool_times: ToolSamples = field(init=False, default_factory=ToolSamples)
     _job_lengths: JobLengths = field(init=False, default_factory=JobLengths)
-    _queue_delay: QueueDelay = field(init=False, default_factory=QueueDelay)
+    _queue_delays: RecentTimes = field(init=False, default_factory=partial(RecentTimes, max_times=MAX_DELAYS))
+    """Waits of turns that came back and found no lease. Pinned jobs go first, so all of it is extra."""
     _evicted: dict[str, None] = field(init=False, default_factory=dict)
     """Waiting turns of jobs that came back and found no lease."""
 
@@ -207,7 +164,7 @@ class LearnsTtl(LearnsPrefill):
         super().on_turn_started(turn, now_s)
         if turn.turn_id in self._evicted:
             del self._evicted[turn.turn_id]
-            self._queue_delay.observe(max(0.0, now_s - turn.arrival_s))
+            self._queue_delays.observe(max(0.0, now_s - turn.arrival_s))
 
     def on_turn_finished(self, turn: Turn, now_s: float) -> None:
         """The turn's prefill is over, and it no longer waits."""
@@ -228,25 +185,28 @@ class LearnsTtl(LearnsPrefill):
         return {
             "tool_times": self._tool_times.get_state(),
             "job_lengths": self._job_lengths.get_state(),
-            "queue_delay": self._queue_delay.get_state(),
+            "queue_delay": self._queue_delays.get_state(),
             **super().get_state(),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
-        job_lengths, queue_delay = JobLengths(state["job_lengths"]), QueueDelay(state["queue_delay"])
+        job_lengths = JobLengths(state["job_lengths"])
+        queue_delays = RecentTimes(state["queue_delay"], MAX_DELAYS)
         tool_times = ToolSamples()
         tool_times.set_state(state["tool_times"])
         super().set_state(state)
-        self._job_lengths, self._queue_delay, self._tool_times = job_lengths, queue_delay, tool_times
+        self._job_lengths, self._queue_delays, self._tool_times = job_lengths, queue_delays, tool_times
 
     def _get_ttl_s(self, tool: str, turn: Turn, view: EngineView, min_samples: int = MIN_SAMPLES) -> float:
-        """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping."""
-        return get_ttl_s(
-            self._tool_times,
-            tool,
-            queue_delay_s=self._queue_delay.get_mean_s(),
-            eta=self._job_lengths.get_eta(),
-            reload_s=get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view),
-            min_samples=min_samples,
-        )
+        """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping.
+
+        From the tool's own times, from those of all tools, or the default: see `ToolSamples`.
+        """
+        delays_s = self._queue_delays.get_sorted()
+        queue_delay_s = math.fsum(delays_s) / len(delays_s) if delays_s else 0.0
+        reload_s = get_reload_s(turn.num_prompt_tokens + turn.num_output_tokens, self._prefill, view)
+        times = self._tool_times.try_get_trusted(tool, min_samples)
+        if times is None:
+            return get_default_ttl_s(queue_delay_s + reload_s)
+        return get_best_ttl_s(times.get_sorted(), queue_delay_s * self._job_lengths.get_eta() + reload_s)
