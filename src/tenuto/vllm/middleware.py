@@ -22,7 +22,6 @@ for it, which is after that check. The number of bytes that it reads is bounded.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -48,7 +47,7 @@ from tenuto.core.requests import (
     parse_hints,
     write_context_as_text,
 )
-from tenuto.core.router import EngineInfo
+from tenuto.core.router import EngineInfo, draw
 from tenuto.core.types import LeaseRefusal
 from tenuto.core.wishes import judge, make_wish_header
 from tenuto.vllm import tenants
@@ -248,7 +247,7 @@ class Middleware:
             )
             _set_header(scope, _RANK_HEADER, str(found.turn.rank))
         elif self._dp_size > 1 and job_id is not None:
-            _set_header(scope, _RANK_HEADER, str(get_rank_by_name(job_id, self._dp_size)))
+            _set_header(scope, _RANK_HEADER, str(draw(job_id) % self._dp_size))
 
 
 class _Found:
@@ -340,12 +339,6 @@ async def _refuse(scope: Scope, send: Send, problem: str) -> None:
 
 
 ROUTER = "tenuto"
-
-
-def get_rank_by_name(job_id: str, dp_size: int) -> int:
-    """The job's data-parallel rank; the same in every API server process."""
-    digest = hashlib.blake2b(job_id.encode(errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % dp_size
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tenuto.core.requests import BILLING_TEXT
+from tenuto.core.requests import BILLING_TEXT, drop_mark
 from tenuto.wire.request import (
     Body,
     Message,
@@ -76,12 +76,7 @@ def _read_message(message: Mapping[str, Any]) -> Iterator[Message]:
 def _read_parts(content: Any) -> list[Any]:
     """The parts of some content, without what tells the provider how to cache, and whom to bill."""
     if isinstance(content, list):
-        content = [
-            {key: value for key, value in part.items() if key != "cache_control"}
-            if isinstance(part, dict)
-            else part
-            for part in content
-        ]
+        content = [drop_mark(part) if isinstance(part, dict) else part for part in content]
     return [
         part for part in read_parts(content) if not (isinstance(part, str) and part.startswith(BILLING_TEXT))
     ]
