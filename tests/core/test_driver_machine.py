@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tenuto.core.jobs import NOBODY
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
@@ -152,7 +153,7 @@ class DriverMachine(RuleBasedStateMachine):
 
     def _must_wait_for_others(self, turn: ToyTurn) -> bool:
         """Whether its tenant is over its fair share: then it takes nothing from tenants that use less."""
-        return self.driver.quota.is_over(self.driver._turns[turn.turn_id].job.tenant)
+        return self.driver.quota.is_over(self.driver._turns[turn.turn_id].job.tenant or NOBODY)
 
     def _count_without_leases(self, turn: ToyTurn) -> tuple[int, int]:
         """(blocks that would be free, blocks this turn would take) if there were no leases."""

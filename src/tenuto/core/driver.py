@@ -775,9 +775,9 @@ class Driver:
         answers, per_prompt = [max_num_batched_tokens], 0
         if self._step_chooser is not None:
             chosen = self._step_chooser.choose(num_running, max_num_batched_tokens, self._block_size)
-            self._caller.write(
-                {"kind": "chosen", "what": "step_tokens", "answer": chosen and chosen.num_tokens}
-            )
+            if self._caller.log is not None:
+                answer = chosen and chosen.num_tokens
+                self._caller.log({"kind": "chosen", "what": "step_tokens", "answer": answer})
             if chosen is not None:
                 answers.append(chosen.num_tokens)
                 per_prompt = chosen.per_prompt

@@ -501,38 +501,37 @@ class Quota:
         if not own.num_live:
             self._forget_inactive(name)
 
-    def grant(self, tenant: str | None) -> None:
+    def grant(self, tenant: str) -> None:
         """A tenant got one more lease."""
-        self._enter(tenant or NOBODY).num_leases += 1
+        self._enter(tenant).num_leases += 1
         if self.counts_blocks:
-            self._sort(tenant or NOBODY)
+            self._sort(tenant)
 
-    def end(self, tenant: str | None) -> None:
+    def end(self, tenant: str) -> None:
         """A tenant has one lease less."""
-        name = tenant or NOBODY
-        self._tenants[name].num_leases -= 1
+        self._tenants[tenant].num_leases -= 1
         if self.counts_blocks:
-            self._sort(name)
-        self._forget_inactive(name)
+            self._sort(tenant)
+        self._forget_inactive(tenant)
 
-    def add(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
+    def add(self, tenant: str, block_ids: Collection[Hashable]) -> None:
         """A lease of this tenant now covers these blocks."""
-        self._tenants[tenant or NOBODY].leased.add(block_ids)
-        self._sort(tenant or NOBODY)
+        self._tenants[tenant].leased.add(block_ids)
+        self._sort(tenant)
 
-    def remove(self, tenant: str | None, block_ids: Collection[Hashable]) -> None:
+    def remove(self, tenant: str, block_ids: Collection[Hashable]) -> None:
         """A lease of this tenant no longer covers these blocks."""
-        self._tenants[tenant or NOBODY].leased.remove(block_ids)
-        self._sort(tenant or NOBODY)
+        self._tenants[tenant].leased.remove(block_ids)
+        self._sort(tenant)
 
     # Questions.
 
-    def get_excess(self, tenant: str | None, num_leased: int) -> tuple[LeaseRefusal, int] | None:
+    def get_excess(self, tenant: str, num_leased: int) -> tuple[LeaseRefusal, int] | None:
         """The limit that this tenant's leases exceed, and by how many blocks or leases; None if none.
 
         `num_leased`: number of distinct blocks of all leases.
         """
-        limits, own = self._limits, self._tenants[tenant or NOBODY]
+        limits, own = self._limits, self._tenants[tenant]
         over = num_leased - int(limits.max_leased_share * self._num_blocks)
         if over > 0:
             return LeaseRefusal.OVER_SHARE, over
@@ -544,16 +543,16 @@ class Quota:
         over = own.num_leases - limits.max_tenant_leases
         return (LeaseRefusal.TENANT_LEASES, over) if over > 0 else None
 
-    def is_over(self, tenant: str | None) -> bool:
+    def is_over(self, tenant: str) -> bool:
         """Whether a tenant uses more memory than `SLACK` fair shares."""
         if len(self._tenants) < 2:
             return False
         return self.get_use(tenant) > SLACK * self._num_blocks / self._sum_of_weights
 
-    def get_use(self, tenant: str | None) -> float:
+    def get_use(self, tenant: str) -> float:
         """The blocks that a tenant uses, divided by its weight."""
-        own = self._tenants.get(tenant or NOBODY)
-        return 0.0 if own is None else own.num_blocks / self._get_weight(tenant or NOBODY)
+        own = self._tenants.get(tenant)
+        return 0.0 if own is None else own.num_blocks / self._get_weight(tenant)
 
     def get_most_over(self) -> str | None:
         """The tenant with leases that uses most for its weight, if it is over its fair share; else None."""

@@ -327,7 +327,8 @@ class Yielding:
         lease = self._leases.get_first_to_yield(yields, spare)
         if lease is None:
             return None
-        over = self._get_first_over(yields, spare)
+        most = self._quota.get_most_over()
+        over = None if most is None else self._leases.get_first_to_yield(yields, spare, most)
         if turn is None:
             return (lease, TakenBy.RUNNING) if over is None else (over, TakenBy.FAIR_SHARE)
         tenant, get_use = turn.job.tenant or NOBODY, self._quota.get_use
@@ -354,11 +355,6 @@ class Yielding:
         """A tenant's oldest unproven lease, if it may yield."""
         lease = self._leases.get_oldest_unproven(tenant)
         return None if lease is None or lease.terms.yields is not yields or lease.job_id == spare else lease
-
-    def _get_first_over(self, yields: Yields, spare: str | None) -> LeaseState | None:
-        """The first lease of the tenant furthest over its fair share; None if no tenant is over it."""
-        name = self._quota.get_most_over()
-        return None if name is None else self._leases.get_first_to_yield(yields, spare, name)
 
     def _get_taker(
         self, lease: LeaseState, turn: TurnState, now_s: float, *, is_late: bool

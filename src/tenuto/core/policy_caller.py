@@ -76,11 +76,6 @@ class PolicyCaller:
             self.log({"kind": "asked", "hook": hook, "inputs": to_json(inputs), "answer": to_json(answer)})
         return answer
 
-    def write(self, record: LogRecord) -> None:
-        """Log a decision that the policy did not make."""
-        if self.log is not None:
-            self.log(record)
-
     def tell(self, hook: str, *inputs: Any) -> None:
         """Call a told hook. A fault is counted and otherwise ignored. Raises PolicyError if strict."""
         if self.log is not None:
