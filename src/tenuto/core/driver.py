@@ -306,7 +306,7 @@ class Driver:
             self.pins.finish(turn)
         self._retention.leave(turn)
         self._fairness.free(turn)
-        self._order.leave(turn)
+        self._order.leave(turn_id)
         if self._history is not None:
             self._history.record(
                 "finished", turn, now_s, num_output_tokens=finish.num_output_tokens, aborted=finish.aborted

@@ -181,7 +181,19 @@ class TurnState:
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
-            self._view = self._make_view(has_lease, 0, self.arrival.hints.is_last, None)
+            self._view = Turn(
+                turn_id=self.turn_id,
+                job=self.job.get_view(self.job_arrival_s),
+                arrival_s=self.arrival_s,
+                num_prompt_tokens=self.arrival.num_prompt_tokens,
+                num_hit_tokens=self.num_hit_tokens,
+                priority=self.arrival.priority,
+                num_preemptions=self.num_preemptions,
+                has_lease=has_lease,
+                is_last=self.arrival.hints.is_last,
+                expected_tool_s=self.arrival.hints.expected_tool_s,
+                is_parted=self.is_parted,
+            )
         return self._view
 
     def get_view_with_hits(self, view: Turn, num_cached_tokens: int) -> Turn:
@@ -200,9 +212,16 @@ class TurnState:
             if is_last is None:
                 # A client that names a tool implies that the job continues.
                 is_last = finish.is_last if hints.tool is None else False
-            num_output_tokens, is_aborted = finish.num_output_tokens, finish.aborted
-            view = self._make_view(False, num_output_tokens, is_last, tool, is_aborted=is_aborted)
-            self._finished = finish, view
+            self._finished = (
+                finish,
+                replace(
+                    self.get_view(has_lease=False),
+                    num_output_tokens=finish.num_output_tokens,
+                    is_last=is_last,
+                    tool=tool,
+                    is_aborted=finish.aborted,
+                ),
+            )
         return self._finished[1]
 
     def is_side_answer(self, finish: Finish) -> bool:
@@ -216,37 +235,11 @@ class TurnState:
         return (self.is_beside or self.job.awaits_tool) and not calls_tool and hints.is_last is None
 
     def get_last_reason(self) -> LeaseRefusal:
-        """Why this turn counts as its job's last; None if it does not."""
+        """Why this turn counts as its job's last, if it does."""
         if not self.arrival.is_supported:
             return LeaseRefusal.UNSUPPORTED
         is_said = self.arrival.hints.is_last or self.job.is_released
         return LeaseRefusal.LAST_TURN if is_said else LeaseRefusal.NO_TOOL_CALL
-
-    def _make_view(
-        self,
-        has_lease: bool,
-        num_output_tokens: int,
-        is_last: bool | None,
-        tool: ToolCall | None,
-        *,
-        is_aborted: bool = False,
-    ) -> Turn:
-        return Turn(
-            turn_id=self.turn_id,
-            job=self.job.get_view(self.job_arrival_s),
-            arrival_s=self.arrival_s,
-            num_prompt_tokens=self.arrival.num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            num_hit_tokens=self.num_hit_tokens,
-            priority=self.arrival.priority,
-            num_preemptions=self.num_preemptions,
-            has_lease=has_lease,
-            is_last=is_last,
-            tool=tool,
-            expected_tool_s=self.arrival.hints.expected_tool_s,
-            is_parted=self.is_parted,
-            is_aborted=is_aborted,
-        )
 
 
 class JobTable:

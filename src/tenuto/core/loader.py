@@ -39,7 +39,6 @@ class ClassLoader(Generic[T]):
     base: type[T]
     noun: str
     """The word for such a class in messages."""
-    plural: str
     package: str
     """The package of Tenuto's own classes. Each module has one class, which is found by the module's name."""
     shared: str = ""
@@ -136,7 +135,8 @@ class ClassLoader(Generic[T]):
         if cls is None:
             known = [each.__name__ for each in self._get_classes(module)]
             hint = suggest(class_name, known)
-            hint = hint or f"; its {self.plural} are: {', '.join(known) or 'none'}"
+            plural = self.package.rpartition(".")[2]
+            hint = hint or f"; its {plural} are: {', '.join(known) or 'none'}"
             raise PolicyError(
                 f"{self.noun} {path!r} cannot be imported: there is no {class_name!r} in it{hint}"
             )
@@ -294,7 +294,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-_POLICIES = ClassLoader(Policy, "policy", "policies", "tenuto.policies")
+_POLICIES = ClassLoader(Policy, "policy", "tenuto.policies")
 
 
 def get_policy_names() -> list[str]:
@@ -402,7 +402,7 @@ def _get_settings(engine: EngineSettings) -> dict[str, Any]:
 
 # Routers.
 
-ROUTERS = ClassLoader(Router, "router", "routers", "tenuto.routers", shared="tenuto.routers.published")
+ROUTERS = ClassLoader(Router, "router", "tenuto.routers", shared="tenuto.routers.published")
 
 
 def load_router(name: str, options: Mapping[str, Any] | None = None) -> Router:

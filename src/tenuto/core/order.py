@@ -70,12 +70,12 @@ class Order:
     def start(self, turn: TurnState) -> None:
         """A turn got its first step."""
         turn.job.is_admitted = True
-        self.leave(turn)
+        self.leave(turn.turn_id)
 
-    def leave(self, turn: TurnState) -> None:
+    def leave(self, turn_id: str) -> None:
         """Stop holding a turn back, because it was admitted, started or left."""
-        self._held.pop(turn.turn_id, None)
-        self._overdue.pop(turn.turn_id, None)
+        self._held.pop(turn_id, None)
+        self._overdue.pop(turn_id, None)
 
     # Which turns may start.
 
@@ -96,7 +96,7 @@ class Order:
             turn.is_admitted = turn.job.is_admitted = True
             if "on_turn_admitted" in self._caller.heard:
                 self._caller.tell("on_turn_admitted", view, now_s)
-        self.leave(turn)
+        self.leave(turn.turn_id)
         return True
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
@@ -109,8 +109,7 @@ class Order:
             return [turn.turn_id]
         turn_ids = list(turn.job.live_turn_ids or ())
         for turn_id in turn_ids:
-            self._held.pop(turn_id, None)
-            self._overdue.pop(turn_id, None)
+            self.leave(turn_id)
         return turn_ids
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
