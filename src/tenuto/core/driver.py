@@ -243,9 +243,7 @@ class Driver:
             short[short_hit.group] += short_hit.num_tokens
         self.stats.queue_s.observe(now_s - turn.arrival_s)
         if self._canary.is_on:
-            self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(
-                turn, num_hit_tokens, now_s
-            )
+            self.stats.groups["stock" if turn.job.runs_as_stock else "policy"].start(turn, now_s)
         if self.pins.max_blocks:
             self.pins.start(turn, num_hit_tokens, short_hit)
         self._apply(self._retention.hit(turn, now_s))
@@ -707,8 +705,7 @@ class Driver:
             refusal = LeaseRefusal.POLICY
         elif refusal is None and hints.is_last:
             refusal = LeaseRefusal.LAST_TURN
-        longest_s = self.limits.max_lease_s
-        most_s = longest_s if hints.retain_s is None else min(longest_s, hints.retain_s)
+        most_s = self.limits.get_longest_s(hints.retain_s)
         return judge(hints.wish, most_s, has_tier=self._keeps_below, refusal=refusal)
 
     @property

@@ -814,8 +814,7 @@ class Retention:
         return was_any
 
     def _bound(self, terms: Keep, granted_s: float, most_s: float | None) -> Keep:
-        longest_s = self._limits.max_lease_s
-        latest_s = granted_s + (longest_s if most_s is None else min(longest_s, most_s))
+        latest_s = granted_s + self._limits.get_longest_s(most_s)
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
     def _get_wished_terms(

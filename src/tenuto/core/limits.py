@@ -86,6 +86,10 @@ class Limits:
             if not (is_number and 1e-6 <= weight <= 1e6):
                 raise ConfigError(f"tenant_weights: {tenant!r} must have from 1e-6 to 1e6, got {weight!r}")
 
+    def get_longest_s(self, retain_s: float | None) -> float:
+        """The longest lease on a turn whose client allows `retain_s` seconds; None: any."""
+        return self.max_lease_s if retain_s is None else min(self.max_lease_s, retain_s)
+
 
 MAX_NAMES = 1000
 """Most tenants, and most groups, in one canary."""

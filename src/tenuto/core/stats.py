@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tenuto.core.jobs import TurnState
-from tenuto.core.reuse import count_missed_tokens
 from tenuto.core.types import LeaseEnd, LeaseRefusal, TakenBy
 
 TOOL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -51,12 +50,12 @@ class GroupStats:
     first_token_s: Histogram = field(default_factory=partial(Histogram, QUEUE_BUCKETS_S))
     """Seconds from a turn's arrival to its first token. The engine measures them."""
 
-    def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
+    def start(self, turn: TurnState, now_s: float) -> None:
         """A turn got its first step."""
         self.num_turns += 1
         self.num_prompt_tokens += turn.arrival.num_prompt_tokens
-        self.num_hit_tokens += num_hit_tokens
-        self.num_recomputed_tokens += count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
+        self.num_hit_tokens += turn.num_hit_tokens
+        self.num_recomputed_tokens += turn.num_missed_tokens
         self.queue_s.observe(now_s - turn.arrival_s)
 
 

@@ -23,11 +23,8 @@ from tenuto.vllm.tiers.files import prepare_folder
 SCHEDULER = "tenuto.vllm.Scheduler"
 MIDDLEWARE = "tenuto.vllm.Middleware"
 
-WANTED_FLAGS = {
-    "long_prefill_token_threshold": "--long-prefill-token-threshold",
-    "watermark": "--watermark",
-}
-"""vLLM's flags for the engine settings of a policy or a preset (`tenuto.core.loader.EngineSettings`)."""
+WANTED = ("long_prefill_token_threshold", "watermark")
+"""The engine settings of a policy or a preset (`tenuto.core.policy.EngineSettings`) that are vLLM's flags."""
 OFFLOAD_FLAGS = ("--kv-offloading-size", "--kv-transfer-config")
 CONFIG_FLAG = "--additional-config"
 INTERVAL_FLAG = "--prefix-cache-retention-interval"
@@ -61,8 +58,8 @@ def build_command(
     if tenuto:
         config["tenuto"] = tenuto
     command = [find_vllm(), "serve", model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
-    for name, flag in WANTED_FLAGS.items():
-        value = getattr(wanted, name)
+    for name in WANTED:
+        flag, value = "--" + name.replace("_", "-"), getattr(wanted, name)
         if value is not None and _find_option(rest, flag) is None:
             command += [flag, str(value)]
     if tiers is not None:

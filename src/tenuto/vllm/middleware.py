@@ -420,7 +420,7 @@ class WishAnswers:
             self._client = client
             self._read(client)
         limits = Limits(**self._now["limits"]) if self._now is not None else Limits()
-        most_s = limits.max_lease_s if hints.retain_s is None else min(limits.max_lease_s, hints.retain_s)
+        most_s = limits.get_longest_s(hints.retain_s)
         refusal = LeaseRefusal.LAST_TURN if hints.is_last else None
         refusal = refusal if self._keeps(hints) else LeaseRefusal.POLICY
         has_tier = self._has_tier and limits.max_wished_share > 0
