@@ -71,7 +71,8 @@ class Returns:
         self._jobs[job.job_id] = away
         decay = math.exp(-work * MIN_WEIGHT / PRIOR_TOKENS)
         for name in away.path:
-            counts = self._classes[name] = self._classes.pop(name, None) or _Counts()
+            known = self._classes.pop(name) if name in self._classes else None
+            counts = self._classes[name] = known or _Counts()
             counts.left = decay * counts.left + work
             counts.back *= decay
         if len(self._classes) > MAX_NAMES:
