@@ -15,7 +15,6 @@ from tenuto.policies.published._prefill import (
     MIN_STEPS,
     PrefillCost,
     PrefillProfile,
-    get_load_s,
     get_reload_s,
     read_prefill_profile,
 )
@@ -165,7 +164,6 @@ def test_reload_by_hand() -> None:
     assert get_reload_s(160, cost, make_view()) == pytest.approx(1.6)
     # 10 blocks of 0.02 s behind a queue of 0.5 s.
     tier = TierView("host", 5000, 4000, 0.02, 0.5)
-    assert get_load_s(160, make_view(tier)) == pytest.approx(0.7)
     assert get_reload_s(160, cost, make_view(tier)) == pytest.approx(0.7)
     # A link with a long queue: computing is sooner.
     assert get_reload_s(160, cost, make_view(TierView("host", 5000, 4000, 0.02, 9.0))) == pytest.approx(1.6)

@@ -280,8 +280,8 @@ class HeldTurns:
         """The turn that has been held longest; None if none is held."""
         return next(iter(self._turns.values()), None)
 
-    def remove(self, turn_id: str) -> RoutedTurn | None:
-        """Stop holding a turn, and return it; None if it was not held."""
+    def discard(self, turn_id: str) -> None:
+        """Stop holding a turn, if it is held."""
         turn = self._turns.pop(turn_id, None)
         if turn is not None:
             name = turn.tenant or ""
@@ -290,7 +290,6 @@ class HeldTurns:
             if not own:
                 del self._by_tenant[name]
                 self._tenants.discard(name)
-        return turn
 
 
 logger = logging.getLogger("tenuto")
@@ -526,7 +525,7 @@ class Dispatcher:
         one = self._turns.pop(turn_id, None)
         if one is None:
             return []
-        self._held.remove(turn_id)
+        self._held.discard(turn_id)
         if one.engine is not None:
             self._leave_engine(one)
             self._caller.tell("on_turn_failed", one.turn, one.engine, now_s)
@@ -584,7 +583,7 @@ class Dispatcher:
 
     def _send(self, turn: RoutedTurn, answer: Send, now_s: float) -> Sending:
         one, name = self._turns[turn.turn_id], answer.engine
-        self._held.remove(turn.turn_id)
+        self._held.discard(turn.turn_id)
         one.turn, one.engine, one.job.engine, one.sent_s = turn, name, name, now_s
         self.engines.add(name, 1, 1, turn.num_prompt_tokens)
         self._held.count_open(turn.tenant, 1)
@@ -649,7 +648,8 @@ because the job's next prompt continues there."""
 def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Arrival:
     """The turn that a request asks for. Header names must be in lower case. Never raises."""
     hints = read_hints(request, headers, path)
-    prompt = _get_prompt(request)
+    messages = get_messages(request)
+    prompt = request.get("prompt") if messages is None else messages  # the former in `/v1/completions`
     is_text = isinstance(prompt, str) or (
         isinstance(prompt, list) and isinstance(next(iter(prompt), None), int)
     )
@@ -663,12 +663,6 @@ def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str,
         tenant=hints.tenant,
         text=prompt if is_text else (),
     )
-
-
-def _get_prompt(request: Mapping[str, Any]) -> Any:
-    """The messages, or what `/v1/completions` takes instead."""
-    messages = get_messages(request)
-    return request.get("prompt") if messages is None else messages
 
 
 def _count_tokens(prompt: Any, parts: Sequence[Part]) -> int:

@@ -157,14 +157,11 @@ class PrefillCost:
 
 def get_reload_s(num_tokens: int, cost: PrefillCost, view: EngineView) -> float:
     """Seconds to restore KV: to compute it, or to load it from a tier if that is faster."""
-    prefill_s = cost.get_s(num_tokens)
-    return min(prefill_s, get_load_s(num_tokens, view)) if view.tiers else prefill_s
-
-
-def get_load_s(num_tokens: int, view: EngineView) -> float:
-    """Seconds to load tokens from the nearest tier, the link's queue included; the engine must have one."""
-    tier = view.tiers[0]
-    return tier.wait_s + num_tokens / view.block_size * tier.s_per_block
+    times_s = [cost.get_s(num_tokens)]
+    if view.tiers:
+        nearest = view.tiers[0]
+        times_s.append(nearest.wait_s + num_tokens / view.block_size * nearest.s_per_block)
+    return min(times_s)
 
 
 def _fit(moments: Sequence[Sequence[float]], weight: float) -> PrefillProfile:
