@@ -502,8 +502,8 @@ FAULTS = (
     Fault(
         "control: requests that wait are lost in a change",
         "vllm/hooks.py",
-        "            for request in sorted(waiting, key=self._get_place):\n",
-        "            for request in ():\n",
+        "                scheduler.waiting.add_request(request)\n",
+        "                pass\n",
         ("vllm/test_control.py::test_switching_anything_under_load_loses_no_request_and_no_block",),
     ),
     Fault(
