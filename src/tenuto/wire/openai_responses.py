@@ -64,7 +64,7 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
     if isinstance(body.get("input"), str):
         yield Message("user", [body["input"]])
         return
-    last: Message | None = None
+    messages: list[Message] = []
     calls: list[tuple[Any, Any]] = []  # those of the last message
     for index, item in enumerate(get_objects(body, "input")):
         if strict:
@@ -72,15 +72,12 @@ def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
         message = _read_item(item)
         if message is None:
             continue
-        if last is not None and last.role == "assistant" and message.calls:
+        if messages and messages[-1].role == "assistant" and message.calls:
             calls += message.calls
-            continue
-        if last is not None:
-            yield last
-        calls = [*message.calls]
-        last = message._replace(calls=calls)
-    if last is not None:
-        yield last
+        else:
+            calls = [*message.calls]
+            messages.append(message._replace(calls=calls))
+    yield from messages
 
 
 def _read_item(item: Body) -> Message | None:
