@@ -302,13 +302,7 @@ async def _pass_on(data: bytes, scope: dict[str, Any]) -> tuple[bytes, dict[str,
         seen["headers"] = dict(message["headers"])
 
     middleware = Middleware(app, dp_size=2)
-    middleware._wishes._now = {
-        "mode": "on",
-        "policy": "tenuto",
-        "options": {},
-        "limits": {"max_lease_s": MAX_LEASE_S},
-        "canary": None,
-    }
+    middleware._wishes._settings = read_settings({"tenuto": {"limits": {"max_lease_s": MAX_LEASE_S}}})
     await middleware(scope, receive, send)
     said = seen["headers"].get(WISH_HEADER.lower().encode())
     return seen["body"], seen["scope"], None if said is None else said.decode()

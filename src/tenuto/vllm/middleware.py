@@ -32,9 +32,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.control import CHANGEABLE
 from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.core.limits import Limits, read_canary
+from tenuto.core.limits import Limits
 from tenuto.core.loader import load_policy, load_router
 from tenuto.core.requests import (
     MAX_HEAD_MESSAGES,
@@ -64,7 +65,7 @@ from tenuto.vllm.control_http import (
     read_body,
     send_json,
 )
-from tenuto.vllm.settings import read_settings
+from tenuto.vllm.settings import Settings, read_settings
 from tenuto.vllm.tenants import TenantReader
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -407,8 +408,8 @@ class WishAnswers:
     def __init__(self, *, has_tenants: bool = False) -> None:
         self._has_tenants = has_tenants
         self._client: Any = None
-        self._now: Mapping[str, Any] | None = None
-        """The status, as of `Control.get_status`; None if nothing is kept here."""
+        self._settings: Settings | None = None
+        """The settings in force; None if nothing is kept here."""
         self._has_tier = False
 
     def make_header(self, client: Any, hints: Hints) -> tuple[str, str] | None:
@@ -419,7 +420,7 @@ class WishAnswers:
         if client is not self._client:
             self._client = client
             self._read(client)
-        limits = Limits(**self._now["limits"]) if self._now is not None else Limits()
+        limits = Limits() if self._settings is None else self._settings.limits
         most_s = limits.get_longest_s(hints.retain_s)
         refusal = LeaseRefusal.LAST_TURN if hints.is_last else None
         refusal = refusal if self._keeps(hints) else LeaseRefusal.POLICY
@@ -427,31 +428,24 @@ class WishAnswers:
         return make_wish_header(wish, judge(wish, most_s, has_tier=has_tier, refusal=refusal))
 
     def follow(self, status: Mapping[str, Any]) -> None:
-        """An operator changed what runs."""
-        if self._now is not None:
-            self._now = status
+        """An operator changed what runs. `status`: as of `Control.get_status`."""
+        if self._settings is not None:
+            self._settings = read_settings({"tenuto": {name: status[name] for name in CHANGEABLE}})
 
     def _read(self, client: Any) -> None:
-        self._now, self._has_tier = None, False
         found = get_own_config(client)
-        if found is None:
-            return
-        config, self._has_tier = found
-        settings = read_settings(config)
-        self._now = {name: getattr(settings, name) for name in ("mode", "policy", "options")}
-        canary = vars(settings.canary) if settings.canary.is_on else None
-        self._now |= {"limits": vars(settings.limits), "canary": canary}
+        config, self._has_tier = (None, False) if found is None else found
+        self._settings = None if found is None else read_settings(config)
 
     def _keeps(self, hints: Hints) -> bool:
         """Whether the settings allow to keep anything for a request with these hints."""
-        now = self._now
-        if now is None or now["mode"] != "on" or (self._has_tenants and hints.tenant is None):
+        settings = self._settings
+        if settings is None or settings.mode != "on" or (self._has_tenants and hints.tenant is None):
             return False
-        canary = read_canary(now["canary"])
-        if canary.is_on and not canary.selects(hints.job_id or "", hints.tenant, hints.group):
+        if not settings.canary.selects(hints.job_id or "", hints.tenant, hints.group):
             return False
         try:
-            return load_policy(now["policy"], now["options"]).overrides("retain")
+            return load_policy(settings.policy, settings.options).overrides("retain")
         except TenutoError as error:
             logger.warning("tenuto: the header of wishes: %s", error)
             return False
