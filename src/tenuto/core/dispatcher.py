@@ -649,7 +649,8 @@ def read_arrival(turn_id: str, request: Mapping[str, Any], headers: Mapping[str,
     """The turn that a request asks for. Header names must be in lower case. Never raises."""
     hints = read_hints(request, headers, path)
     messages = get_messages(request)
-    prompt = request.get("prompt") if messages is None else messages  # the former in `/v1/completions`
+    # `/v1/completions` takes a prompt instead of messages.
+    prompt: Any = request.get("prompt") if messages is None else messages
     is_text = isinstance(prompt, str) or (
         isinstance(prompt, list) and isinstance(next(iter(prompt), None), int)
     )
