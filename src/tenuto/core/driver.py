@@ -325,7 +325,7 @@ class Driver:
             self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted and not is_side_answer)
         if is_complete and not job.live_turn_ids:
-            self._remember(turn, now_s, finish, is_complete=True, is_side_answer=is_side_answer)
+            self._remember(turn, view, now_s, finish, is_complete=True, is_side_answer=is_side_answer)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
             if wish is not None:
                 self._retain(turn, view, now_s, wish, turn.get_last_reason())
@@ -335,12 +335,19 @@ class Driver:
             self._retain(turn, view, now_s, wish, given_up, is_side_answer=is_side_answer)
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._remember(turn, now_s, finish, is_complete=False, is_side_answer=is_side_answer)
+        self._remember(turn, view, now_s, finish, is_complete=False, is_side_answer=is_side_answer)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _remember(
-        self, turn: TurnState, now_s: float, finish: Finish, *, is_complete: bool, is_side_answer: bool
+        self,
+        turn: TurnState,
+        view: Turn,
+        now_s: float,
+        finish: Finish,
+        *,
+        is_complete: bool,
+        is_side_answer: bool,
     ) -> None:
         """Keep what is left of a turn that ended. `is_complete`: its job ends too.
 
@@ -367,7 +374,6 @@ class Driver:
             if not turn.started:
                 self._step_chooser.observe_start(turn.turn_id)
             if not finish.aborted:
-                view = turn.get_finished_view(finish)
                 self._step_chooser.observe_turn(view, turn.num_missed_tokens, turn.pause_s)
 
     def release(self, job_id: str, now_s: float) -> bool:

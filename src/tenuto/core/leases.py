@@ -681,7 +681,10 @@ class Retention:
             if not is_retained(lease):
                 yield self.leases.end(lease, LeaseEnd.SWITCHED, now_s)
         for lease in self.leases:
-            while lease.job_id in self.leases and (excess := self._get_excess(lease.tenant)) is not None:
+            while lease.job_id in self.leases:
+                excess = self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+                if excess is None:
+                    break
                 yield self._shrink(*self._choose_over(lease.tenant, *excess), TakenBy.QUOTA, now_s)
 
     # Time.
@@ -778,7 +781,7 @@ class Retention:
         """
         before: tuple[LeaseRefusal, int] | None = None
         for num_left in range(MAX_YIELDING, -1, -1):
-            excess = self._get_excess(lease.tenant)
+            excess = self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
             if excess is None:
                 return None
             if excess[0] is LeaseRefusal.OVER_SHARE and self._demote_pins(excess[1]):
@@ -792,10 +795,6 @@ class Retention:
             before = excess
             yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
         return excess[0] if excess is not None else None
-
-    def _get_excess(self, tenant: str) -> tuple[LeaseRefusal, int] | None:
-        """The limit that one tenant's leases, or all leases, exceed, and by how much; None if none."""
-        return self._quota.get_excess(tenant, self._engine.get_num_leased_blocks())
 
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
         """The lease to shorten or revoke if a limit is exceeded, and how many blocks to free."""
