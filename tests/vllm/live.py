@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tenuto.client.ab import LocalServer, run_server
-from tenuto.client.metrics import read_cache_state
+from tenuto.client.metrics import Page, parse_page
 from tenuto.vllm.launch import Tiers
 from tests.support.processes import get_free_port
 
@@ -84,13 +84,17 @@ def make_text(seed: str, num_words: int) -> str:
     return " ".join(f"{seed}-{n * 7919 % 1000}" for n in range(num_words))
 
 
+def get_page(server: LocalServer) -> Page:
+    return parse_page(httpx.get(f"{server.url}/metrics").text, time.time())
+
+
 def wait_until_empty(server: LocalServer, limit_s: float = 20.0) -> None:
     """No job retained and no block in use; fails if that does not come about."""
     end_s = time.monotonic() + limit_s
-    with httpx.Client(base_url=server.url) as client:
-        while True:
-            state = read_cache_state(client)
-            if state.num_used_blocks == 0 and not state.num_retained_blocks:
-                return
-            assert time.monotonic() < end_s, f"still held: {state}"
-            time.sleep(0.2)
+    while True:
+        page = get_page(server)
+        held = [page.total(name) for name in ("vllm:kv_cache_usage_perc", "tenuto:retained_blocks")]
+        if not any(held):
+            return
+        assert time.monotonic() < end_s, f"still held: {held}"
+        time.sleep(0.2)

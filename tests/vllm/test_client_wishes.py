@@ -16,17 +16,13 @@ pytest.importorskip("vllm")
 from openai import OpenAI
 
 from tenuto.client.ab import LocalServer
-from tenuto.client.metrics import Page, parse_page, read_cache_state
-from tests.vllm.live import ADMIN_KEY, BLOCK_SIZE, MARKS, make_text, wait_until_empty
+from tenuto.client.metrics import Page
+from tests.vllm.live import ADMIN_KEY, BLOCK_SIZE, MARKS, get_page, make_text, wait_until_empty
 
 pytestmark = MARKS
 
 HEADER = "x-tenuto-wish"
 HOUR = {"type": "ephemeral", "ttl": "1h"}
-
-
-def get_page(server: LocalServer) -> Page:
-    return parse_page(httpx.get(f"{server.url}/metrics").text, time.time())
 
 
 def wait_for(server: LocalServer, is_true: Any, limit_s: float = 30.0) -> None:
@@ -109,8 +105,7 @@ def test_the_anthropic_package_marks_its_system_prompt(server: LocalServer, stre
     first, headers = ask(user)
     assert headers[HEADER] == "accepted; dialect=anthropic; asked=3600; gpu=600; below=3600"
     wait_for(server, lambda page: page.total("tenuto:retained_jobs") == 1)
-    with httpx.Client(base_url=server.url) as http:
-        held = read_cache_state(http).num_retained_blocks
+    held = get_page(server).total("tenuto:retained_blocks")
     alone = OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions.create(
         model="tiny", messages=[{"role": "system", "content": system}], max_tokens=1
     )

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI, OpenAI
 from tenuto import cli
 from tenuto.client.ab import LocalServer, run_server
 from tenuto.client.address import ServerError
-from tenuto.client.metrics import parse_page, read_cache_state
+from tenuto.client.metrics import parse_page
 from tests.vllm.live import (
     ADMIN_KEY,
     BLOCK_SIZE,
@@ -33,6 +33,7 @@ from tests.vllm.live import (
     WORKER_INSIDE,
     get_command,
     get_free_port,
+    get_page,
     make_text,
     wait_until_empty,
 )
@@ -154,7 +155,7 @@ def test_a_job_in_a_tool_call_leaves_the_cache_free_for_others(server: LocalServ
     body = {"model": "tiny", "prompt": make_text("idle", 60), "max_tokens": 4, "job_id": "idle", "tool": "ls"}
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
     time.sleep(1.0)
-    page = parse_page(httpx.get(f"{server.url}/metrics").text, at_s=0.0)
+    page = get_page(server)
     num_idle = page.total("tenuto:idle_retained_blocks")
     assert num_idle == page.total("tenuto:retained_blocks")
     assert num_idle is not None and num_idle > 5
@@ -248,7 +249,7 @@ def test_agents_that_share_a_routing_key_keep_their_own_leases(server: LocalServ
     system = {"role": "system", "content": "You are one of four agents. " * 12}
 
     def count_hits() -> float:
-        page = parse_page(httpx.get(f"{server.url}/metrics").text, at_s=0.0)
+        page = get_page(server)
         return page.total("tenuto:leases_ended_total", reason="hit") or 0.0
 
     async def run_agent(client: AsyncOpenAI, number: int) -> None:
@@ -424,8 +425,7 @@ def hold(server: LocalServer, job: str) -> None:
     get_client(server).completions.create(
         model="tiny", prompt=make_text(job, 60), max_tokens=2, extra_body=hints
     )
-    with httpx.Client(base_url=server.url) as client:
-        assert read_cache_state(client).num_retained_blocks
+    assert get_page(server).total("tenuto:retained_blocks")
 
 
 def test_an_operator_switches_the_server_while_it_works(
@@ -474,9 +474,9 @@ def test_an_operator_switches_the_server_while_it_works(
     assert asyncio.run(run_all())[:6] == list(range(6))
     hold(server, "kept")
     assert control(server, "off") == 0
-    with httpx.Client(base_url=server.url) as client:
-        assert not read_cache_state(client).num_retained_blocks
-        assert 'mode="off",model_name="tiny"} 1.0' in client.get("/metrics").text
+    page = get_page(server)
+    assert not page.total("tenuto:retained_blocks")
+    assert page.total("tenuto:mode", mode="off", model_name="tiny") == 1
     assert control(server, "set", "--policy", "nope") == 2
     assert control(server, "on", key="wrong") == 2
     told = capsys.readouterr()
@@ -494,9 +494,8 @@ def test_a_client_ends_its_job_without_a_turn(
     release = ["control", "release", "--url", server.url, "--job", "complete"]
     assert cli.main(release) == 0
     assert capsys.readouterr().out == "job complete: released\n"
-    with httpx.Client(base_url=server.url) as client:
-        # An idle engine shows what changed without a further request.
-        assert not read_cache_state(client).num_retained_blocks
+    # An idle engine shows what changed without a further request.
+    assert not get_page(server).total("tenuto:retained_blocks")
     assert cli.main(release) == 0
     assert capsys.readouterr().out == "job complete: nothing was kept for it\n"
 

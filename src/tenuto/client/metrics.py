@@ -171,16 +171,11 @@ def _get_value(line: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The state of a server's KV cache, for one engine or as the sum over all engines."""
+    """A server's KV cache and policy, for one engine or as the sum over all engines."""
 
     block_size: int
     num_blocks: int
     """Number of KV blocks, without the null blocks."""
-    num_used_blocks: int
-    """Blocks in use, as the server reports. With Tenuto, blocks that only leases hold do not count as
-    used."""
-    num_retained_blocks: int | None
-    """Blocks that leases hold; None if the server has no such metric (stock vLLM)."""
     num_faults: float = 0.0
     policy: str | None = None
     """The policy's name; None if the server has no `tenuto:info` (stock vLLM)."""
@@ -194,7 +189,7 @@ class CacheState:
 
 
 def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
-    """Read the cache's size and use, for one engine or for all. Raises DataError without vLLM's metrics."""
+    """Read the state of one engine or of all. Raises DataError without vLLM's metrics."""
     response = client.get("/metrics")
     response.raise_for_status()
     try:
@@ -205,26 +200,19 @@ def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheSt
         labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks") - 1)
         for labels, _ in page.samples.get("vllm:cache_config_info", ())
     }
-    usage = {
-        labels.get("engine", "0"): value for labels, value in page.samples.get("vllm:kv_cache_usage_perc", ())
-    }
-    if not sizes or not usage:
+    if not sizes:
         raise DataError(
-            f"{client.base_url}/metrics has no vllm:cache_config_info and vllm:kv_cache_usage_perc; "
-            "is this a vLLM server, started without --disable-log-stats?"
+            f"{client.base_url}/metrics has no vllm:cache_config_info; is this a vLLM server, started "
+            "without --disable-log-stats?"
         )
     engines = tuple(sorted(sizes))
     which = {} if engine is None else {"engine": engine}
     sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
-    num_used = sum(usage.get(engine, 0.0) * blocks for engine, (_, blocks) in sizes.items())
-    retained = page.total("tenuto:retained_blocks", **which)
     policies = page.active("tenuto:info", "policy")
     modes = page.active("tenuto:mode", "mode")
     return CacheState(
         block_size=next(iter(sizes.values()))[0],
         num_blocks=sum(blocks for _, blocks in sizes.values()),
-        num_used_blocks=round(num_used),
-        num_retained_blocks=None if retained is None else round(retained),
         num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
         policy=policies[0] if policies else None,
         mode=modes[0] if modes else "on",
@@ -241,15 +229,12 @@ def add_states(states: Sequence[CacheState]) -> CacheState:
     first = states[0]
     if len(states) == 1:
         return first
-    retained = [state.num_retained_blocks for state in states if state.num_retained_blocks is not None]
     # A fleet usually has one policy. If policies differ, one that promises nothing decides what is expected.
     policies = [state.policy for state in states]
     return replace(
         first,
         num_blocks=sum(state.num_blocks for state in states),
-        num_used_blocks=sum(state.num_used_blocks for state in states),
         num_faults=sum(state.num_faults for state in states),
-        num_retained_blocks=sum(retained) if retained else None,
         policy=None if None in policies else first.policy,
         mode=next((state.mode for state in states if state.mode != "on"), "on"),
         num_short_tokens={
