@@ -48,7 +48,7 @@ def make_turns(job_id: str) -> tuple[TurnSpec, TurnSpec]:
 def make_outcome(*records: TurnRecord, **fields: Any) -> Outcome:
     """Two jobs of two turns."""
     jobs = tuple(Job(job_id, 0.0, make_turns(job_id)) for job_id in ("a", "b"))
-    values = {"growth": None, "block_size": 16, "is_exact": True, **fields}
+    values = {"growth": None, "sending": Sending(is_exact=True, block_size=16), **fields}
     return Outcome(workload=Workload("two", jobs), records=records, **values)
 
 
@@ -70,10 +70,10 @@ def test_figures_of_a_whole_run() -> None:
     assert metrics.get_hit_tokens(outcome) == 64 + 96
     assert metrics.get_recomputed_tokens(outcome) == 32
     assert asdict(metrics.count_turns(outcome)) == count_turns(ok=4, ok_after_retries=1)
-    assert metrics.count_failures(outcome) == {"reset": {"count": 1, "first": "gone"}}
-    assert metrics.count_complaints(outcome) == {
-        "prompt count": {"count": 1, "first": "200 tokens sent, 9 counted"}
-    }
+    client = make_result(outcome, {}, **FACTS).client
+    assert client is not None
+    assert client["failed_attempts"] == {"reset": {"count": 1, "first": "gone"}}
+    assert client["complaints"] == {"prompt count": {"count": 1, "first": "200 tokens sent, 9 counted"}}
 
 
 def test_figures_of_half_a_run() -> None:
@@ -124,19 +124,20 @@ def test_hits_come_from_the_metrics_where_answers_do_not_say() -> None:
     assert metrics.get_hit_tokens(make_outcome(*records, growth=growth)) == 77
     loaded = {**growth, "vllm:external_prefix_cache_hits_total": 5.0}
     assert metrics.get_hit_tokens(make_outcome(*records, growth=loaded)) == 82
-    assert metrics.get_loaded_tokens(make_outcome(growth=loaded)) == 5
+    assert make_outcome(growth=loaded).get_growth(metrics.LOADED) == 5
     assert metrics.get_hit_tokens(make_outcome(*records)) is None
-    assert metrics.get_preemptions(make_outcome(growth=growth)) == 3
-    assert metrics.get_preemptions(make_outcome(growth={})) is None
-    assert metrics.get_policy_faults(make_outcome(growth={"tenuto:policy_faults_total": 2.0})) == 2
+    assert make_outcome(growth=growth).get_growth(metrics.PREEMPTIONS) == 3
+    assert make_outcome(growth={}).get_growth(metrics.PREEMPTIONS) is None
+    faults = make_result(make_outcome(growth={"tenuto:policy_faults_total": 2.0}), {}, **FACTS).policy_faults
+    assert faults == 2
 
 
 def test_words_are_counted_by_the_server() -> None:
     record = make_record("a", 1, 1.0, 2.0, prompt_tokens=123)
     assert metrics.get_prompt_tokens(make_outcome(), record) == 100
-    assert metrics.get_prompt_tokens(make_outcome(is_exact=False), record) == 123
+    assert metrics.get_prompt_tokens(make_outcome(sending=Sending(is_exact=False)), record) == 123
     unknown = make_record("a", 1, 1.0, 2.0, prompt_tokens=None)
-    assert metrics.get_prompt_tokens(make_outcome(is_exact=False), unknown) == 100
+    assert metrics.get_prompt_tokens(make_outcome(sending=Sending(is_exact=False)), unknown) == 100
 
 
 FACTS: dict[str, Any] = {"model": "m", "policy": "stock", "gpu": None, "jps": None, "seed": 1, "wall_s": 9.5}

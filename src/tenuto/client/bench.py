@@ -225,10 +225,9 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
     return Outcome(
         workload=setup.workload,
         records=records,
+        sending=load.sending,
         growth=growth,
-        block_size=setup.server.block_size,
         server=read_simulated_server(setup.server.sim_speed, growth),
-        is_exact=setup.writer.form.is_exact,
         is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
         itl_s=load.gaps.summarise(),

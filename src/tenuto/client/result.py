@@ -199,12 +199,9 @@ class Outcome:
 
     workload: Workload
     records: Sequence[TurnRecord]
+    sending: Sending
     growth: Totals | None
     """The increase of each server metric during the run. None if the server shows no metrics."""
-    block_size: int | None
-    """Tokens per KV block, if the server reports it."""
-    is_exact: bool
-    """Whether prompts were sent as token ids, with exactly the planned length."""
     server: SimulatedServer | None = None
     """Set if the server is a simulated one."""
     is_interrupted: bool = False
@@ -226,18 +223,29 @@ class Outcome:
         """The number of turns of each job."""
         return {job.job_id: len(job.turns) for job in self.workload.jobs}
 
+    def get_growth(self, name: str) -> int | None:
+        """How much a counter of the server grew; None if the server does not show it."""
+        growth = (self.growth or {}).get(name)
+        return None if growth is None else round(growth)
+
+
+PREEMPTIONS = "vllm:num_preemptions_total"
+LOADED = "vllm:external_prefix_cache_hits_total"
+"""Prompt tokens loaded from a tier below the GPU or from another instance."""
+RECOMPUTED = "tenuto:recomputed_tokens_total"
+
 
 def get_prompt_tokens(outcome: Outcome, record: TurnRecord) -> int:
     """The planned number if token ids were sent; otherwise the number that the server counted."""
     planned = record.planned_prompt_tokens or 0
-    return planned if outcome.is_exact or record.prompt_tokens is None else record.prompt_tokens
+    return planned if outcome.sending.is_exact or record.prompt_tokens is None else record.prompt_tokens
 
 
 def get_hit_tokens(outcome: Outcome) -> int | None:
     """Hit tokens, by the answers' counts. If one is missing, by the server's metrics (hits and loads)."""
     reported = metrics.add_up(record.hit_tokens for record in outcome.done)
-    found = _get_growth(outcome, "vllm:prefix_cache_hits_total")
-    return reported if reported is not None or found is None else found + (get_loaded_tokens(outcome) or 0)
+    found = outcome.get_growth("vllm:prefix_cache_hits_total")
+    return reported if reported is not None or found is None else found + (outcome.get_growth(LOADED) or 0)
 
 
 def get_recomputed_tokens(outcome: Outcome) -> int | None:
@@ -246,33 +254,18 @@ def get_recomputed_tokens(outcome: Outcome) -> int | None:
     A client does not see preemptions. If there were any, the server's count is used if it reports one.
     """
     missed = metrics.add_up(record.recomputed_tokens for record in outcome.done)
-    if missed is not None and not get_preemptions(outcome):
+    if missed is not None and not outcome.get_growth(PREEMPTIONS):
         return missed
-    counted = _get_growth(outcome, "tenuto:recomputed_tokens_total")
+    counted = outcome.get_growth(RECOMPUTED)
     return missed if counted is None else counted
 
 
 def get_notes(outcome: Outcome) -> tuple[str, ...]:
     """Notes that a reader of the record must know."""
-    preemptions = get_preemptions(outcome)
-    if preemptions and _get_growth(outcome, "tenuto:recomputed_tokens_total") is None:
+    preemptions = outcome.get_growth(PREEMPTIONS)
+    if preemptions and outcome.get_growth(RECOMPUTED) is None:
         return (f"recomputed tokens lack the losses of {preemptions} preemptions: the server reports none",)
     return ()
-
-
-def get_policy_faults(outcome: Outcome) -> int | None:
-    """Number of failed calls of the policy's hooks, as counted by the server."""
-    return _get_growth(outcome, "tenuto:policy_faults_total")
-
-
-def get_preemptions(outcome: Outcome) -> int | None:
-    """Number of preemptions, as counted by the server."""
-    return _get_growth(outcome, "vllm:num_preemptions_total")
-
-
-def get_loaded_tokens(outcome: Outcome) -> int | None:
-    """Prompt tokens loaded from a tier below the GPU or from another instance, as counted by the server."""
-    return _get_growth(outcome, "vllm:external_prefix_cache_hits_total")
 
 
 def count_turns(outcome: Outcome) -> TurnCounts:
@@ -289,29 +282,14 @@ def count_turns(outcome: Outcome) -> TurnCounts:
     )
 
 
-def count_failures(outcome: Outcome) -> dict[str, dict[str, object]]:
-    """Count failed attempts by kind, including retried ones, with the message of the first of each kind."""
-    return _group((each.kind, each.detail) for record in outcome.records for each in record.failures)
-
-
-def count_complaints(outcome: Outcome) -> dict[str, dict[str, object]]:
-    """Count complaints about answers by kind, with the message of the first of each kind."""
-    complaints = (each for record in outcome.records for each in record.complaints)
-    return _group((kind, detail) for kind, _, detail in (each.partition(": ") for each in complaints))
-
-
-def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, dict[str, object]]:
+def _group(pairs: Iterable[Sequence[str]]) -> dict[str, dict[str, object]]:
+    """Count by kind, with the detail of the first of each kind."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for kind, detail in pairs:
         counts[kind] += 1
         first.setdefault(kind, detail)
     return {kind: {"count": count, "first": first[kind]} for kind, count in counts.most_common()}
-
-
-def _get_growth(outcome: Outcome, name: str) -> int | None:
-    growth: Mapping[str, float] = outcome.growth or {}
-    return round(growth[name]) if name in growth else None
 
 
 def make_result(
@@ -341,11 +319,11 @@ def make_result(
         output_tokens=sum(turn.output_tokens or 0 for turn in outcome.done),
         hit_tokens=get_hit_tokens(outcome),
         recomputed_tokens=get_recomputed_tokens(outcome),
-        loaded_tokens=get_loaded_tokens(outcome),
+        loaded_tokens=outcome.get_growth(LOADED),
         stored_tokens=None,
-        preemptions=get_preemptions(outcome),
-        policy_faults=get_policy_faults(outcome),
-        block_size=outcome.block_size,
+        preemptions=outcome.get_growth(PREEMPTIONS),
+        policy_faults=outcome.get_growth("tenuto:policy_faults_total"),
+        block_size=outcome.sending.block_size,
         notes=get_notes(outcome),
         versions={
             "tenuto": __version__,
@@ -357,8 +335,8 @@ def make_result(
             "interrupted": outcome.is_interrupted,
             "invalid": list(find_invalid(outcome.done, outcome.loop_lags_s, outcome.server)),
             "simulated_server": None if outcome.server is None else asdict(outcome.server),
-            "failed_attempts": count_failures(outcome),
-            "complaints": count_complaints(outcome),
+            "failed_attempts": _group((each.kind, each.detail) for turn in turns for each in turn.failures),
+            "complaints": _group(each.split(": ", 1) for turn in turns for each in turn.complaints),
             "send_lag_s": _summarise(turn.lag_s for turn in outcome.records),
             "event_loop_lag_s": _summarise(outcome.loop_lags_s),
             # How they ended; `failed` means an exit status other than 0.

@@ -52,6 +52,9 @@ def name_arms(first: str, second: str) -> tuple[str, ...]:
     return ("--arm", f"a={first}", "--arm", f"b={second}")
 
 
+SENDING = Sending(is_exact=False)
+
+
 def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
     """In place of a load on a server: turns of about 2 s, by the arm's label so much slower; no clock."""
 
@@ -66,16 +69,10 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
                 answer = Answer(first_s, last_s, (1,) * turn.num_output_tokens, "", Usage(1, 6, 0))
                 before = job.turns[index - 1] if index else None
                 flight = Flight(Due(job, index, now_s), before, now_s, [], answer)
-                records.append(make_turn_record(flight, "ok", Sending(is_exact=False)))
+                records.append(make_turn_record(flight, "ok", SENDING))
                 files.add_turn(records[-1])
                 now_s = last_s + turn.tool_s
-        outcome = Outcome(
-            workload=workload,
-            records=records,
-            growth=None,
-            block_size=None,
-            is_exact=True,
-        )
+        outcome = Outcome(workload=workload, records=records, sending=SENDING, growth=None)
         facts = {"gpu": None, "jps": None, "seed": options.load.seed, "wall_s": 1.0}
         return make_result(outcome, {}, model="m", policy=options.policy, **facts).to_json()
 
