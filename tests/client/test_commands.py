@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_command_and_its_record() -> None:
     assert (record.job, record.after_turn, record.command) == ("job", 1, "echo out; echo err >&2; exit 3")
     assert (record.end, record.exit_status, record.output_bytes) == ("exited", 3, 8)
     assert record.seconds > 0
-    assert json.loads(json.dumps(record.to_json()))["exit_status"] == 3
+    assert json.loads(json.dumps(asdict(record)))["exit_status"] == 3
 
 
 def test_a_jobs_commands_share_a_folder_that_goes_away(tmp_path: Path) -> None:

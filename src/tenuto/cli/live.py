@@ -41,7 +41,7 @@ def _run_verify(given: Given) -> int:
         )
     except httpx.HTTPError as error:
         raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
-    print(json.dumps(verdict.to_json(), indent=2) if options.as_json else format_verdict(verdict))
+    print(json.dumps(asdict(verdict), indent=2) if options.as_json else format_verdict(verdict))
     return 0 if verdict.ok else 2 if verdict.is_disturbed else 1
 
 

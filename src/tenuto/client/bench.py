@@ -9,9 +9,9 @@ import secrets
 import signal
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,17 @@ from tenuto.client.probe import Server, check_lengths, probe_server
 from tenuto.client.result import Outcome, Sending, format_result, make_result, read_simulated_server
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
-from tenuto.records.files import RESULT, RESULTS, RunFiles, read_first, write_whole, writing
+from tenuto.records.files import (
+    COMMANDS,
+    METRICS,
+    RESULT,
+    RESULTS,
+    TURNS,
+    RunFiles,
+    read_first,
+    write_whole,
+    writing,
+)
 from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
 from tenuto.records.text import format_table, format_time_s, is_overloaded, write_csv
@@ -185,11 +195,11 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
     def on_record(record: TurnRecord) -> None:
         records.append(record)
         progress.add(record)
-        files.add_turn(record)
+        files.add(TURNS, record.to_json())
 
     def on_command(record: CommandRecord) -> None:
         commands.append(record)
-        files.add_command(record.to_json())
+        files.add(COMMANDS, asdict(record))
 
     options = setup.options
     runner = CommandRunner(options.command_limit_s, on_command) if options.run_commands else None
@@ -211,11 +221,7 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
         )
         companions = [sample_lag(lags_s), show(progress, load, console.Progress("bench"))]
         if setup.server.totals is not None and options.metrics_interval_s:
-            companions.append(
-                follow(
-                    setup.engines.get_totals, load.get_now_s, files.add_metrics, options.metrics_interval_s
-                )
-            )
+            companions.append(follow(setup.engines, load, files, options.metrics_interval_s))
         interruption.on_signal = load.stop
         await _drive(load, companions)
         growth = await _get_growth(setup.engines, setup.server, interruption)
@@ -440,19 +446,14 @@ def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
     }
 
 
-async def follow(
-    get_totals: Callable[[], Awaitable[Totals]],
-    get_now_s: Callable[[], float],
-    on_sample: Callable[[Totals], None],
-    interval_s: float,
-) -> None:
-    """Read the metrics at a fixed interval in seconds, until cancelled. `at_s` is the time of each sample."""
+async def follow(engines: Engines, load: Load, files: RunFiles, interval_s: float) -> None:
+    """Write metrics.jsonl at a fixed interval in seconds, until cancelled."""
     while True:
         try:
-            totals = await get_totals()
+            totals = await engines.get_totals()
         except RequestFailed:
             totals = {}  # a server under load may not answer; the file then has an empty sample
-        on_sample({"at_s": get_now_s(), **totals})
+        files.add(METRICS, {"at_s": load.get_now_s(), **totals})
         await asyncio.sleep(interval_s)
 
 

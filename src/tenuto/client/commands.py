@@ -15,9 +15,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from tenuto.core.errors import ConfigError
 from tenuto.workload.schema import Job, Workload
@@ -44,10 +44,6 @@ class CommandRecord:
     started or was cancelled."""
     seconds: float
     output_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as JSON values."""
-        return asdict(self)
 
 
 def check_commands(workload: Workload) -> int:

@@ -18,9 +18,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import httpx
 
@@ -135,10 +135,6 @@ class Verdict:
         With the default retention interval, stock vLLM computes them again on a hybrid model.
         """
         return sum(max(0, turn.cached_tokens - turn.min_cached_tokens) for turn in self.turns)
-
-    def to_json(self) -> dict[str, Any]:
-        """The verdict as JSON values."""
-        return asdict(self)
 
 
 def verify(

@@ -31,7 +31,6 @@ from typing import Any, BinaryIO, Self, TextIO
 
 from tenuto.core.errors import ConfigError, DataError, clean
 from tenuto.records.codec import Fields, show
-from tenuto.records.schema import Sample, TurnRecord
 
 RESULT = "result.json"
 TURNS = "turns.jsonl"
@@ -42,7 +41,6 @@ RESULTS = "results.jsonl"
 """In the folder of a sweep or of `tenuto ab`."""
 
 Say = Callable[[str], None]
-Note = Say
 
 MAX_FILE_BYTES = 2**30
 """Largest size after unpacking, for a file that is held in memory as a whole. The limit stops a gzip bomb.
@@ -57,7 +55,7 @@ _LINES_PER_LOOK = 20_000
 _HEADER = b'{"step":0,"kind":"header"'
 
 
-def read_objects(path: Path, note: Note | None = None, *, exact: bool = False) -> list[Fields]:
+def read_objects(path: Path, note: Say | None = None, *, exact: bool = False) -> list[Fields]:
     """Read all objects of a file. The whole file is read before the first object is used.
 
     With `note`, a truncated file is read as in `stream_objects`. With `exact`, numbers keep the digits they
@@ -69,7 +67,7 @@ def read_objects(path: Path, note: Note | None = None, *, exact: bool = False) -
 
 
 def stream_objects(
-    path: Path, note: Note, say: Say | None = None, *, keeps_infinity: bool = False
+    path: Path, note: Say, say: Say | None = None, *, keeps_infinity: bool = False
 ) -> Iterator[Fields]:
     """Yield the objects of a file one at a time, because a day's trace is larger than memory.
 
@@ -94,7 +92,7 @@ class _Reader:
     """Reads one file. Without `note`, a truncated file is an error."""
 
     path: Path
-    note: Note | None = None
+    note: Say | None = None
     say: Say | None = None
     exact: bool = False
     keeps_infinity: bool = False
@@ -289,32 +287,8 @@ class RunFiles:
             except OSError as error:  # it has a line that could not be written
                 self.problem = self.problem or f"{name}: {error}"
 
-    def add_turn(self, record: TurnRecord) -> None:
-        """Write one line of turns.jsonl."""
-        self._add(TURNS, record.to_json())
-
-    def add_sample(self, sample: Sample) -> None:
-        """Write one line of occupancy.jsonl."""
-        self._add(OCCUPANCY, sample.to_json())
-
-    def add_metrics(self, totals: Mapping[str, float]) -> None:
-        """Write one line of metrics.jsonl."""
-        self._add(METRICS, totals)
-
-    def add_command(self, command: Mapping[str, Any]) -> None:
-        """Write one line of commands.jsonl."""
-        self._add(COMMANDS, command)
-
-    def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write result.json."""
-        if self._folder is None:
-            return
-        try:
-            write_whole(self._folder / RESULT, json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            self.problem = f"{RESULT}: {error}"
-
-    def _add(self, name: str, values: Mapping[str, Any]) -> None:
+    def add(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write one line of the file with this name."""
         if self._folder is None or name in self._given_up:
             return
         try:
@@ -324,6 +298,15 @@ class RunFiles:
         except OSError as error:
             self.problem = f"{name}: {error}"
             self._given_up.add(name)
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write result.json."""
+        if self._folder is None:
+            return
+        try:
+            write_whole(self._folder / RESULT, json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            self.problem = f"{RESULT}: {error}"
 
 
 @contextmanager

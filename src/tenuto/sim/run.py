@@ -17,7 +17,7 @@ from tenuto.core.ledger import Account, Ledger
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
-from tenuto.records.files import RunFiles
+from tenuto.records.files import OCCUPANCY, TURNS, RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import StepState, TraceWriter
@@ -326,9 +326,9 @@ def write_run(folder: Path, outcome: Outcome, occupancy: Occupancy) -> None:
     """Write result.json, turns.jsonl and occupancy.jsonl. Raises ConfigError if they cannot be written."""
     with RunFiles(folder, replaces=True) as files:
         for turn in outcome.turns:
-            files.add_turn(turn)
+            files.add(TURNS, turn.to_json())
         for sample in occupancy.samples:
-            files.add_sample(sample)
+            files.add(OCCUPANCY, sample.to_json())
         files.write_result(outcome.record)
     if files.problem is not None:
         raise ConfigError(f"--out: cannot write {folder / files.problem}")

@@ -23,7 +23,7 @@ from tenuto.client.http import Answer
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.client.result import Flight, Outcome, Sending, make_result, make_turn_record
 from tenuto.core.errors import ConfigError, TenutoError
-from tenuto.records.files import RunFiles
+from tenuto.records.files import TURNS, RunFiles
 from tenuto.report.html.sources import read_sources
 from tenuto.wire.response import Usage
 from tenuto.workload import Workload
@@ -70,7 +70,7 @@ def measure_by_heart(slower: dict[str, float]) -> Callable[..., Any]:
                 before = job.turns[index - 1] if index else None
                 flight = Flight(Due(job, index, now_s), before, now_s, [], answer)
                 records.append(make_turn_record(flight, "ok", SENDING))
-                files.add_turn(records[-1])
+                files.add(TURNS, records[-1].to_json())
                 now_s = last_s + turn.tool_s
         outcome = Outcome(workload=workload, records=records, sending=SENDING, growth=None)
         facts = {"gpu": None, "jps": None, "seed": options.load.seed, "wall_s": 1.0}
