@@ -151,9 +151,9 @@ def make_trace() -> list[Fields]:
     """One turn of 100 prompt tokens, 40 of them hit, in steps of 30 tokens; then it decodes."""
     job = {"kind": "job", "job": "j", "turn": "t", "turn_number": 1}
     counts = dict.fromkeys(("num_running", "num_waiting", "num_cached_blocks", "num_retained_jobs"), 0)
-    step = {"kind": "step", "num_retained_blocks": 0, **counts}
+    step = {"kind": "step", "num_retained_blocks": 0, "num_blocks": 10, "num_in_flight": 0, **counts}
     records = [
-        {"kind": "header", "schema": 1, "now_s": 90},
+        {"kind": "header", "schema": 1, "run": "r", "part": 1, "commands": "full", "now_s": 90},
         {**job, "event": "arrived", "now_s": 100, "num_prompt_tokens": 100},
         {**job, "event": "started", "now_s": 101, "num_hit_tokens": 40},
         {**step, "now_s": 101, "num_free_blocks": 10, "num_tokens": {"t": 30}},

@@ -13,8 +13,7 @@ Its header says that turns and leases go on (`continues`).
 Reading a trace gives all turns and leases, and the engine's state. A trace may contain several starts of a
 server, each with its header. Clocks restart there, so jobs are separate too: the second job with the same id
 is called `ID #2`. A trace does not contain the time to first token; the first token is assumed at the next
-step after the prompt was computed. If its steps do not contain the size of the KV cache, as before 0.2, the
-largest number of free blocks is used, which is exact if the engine was ever idle.
+step after the prompt was computed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_args
@@ -309,26 +308,19 @@ _GAUGES = (
 class Part:
     """The part of a run that one header begins. A run is a server's life, in one file or several."""
 
-    run: str | None = None
-    """None if the header does not say it."""
-    number: int = 1
+    run: str
+    number: int
     """Number of the part, from 1. A later part continues where the previous file ended."""
-    commands: str = "full"
+    commands: str
     """`none`, `hash` or `full`."""
 
     def follows(self, before: Part | None) -> bool:
         """Whether this part continues the previous part, so that no state is reset."""
-        return (
-            before is not None
-            and self.run is not None
-            and (self.run, self.number) == (before.run, before.number + 1)
-        )
+        return before is not None and (self.run, self.number) == (before.run, before.number + 1)
 
 
 def read_part(header: Fields) -> Part:
     """Read the part from a header. Raises DataError if the header is malformed."""
-    if "run" not in header:
-        return Part()
     commands = header.text("commands")
     if commands not in COMMANDS:
         raise header.error("commands", f"must be one of {', '.join(COMMANDS)}, got {commands!r}")
@@ -372,8 +364,6 @@ class _TraceReader:
     data: RunData
     with_samples: bool
     turns: list[_TracedTurn] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    """Their KV cache has no size yet: it is known at the end."""
     num_jobs: Counter[str] = field(default_factory=Counter)
     """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
     names: dict[str, str] = field(default_factory=dict)
@@ -392,8 +382,6 @@ class _TraceReader:
     """Steps with tokens so far."""
     part: Part | None = None
     last_step_s: float | None = None
-    num_blocks: int = 0
-    """Size of the KV cache; 0 if no step says it."""
     most_free: int = 0
     pressed_s: float | None = None
     """The last time when free blocks were scarce; None before the first step."""
@@ -570,11 +558,9 @@ class _TraceReader:
         values = {name: record.integer(name) for name in _GAUGES}
         for name, value in values.items():
             self.data.gauges[name].add(value)
-        self.num_blocks = record.optional(record.integer, "num_blocks") or self.num_blocks
         self._see_pressure(values["num_free_blocks"], now_s)
         counts = record.optional_part("num_tokens")
-        # Traces before 0.2 do not say it; they have one step in flight.
-        self._end_steps(self.num_steps - (record.optional(record.integer, "num_in_flight") or 0), now_s)
+        self._end_steps(self.num_steps - record.integer("num_in_flight"), now_s)
         if counts.values and self.last_step_s is not None:
             self.data.step_s.append(now_s - self.last_step_s)
         self.last_step_s = now_s if counts.values else None
@@ -582,14 +568,16 @@ class _TraceReader:
         if self.with_samples:
             tiers = record.optional_part("num_tier_blocks")
             host, disk = (tiers.optional(tiers.integer, tier) for tier in ("host", "disk"))
-            self.samples.append(
+            num_blocks, num_free = record.integer("num_blocks"), values["num_free_blocks"]
+            held = max(0, min(values["num_retained_blocks"], num_blocks - num_free))
+            self.data.samples.append(
                 Sample(
                     now_s=now_s,
-                    num_blocks=0,
-                    running_blocks=0,
-                    leased_blocks=values["num_retained_blocks"],
+                    num_blocks=num_blocks,
+                    running_blocks=num_blocks - num_free - held,
+                    leased_blocks=held,
                     cached_blocks=None,  # a trace does not say which free blocks hold content
-                    free_blocks=values["num_free_blocks"],
+                    free_blocks=num_free,
                     host_blocks=host,
                     disk_blocks=disk,
                 )
@@ -629,11 +617,4 @@ def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool =
     if not reader.turns:
         raise DataError(f"{data.source}: no turn arrived in this trace")
     data.turns = [turn.to_record() for turn in reader.turns]
-    data.samples = [_set_size(sample, reader.num_blocks or reader.most_free) for sample in reader.samples]
     data.tells_leases = True
-
-
-def _set_size(sample: Sample, num_blocks: int) -> Sample:
-    used = num_blocks - sample.free_blocks
-    held = max(0, min(sample.leased_blocks, used))
-    return replace(sample, num_blocks=num_blocks, running_blocks=used - held, leased_blocks=held)

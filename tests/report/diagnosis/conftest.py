@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-HEADER = {"step": 0, "kind": "header", "schema": 1, "tenuto": "0", "wall_s": 1.8e9, "now_s": 0.0}
+HEADER = {
+    "step": 0, "kind": "header", "schema": 1, "tenuto": "0", "run": "r", "part": 1, "commands": "full",
+    "wall_s": 1.8e9, "now_s": 0.0,
+}  # fmt: skip
 
 
 class TraceFile:
@@ -57,6 +60,8 @@ class TraceFile:
             now_s=now_s,
             num_running=num_running,
             num_free_blocks=num_free,
+            num_blocks=100,
+            num_in_flight=0,
             **dict.fromkeys(names, 0),
             num_tokens={"a/1": 1},
         )

@@ -41,10 +41,7 @@ OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "plain.json"}
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 """In a folder, files with other names are not read."""
 WANTED = "a result record, a validation, turns, samples of a KV cache, a scheduler's trace or a recording"
-TRACE_NOTE = (
-    "From a scheduler's trace: first tokens are taken to be there at the next step, and the most blocks ever "
-    "free for the size of the cache."
-)
+TRACE_NOTE = "From a scheduler's trace: first tokens are taken to be there at the next step."
 
 
 class Setting(NamedTuple):
