@@ -136,8 +136,6 @@ def test_pages_say_what_is_simulated(tmp_path: Path) -> None:
     served = draw(simulated=False, client={"simulated_server": {"speed": 10}})
     assert "On a simulated server at speed 10: stock ran alone" in served
     assert served.count(">simulated server at speed 10</text>") >= 4  # in the pictures, too
-    old = draw(simulated=False, client={"metrics_growth": {"tenuto:sim_lag_seconds_count": 5}})
-    assert "On a simulated server: stock ran alone" in old
     live = draw(simulated=False, client={"metrics_growth": {"vllm:prompt_tokens_total": 5}})
     assert "simulated" not in live.lower().split("<main>")[0].split("<header>")[1]
 

@@ -252,9 +252,8 @@ class Group:
 
         Behind a router it is stock behind the same router, or else the only stock that there is.
         """
-        named = (run.ab.baseline for cell in self.cells for run in cell.runs if run.ab)
-        if (first := next(filter(None, named), None)) is not None:
-            return first
+        if (ab := next((run.ab for cell in self.cells for run in cell.runs if run.ab), None)) is not None:
+            return ab.baseline
         own = next((cell.runs[0].stock for cell in self.cells if cell.policy == policy), BASELINE)
         stocks = {cell.policy for cell in self.cells if cell.policy == cell.runs[0].stock}
         return own if own in stocks or len(stocks) != 1 else stocks.pop()

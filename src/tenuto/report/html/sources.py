@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
-from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.core.errors import DataError, clean
 from tenuto.records import load
 from tenuto.records.codec import MAX_COUNT, Fields
@@ -81,8 +80,8 @@ class Setting(NamedTuple):
 class AbRun(NamedTuple):
     """What a record of `tenuto ab` says about its comparison."""
 
-    baseline: str | None
-    """The first arm; None in records of older versions."""
+    baseline: str
+    """The first arm."""
     threshold: float
     """Relative differences below it do not matter."""
     options: Mapping[str, object]
@@ -217,12 +216,11 @@ def _to_text(value: object) -> str:
 
 
 def _find_sim_speed(client: Mapping[str, object]) -> float | None:
-    server, growth = client.get("simulated_server"), client.get("metrics_growth")
-    if isinstance(server, dict):
-        speed = server.get("speed")
-        return float(speed) if is_number(speed) else 0.0
-    # Records of older versions show it by the counters of the simulated server.
-    return 0.0 if isinstance(growth, dict) and "tenuto:sim_lag_seconds_count" in growth else None
+    server = client.get("simulated_server")
+    if not isinstance(server, dict):
+        return None
+    speed = server.get("speed")
+    return float(speed) if is_number(speed) else 0.0
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -403,13 +401,7 @@ def _read_ab(fields: Fields) -> AbRun | None:
     if "ab" not in fields:
         return None
     part = fields.part("ab")
-    threshold = part.optional(part.number, "threshold")
-    baseline = part.optional(part.text, "baseline")
-    return AbRun(
-        clean(baseline) if baseline else None,
-        THRESHOLD_PERCENT / 100 if threshold is None else threshold,
-        part.values,
-    )
+    return AbRun(clean(part.text("baseline")), part.number("threshold"), part.values)
 
 
 def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
