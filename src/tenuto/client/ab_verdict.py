@@ -49,11 +49,14 @@ class Estimate:
         """Whether there are enough pairs for a reliable interval."""
         return self.num_pairs >= MIN_PAIRS
 
+    @property
+    def excludes_one(self) -> bool:
+        """Whether there is an interval, and it does not contain 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+
     def differs(self, threshold: float) -> bool:
         """Whether the data show that the arms differ by more than the threshold (0.01 is 1 %)."""
-        if not self.is_trusted or self.low is None or self.high is None:
-            return False
-        return not self.low <= 1 <= self.high and abs(self.ratio - 1) >= threshold
+        return self.is_trusted and self.excludes_one and abs(self.ratio - 1) >= threshold
 
 
 def estimate_ratio(ratios: Sequence[float]) -> Estimate:
@@ -314,7 +317,7 @@ class Comparison:
             return f"{change} in {estimate.num_pairs} pairs, too few to trust (95 % interval: {span})"
         if self.differs:
             return f"{change} (95 % interval: {span}; {estimate.num_pairs} pairs)"
-        if not estimate.low <= 1 <= estimate.high:
+        if estimate.excludes_one:
             return f"no difference that matters: {change}, below the threshold (95 % interval: {span})"
         return f"no difference seen (95 % interval: {span}; {estimate.num_pairs} pairs)"
 

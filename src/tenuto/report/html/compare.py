@@ -72,10 +72,7 @@ class Contrast:
     @property
     def differs(self) -> bool:
         """Whether the runs show that one of the two is faster."""
-        ratio, low, high = self.mean.ratio, self.mean.low, self.mean.high
-        if self.is_open or low is None or high is None:
-            return False
-        return not low <= 1 <= high and abs(ratio - 1) >= self.threshold
+        return not self.is_open and self.mean.excludes_one and abs(self.mean.ratio - 1) >= self.threshold
 
 
 def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:

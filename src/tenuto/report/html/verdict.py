@@ -136,9 +136,7 @@ def _describe_one(place: Place) -> str:
         reason = _describe_reason(against)
         return f"nothing is proved {place.words}: {reason}. {_describe_difference(against)}."
     if len(winner.policies) == len(place.group.policies) == 2:
-        low, high = against.mean.low, against.mean.high
-        is_sure = low is not None and high is not None and not low <= 1 <= high
-        small = "that matters " if is_sure else ""
+        small = "that matters " if against.mean.excludes_one else ""
         return (
             f"no difference {small}between {best} and {shorten(winner.policies[1])} was seen {place.words}: "
             f"{_describe_values(against)}."
