@@ -181,7 +181,7 @@ def test_the_record_names_the_model_however_it_was_given(
     state = SimpleNamespace(engines=("0",), block_size=16, num_blocks=9)
     monkeypatch.setattr(module, "read_model", lambda client: ("m", 100))
     monkeypatch.setattr(module, "read_cache_state", lambda client: state)
-    monkeypatch.setattr(module, "_get_json", lambda client, path: {})
+    monkeypatch.setattr(module, "try_get_json", lambda client, path: {})
     flags = ("--max-num-batched-tokens", "512", "--max-num-seqs", "8")
     server = module.read_server("http://127.0.0.1:1", ValidateOptions(model=model, serve_args=flags), None)
     assert server.model == "my-model"

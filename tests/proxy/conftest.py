@@ -14,6 +14,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tenuto.client.address import get_base_url
 from tenuto.proxy import RecordOptions
 from tenuto.proxy.proxy import Proxy
 from tenuto.proxy.recorder import Recorder, RecordingFile
@@ -89,7 +90,7 @@ def recording(tmp_path: Path) -> Callable[..., Any]:
         try:
             async with (
                 Proxy(
-                    checked.upstream,
+                    get_base_url(checked.url),
                     recorder.submit,
                     ask_usage=checked.ask_usage,
                     name_jobs=checked.name_jobs,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from tenuto.client.address import check_api_key, check_url
+from tenuto.client.address import check_api_key, check_url, get_base_url
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.requests import SESSION_HEADER, get_header_id
@@ -74,34 +74,28 @@ class _ServerOptions(Options):
 
         from tenuto.client.metrics import LIST_PATH, connect, parse_engines
 
-        url = f"{self.base_url}/tenuto/{path}"
+        base_url = get_base_url(self.url)
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         # A router passes this on to the engine that has the job, as it does the job's turns.
         headers |= {} if self.job is None else {SESSION_HEADER: get_header_id(self.job)}
         with client or connect(self.url, None, self.timeout_s) as http:
             try:
                 if self.job is None:
-                    answer = http.get(self.base_url + LIST_PATH, headers=headers)
+                    answer = http.get(base_url + LIST_PATH, headers=headers)
                     if engines := parse_engines(answer.text):
                         raise TenutoError(
-                            f"{self.base_url} is a router; ask its engines one by one: "
+                            f"{base_url} is a router; ask its engines one by one: "
                             + ", ".join(f"--url {each}" for each in engines)
                         )
-                return http.request("GET" if body is None else "POST", url, headers=headers, json=body)
+                method, url = "GET" if body is None else "POST", f"{base_url}/tenuto/{path}"
+                return http.request(method, url, headers=headers, json=body)
             except httpx.HTTPError as error:
-                raise TenutoError(
-                    f"no answer from {self.base_url}: {error or type(error).__name__}"
-                ) from error
+                raise TenutoError(f"no answer from {base_url}: {error or type(error).__name__}") from error
 
     def get_job_path(self, end: str = "") -> str:
         """Where the server answers about the job. `end`: what follows its id."""
         query = "" if self.tenant is None else f"?tenant={quote(self.tenant, safe='')}"
         return f"jobs/{quote(self.job or '', safe='')}{end}{query}"
-
-    @property
-    def base_url(self) -> str:
-        """The server, without `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +195,7 @@ def control(options: ControlOptions, client: httpx.Client | None = None) -> tupl
     else:
         key, operator = options.require_admin_key(), {"X-Tenuto-Operator": options.get_operator()}
         response = options.ask(client, "control", key, options.get_change() or None, **operator)
-    url = options.base_url
+    url = get_base_url(options.url)
     answer = _read(response, url)
     if response.status_code not in (200, 504) or not answer.keys() & {"ranks", "released"}:
         raise TenutoError(f"{url}: {get_error_message(answer) or f'status {response.status_code}'}")
@@ -279,7 +273,7 @@ class LedgerOptions(_ServerOptions):
 
 def read_ledger(options: LedgerOptions, client: httpx.Client | None = None) -> tuple[list[Row], str | None]:
     """A server's accounts, and a note on what its answer leaves out. Raises TenutoError if it has none."""
-    url = options.base_url
+    url = get_base_url(options.url)
     if options.job is None:
         response = options.ask(client, "ledger", options.admin_key)
     else:

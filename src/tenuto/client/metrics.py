@@ -378,6 +378,15 @@ def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Cli
     )
 
 
+def try_get_json(client: httpx.Client, path: str) -> dict[str, Any]:
+    """The object that a server shows at a path; an empty one if it shows none."""
+    try:
+        found = client.get(path).raise_for_status().json()
+    except (httpx.HTTPError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 LIST_PATH = "/list_workers"
 MAX_ENGINES = 1024
 """Most names that are read from one answer."""

@@ -67,7 +67,7 @@ from tenuto.client.ab_verdict import (
     get_reach,
 )
 from tenuto.client.address import ServerError
-from tenuto.client.metrics import connect, read_cache_state
+from tenuto.client.metrics import connect, read_cache_state, try_get_json
 from tenuto.client.options import AbOptions, Arm, BenchOptions, Kind, ProfileOptions, ValidateOptions
 from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
@@ -184,11 +184,11 @@ def find_sizes(options: ValidateOptions) -> str | None:
 def read_server(url: str, options: ValidateOptions, start_s: float | None) -> ValidatedServer:
     """Facts about a server, as it reports them or else from its arguments. Raises TenutoError."""
     try:
-        with connect(url, None) as client:
+        with connect(url, None, timeout_s=60.0) as client:
             _, max_model_len = read_model(client)
             state = read_cache_state(client)
-            version = _get_json(client, "/version").get("version")
-            config = _get_json(client, "/server_info?config_format=json").get("vllm_config") or {}
+            version = try_get_json(client, "/version").get("version")
+            config = try_get_json(client, "/server_info?config_format=json").get("vllm_config") or {}
     except httpx.HTTPError as error:
         raise ServerError(f"{url} does not say what it is: {error}") from error
     scheduler = config.get("scheduler_config") or {}
@@ -223,15 +223,6 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
         flags=describe_flags(options.serve_args),
         start_s=start_s,
     )
-
-
-def _get_json(client: httpx.Client, path: str) -> dict[str, Any]:
-    try:
-        answer = client.get(path, timeout=60.0)
-        found = answer.json() if answer.is_success else {}
-    except (httpx.HTTPError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _get_number(arguments: Sequence[str], flag: str) -> int | None:

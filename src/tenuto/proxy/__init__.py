@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 
-Tokens = Literal["server", "text"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(Options):
@@ -28,7 +26,7 @@ class RecordOptions(Options):
     salt: str | None = option(
         None, "secret in all hashes", shown_default="random and forgotten, so that nobody can check guesses"
     )
-    tokens: Tokens = option(
+    tokens: Literal["server", "text"] = option(
         "server",
         "server: ask its /tokenize for each prompt's tokens, after the answer; falls back to text where "
         "there is none. text: never ask",
@@ -56,8 +54,3 @@ class RecordOptions(Options):
             raise ConfigError(f"--url must end before any ? or #, got {self.url!r}")
         if self.salt is not None and not self.salt:
             raise ConfigError("--salt must not be empty: anyone could then check guesses against the hashes")
-
-    @property
-    def upstream(self) -> str:
-        """The server's address, to which a request's path is appended."""
-        return self.url.rstrip("/").removesuffix("/v1")

@@ -23,6 +23,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from tenuto.client.address import get_base_url
 from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
@@ -86,8 +87,9 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
             loop.remove_signal_handler(number)
         ended.set()
 
+    upstream = get_base_url(options.url)
     async with Proxy(
-        options.upstream, recorder.submit, ask_usage=options.ask_usage, name_jobs=options.name_jobs
+        upstream, recorder.submit, ask_usage=options.ask_usage, name_jobs=options.name_jobs
     ) as proxy:
         runner = proxy.make_runner()
         await runner.setup()
@@ -102,7 +104,7 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end)
         host, port, *_ = runner.addresses[0]
-        say(f"http://{host}:{port} passes to {options.upstream}; turns go to {options.out}; Ctrl-C ends")
+        say(f"http://{host}:{port} passes to {upstream}; turns go to {options.out}; Ctrl-C ends")
         await ended.wait()
         await runner.cleanup()
 

@@ -211,7 +211,7 @@ class Recorder:
         self._say = say
         salt = None if options.salt is None else options.salt.encode(errors="surrogateescape")
         self._hasher = Hasher(secrets.token_bytes(32) if salt is None else salt)
-        self._tokenizer = Tokenizer(options.upstream, say)
+        self._tokenizer = Tokenizer(options.url, say)
         self._tokenizer.is_there = options.tokens == "server"
         self._turns = TurnWriter(self._hasher, self._tokenizer, options.keep_text)
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
@@ -519,7 +519,6 @@ class Tokenizer:
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         self.is_there = True
-        self._url = f"{url}/tokenize"
         self._say = say
         self._client = connect(url, None, TOKENIZE_LIMIT_S)
         self._has_complained = False
@@ -534,7 +533,7 @@ class Tokenizer:
             return None
         credentials = {name: headers[name] for name in _CREDENTIALS if name in headers}
         try:
-            answer = self._client.post(self._url, json=dict(ask), headers=credentials)
+            answer = self._client.post("/tokenize", json=dict(ask), headers=credentials)
             if answer.status_code in _MISSING:
                 self.is_there = False
                 self._say("the server has no /tokenize: prompts are told apart by messages, not by tokens")

@@ -33,6 +33,7 @@ from tenuto.client.metrics import (
     join_pages,
     parse_engines,
     parse_page,
+    try_get_json,
     try_get_whole_number,
 )
 from tenuto.core.errors import DataError, TenutoError, clean
@@ -549,11 +550,7 @@ def _read_page(client: httpx.Client, timeout_s: float) -> _Answer:
 
 
 def _ask_version(client: httpx.Client) -> str | None:
-    try:
-        answer = client.get("/version").raise_for_status().json()
-    except (httpx.HTTPError, ValueError, RecursionError):
-        return None
-    version = answer.get("version") if isinstance(answer, dict) else None
+    version = try_get_json(client, "/version").get("version")
     return clean(version) if isinstance(version, str) else None
 
 
