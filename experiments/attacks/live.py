@@ -21,7 +21,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import httpx
@@ -34,7 +34,7 @@ from experiments.routers.processes import CPU_ENV, ON_CPU, Running, get_free_por
 from tenuto.client.ab import run_server
 from tenuto.client.address import ServerError
 from tenuto.client.http import Client, RequestWriter, TokenIds
-from tenuto.client.load import Load, OneServer
+from tenuto.client.load import Load
 from tenuto.client.result import Sending
 from tenuto.records.schema import TurnRecord
 from tenuto.workload.turn_driver import TurnDriver
@@ -101,7 +101,13 @@ async def attack_server(url: str, attack: Attack, scene: Scene, limit_s: float) 
     writer = RequestWriter(MODEL_NAME, TokenIds(), run_id, make_say(attack), quotes_answers=False)
     async with Client(url, api_key=None, timeout_s=limit_s + 60) as client:
         sending = Sending(is_exact=True, block_size=BLOCK_SIZE)
-        load = Load(TurnDriver(workload), OneServer(client), writer, records.append, sending=sending)
+        load = Load(
+            TurnDriver(workload),
+            lambda due: nullcontext(client.stream_answer),
+            writer,
+            records.append,
+            sending=sending,
+        )
         asyncio.get_running_loop().call_later(limit_s, load.stop)
         await load.run()
     return records

@@ -56,13 +56,13 @@ def run(work: Callable[[RoutedServers, list[Stub]], Coroutine[Any, Any, None]], 
 
 
 async def send(servers: RoutedServers, due: Due, attempts: int = 3) -> Answer:
-    with servers.open_turn(due) as sender:
+    with servers.open_turn(due) as send_once:
         for _ in range(attempts - 1):
             try:
-                return await sender.stream_answer("/", b"", {})
+                return await send_once("/", b"", {})
             except RequestFailed:
                 pass
-        return await sender.stream_answer("/", b"", {})
+        return await send_once("/", b"", {})
 
 
 @pytest.mark.parametrize("hints", ["job", "none"])

@@ -19,7 +19,7 @@ from typing import Any, Self
 from tenuto.client.address import get_base_url
 from tenuto.client.commands import CommandRecord, CommandRunner, check_commands
 from tenuto.client.http import FORMS, Client, RequestFailed, RequestWriter, read_format
-from tenuto.client.load import Load, OneServer, Progress, RoutedServers, Servers, show
+from tenuto.client.load import Load, OpenTurn, Progress, RoutedServers, show
 from tenuto.client.metrics import (
     LIST_PATH,
     Totals,
@@ -141,7 +141,9 @@ class _Setup:
     writer: RequestWriter
     engines: Engines
     """The engines whose metrics are read: the server itself, or the engines behind a router."""
-    servers: Servers
+    open_turn: OpenTurn
+    router: RoutedServers | None
+    """What `open_turn` is of, if there are several servers."""
 
 
 async def _prepare(
@@ -165,8 +167,9 @@ async def _prepare(
     writer = RequestWriter(
         server.model, form, run_id, say_hints, quotes_answers=quotes_answers, forced_format=forced_format
     )
-    servers = RoutedServers(clients, options.router, say_hints) if others else OneServer(first)
-    return _Setup(options, workload, server, writer, engines, servers)
+    router = RoutedServers(clients, options.router, say_hints) if others else None
+    open_turn = router.open_turn if router else lambda due: nullcontext(first.stream_answer)
+    return _Setup(options, workload, server, writer, engines, open_turn, router)
 
 
 async def _read_engines(server: Server, engines: Engines) -> Server:
@@ -206,7 +209,7 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
     with Interruption() as interruption, runner or nullcontext():
         load = Load(
             turns,
-            setup.servers,
+            setup.open_turn,
             setup.writer,
             on_record,
             sending=Sending(
@@ -226,8 +229,8 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
         await _drive(load, companions)
         growth = await _get_growth(setup.engines, setup.server, interruption)
     fleet = setup.engines.summarise() if growth is not None else None
-    if fleet is not None and isinstance(setup.servers, RoutedServers):
-        fleet |= setup.servers.summarise()
+    if fleet is not None and setup.router is not None:
+        fleet |= setup.router.summarise()
     return Outcome(
         workload=setup.workload,
         records=records,

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -36,6 +37,10 @@ MAX_PAUSE_S = 60.0
 AWAY_S = 10.0
 """Seconds for which a server that refuses a connection gets no turns."""
 _NUM_RECENT = 1000
+Send = Callable[[str, bytes, Mapping[str, str]], Awaitable[Answer]]
+"""Sends one turn: path, body and headers. It may be called again for a retry."""
+OpenTurn = Callable[[Due], AbstractContextManager[Send]]
+"""Gives what sends a turn, inside its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Load:
     """
 
     turns: TurnDriver
-    servers: Servers
+    open_turn: OpenTurn
     writer: RequestWriter
     on_record: Callable[[TurnRecord], None]
     _: KW_ONLY
@@ -72,7 +77,6 @@ class Load:
         self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._start_s = self._loop.time()
         self._over = asyncio.Event()
 
     async def run(self) -> None:
@@ -150,17 +154,15 @@ class Load:
             flight.before = job.turns[self._last_finished[job.job_id]]
         flight.sent_s = self.get_now_s()
         self._schedule(self.turns.on_sent(job.job_id, index, flight.sent_s))
-        with self.servers.open_turn(flight.due) as sender:
-            await self._try_to_send(flight, sender, body, headers)
+        with self.open_turn(flight.due) as send:
+            await self._try_to_send(flight, send, body, headers)
 
-    async def _try_to_send(
-        self, flight: Flight, sender: Sender, body: bytes, headers: Mapping[str, str]
-    ) -> None:
+    async def _try_to_send(self, flight: Flight, send: Send, body: bytes, headers: Mapping[str, str]) -> None:
         job, index, _ = flight.due
         for attempt in count():
             sent_s = self.get_now_s()
             try:
-                answer = await sender.stream_answer(self.writer.form.path, body, headers)
+                answer = await send(self.writer.form.path, body, headers)
             except RequestFailed as error:
                 flight.failures.append(Failure(error.kind, str(error), sent_s, self.get_now_s()))
                 if attempt == self.sending.retries or not error.can_retry:
@@ -194,18 +196,6 @@ def get_pause_s(attempt: int, retry_after_s: float | None, seed: str) -> float:
     return min(pause_s, MAX_PAUSE_S) * random.Random(seed).uniform(1.0, 1.5)
 
 
-class OneServer:
-    """A server, or a router in front of several."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @contextmanager
-    def open_turn(self, due: Due) -> Iterator[Sender]:
-        """Its sender always uses this server."""
-        yield self._client
-
-
 class RoutedServers:
     """Several servers. New jobs are never held back here, because the engines have their own admission."""
 
@@ -221,11 +211,10 @@ class RoutedServers:
             self._dispatcher.join(EngineInfo(url), 0.0)
 
     @contextmanager
-    def open_turn(self, due: Due) -> Iterator[Sender]:
-        """Its sender lets the router choose a server for each attempt."""
-        turn = _RoutedTurn(self, due)
+    def open_turn(self, due: Due) -> Iterator[Send]:
+        """The router chooses a server for each attempt to send the turn."""
         try:
-            yield turn
+            yield partial(self._send, due)
         finally:
             self._note(self._dispatcher.abort(get_turn_id(due), _get_now_s()))
             self._where.pop(get_turn_id(due), None)
@@ -241,7 +230,19 @@ class RoutedServers:
             "router_faults": sum(self._dispatcher.faults.values()),
         }
 
-    def choose(self, due: Due) -> Client | None:
+    async def _send(self, due: Due, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        client = self._choose(due)
+        if client is None:
+            raise RequestFailed("connect", "no server takes turns now", can_retry=True)
+        try:
+            answer = await client.stream_answer(path, body, headers)
+        except RequestFailed as error:
+            self._fail(due, client, error)
+            raise
+        self._finish(due, answer)
+        return answer
+
+    def _choose(self, due: Due) -> Client | None:
         """The server for a turn; None while no server takes turns."""
         now_s, turn_id = _get_now_s(), get_turn_id(due)
         for url in [url for url, until_s in self._away.items() if until_s <= now_s]:
@@ -255,7 +256,7 @@ class RoutedServers:
         found = self._where.get(turn_id)
         return None if found is None else self._clients[found]
 
-    def fail(self, due: Due, client: Client, error: RequestFailed) -> None:
+    def _fail(self, due: Due, client: Client, error: RequestFailed) -> None:
         """A server did not answer a turn, so that the router chooses again for the next attempt."""
         now_s, turn_id = _get_now_s(), get_turn_id(due)
         if error.kind == "connect" and client.url not in self._away:
@@ -268,8 +269,7 @@ class RoutedServers:
             del self._where[turn_id]
             self._note(self._dispatcher.fail(turn_id, now_s))
 
-    def finish(self, due: Due, answer: Answer) -> None:
-        """A turn was answered."""
+    def _finish(self, due: Due, answer: Answer) -> None:
         self._where.pop(get_turn_id(due), None)
         hints = self._say_hints(due.job, due.turn)
         sendings = self._dispatcher.finish(
@@ -283,30 +283,6 @@ class RoutedServers:
 
     def _note(self, sendings: Sequence[routing.Sending]) -> None:
         self._where.update((each.turn_id, each.engine) for each in sendings)
-
-
-class _RoutedTurn:
-    def __init__(self, servers: RoutedServers, due: Due) -> None:
-        self._servers = servers
-        self._due = due
-
-    async def stream_answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        client = self._servers.choose(self._due)
-        if client is None:
-            raise RequestFailed("connect", "no server takes turns now", can_retry=True)
-        try:
-            answer = await client.stream_answer(path, body, headers)
-        except RequestFailed as error:
-            self._servers.fail(self._due, client, error)
-            raise
-        self._servers.finish(self._due, answer)
-        return answer
-
-
-Sender = Client | _RoutedTurn
-"""Sends one turn; its `stream_answer` may be called again for a retry."""
-Servers = OneServer | RoutedServers
-"""The server or servers of a load. `open_turn` gives the sender of a turn, inside its block."""
 
 
 def _get_now_s() -> float:
