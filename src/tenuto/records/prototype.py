@@ -19,17 +19,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
 from tenuto.records import codec
-from tenuto.records.codec import MAX_TOKENS, Fields, LeftOut, Range
+from tenuto.records.codec import MAX_TOKENS, Fields, Range
 from tenuto.records.files import replacing, writing
 from tenuto.records.metrics import group_by
-from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord, Preemption, RunData, TurnFacts
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import open_private
 
@@ -53,40 +53,12 @@ _MAX_UNIX_S = 1e11
 logger = logging.getLogger("vllm.tenuto")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnDetails:
+@dataclass(slots=True, kw_only=True)
+class TurnDetails(TurnFacts):
     """A run's data about one turn, enough to find the same causes when it is read back."""
 
     turn: TurnRecord
     block_size: Annotated[int, Range(1, MAX_TOKENS)]
-    offloaded: bool = False
-    declined_load: bool = False
-    parted_at: Annotated[int | None, LeftOut] = None
-    short_group: Annotated[str | None, LeftOut] = None
-
-    @classmethod
-    def of(cls, data: RunData, turn: TurnRecord) -> TurnDetails:
-        """Collect the data of one turn."""
-        key = (turn.job, turn.turn)
-        return cls(
-            turn=turn,
-            block_size=data.block_size,
-            offloaded=key in data.offloaded,
-            declined_load=key in data.declined_loads,
-            parted_at=data.parted_at.get(key),
-            short_group=data.short_hits.get(key),
-        )
-
-    def add_to(self, data: RunData, key: tuple[str, int]) -> None:
-        """Add everything but the turn itself to a run's data."""
-        if self.offloaded:
-            data.offloaded.add(key)
-        if self.declined_load:
-            data.declined_loads.add(key)
-        if self.parted_at is not None:
-            data.parted_at[key] = self.parted_at
-        if self.short_group is not None:
-            data.short_hits[key] = self.short_group
 
 
 def read_prototype(data: RunData, fields: Fields) -> None:
@@ -129,7 +101,7 @@ class _JobReader:
             turn = replace(told.turn, job=self.job_id)
             self.turns.append(turn)
             self.data.known_block_size = told.block_size
-            told.add_to(self.data, (self.job_id, turn.turn))
+            self.data.facts[self.job_id, turn.turn] = told
         else:
             self.data.leases.append(replace(codec.read(LeaseRecord, known), job=self.job_id))
 
@@ -245,7 +217,10 @@ def make_events(data: RunData) -> dict[str, list[dict[str, Any]]]:
 
 def _list_turn_events(data: RunData, turn: TurnRecord, preemptions: Iterable[Preemption]) -> Iterator[Event]:
     lengths = {"prompt_length": turn.prompt_tokens or 0, "hit_length": turn.hit_tokens or 0}
-    ours = {} if data.kind == KIND else {OURS: codec.write(TurnDetails.of(data, turn))}
+    ours = {}
+    if data.kind != KIND:
+        facts = asdict(data.facts[turn.job, turn.turn])
+        ours = {OURS: codec.write(TurnDetails(turn=turn, block_size=data.block_size, **facts))}
     yield turn.due_s, {ARRIVED: turn.due_s, **ours}
     if turn.start_s is not None:
         yield turn.start_s, {STARTED: turn.start_s, **lengths}

@@ -6,8 +6,9 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from tenuto.records.codec import LeftOut
 from tenuto.records.metrics import group_by
 from tenuto.records.schema import RunRecord, Sample, TurnRecord
 
@@ -76,6 +77,20 @@ class Gauge:
 
 
 @dataclass(slots=True)
+class TurnFacts:
+    """What a trace says about a turn beside its record."""
+
+    offloaded: bool = False
+    """Whether blocks of it were copied to a tier below the GPU."""
+    declined_load: bool = False
+    """Whether the policy chose to compute KV that a tier had."""
+    parted_at: Annotated[int | None, LeftOut] = None
+    """Tokens before its prompt's first difference to the job's last prompt, if any."""
+    short_group: Annotated[str | None, LeftOut] = None
+    """The layer group that ended its hit early."""
+
+
+@dataclass(slots=True)
 class RunData:
     """All known data of one run. Times are seconds on the run's own clock."""
 
@@ -88,16 +103,10 @@ class RunData:
     leases: list[LeaseRecord] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
     """In the order of their times; empty where a file only counts them."""
-    offloaded: set[tuple[str, int]] = field(default_factory=set)
-    """Turns with blocks that were copied to a tier below the GPU, as pairs of job and turn number."""
-    declined_loads: set[tuple[str, int]] = field(default_factory=set)
-    """Turns for which the policy chose to compute KV that a tier had, as pairs of job and turn number."""
-    short_hits: dict[tuple[str, int], str] = field(default_factory=dict)
-    """The layer group that ended a turn's hit early, by job and turn number."""
+    facts: defaultdict[tuple[str, int], TurnFacts] = field(default_factory=lambda: defaultdict(TurnFacts))
+    """By job and turn number."""
     short_tokens: Counter[str] = field(default_factory=Counter)
-    """Prompt tokens after such hits that another group still had, by the group that ended the hit."""
-    parted_at: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Tokens before the first difference to the job's last prompt, by job and turn number, if any."""
+    """Prompt tokens after short hits that another group still had, by the group that ended the hit."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Finished turns that got no lease, by reason: values of `tenuto.core.types.LeaseRefusal`."""
     takes: Counter[str] = field(default_factory=Counter)

@@ -453,7 +453,7 @@ class _TraceReader:
         due_s, prompt_tokens = record.number("now_s"), record.integer("num_prompt_tokens")
         turn = self.live[turn_id] = _TracedTurn(self.names[job_id], number, due_s, prompt_tokens)
         if "parted_at" in record:
-            self.data.parted_at[turn.job, turn.turn] = record.integer("parted_at")
+            self.data.facts[turn.job, turn.turn].parted_at = record.integer("parted_at")
         self.turns.append(turn)
 
     def _on_started(self, record: Fields, turn_id: str) -> None:
@@ -465,7 +465,7 @@ class _TraceReader:
             turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
             if "short_group" in record:
                 group = record.text("short_group")
-                self.data.short_hits[turn.job, turn.turn] = group
+                self.data.facts[turn.job, turn.turn].short_group = group
                 self.data.short_tokens[group] += record.integer("num_short_tokens")
 
     def _on_resumed(self, record: Fields, turn_id: str) -> None:
@@ -539,13 +539,12 @@ class _TraceReader:
             return
         if hook == "load" and (turn := self.live.get(first.get("turn_id", ""))) is not None:
             # A turn that waits is asked for again; its last answer counts.
-            change = self.data.declined_loads.discard if answer else self.data.declined_loads.add
-            change((turn.job, turn.turn))
+            self.data.facts[turn.job, turn.turn].declined_load = not answer
         if hook == "retain" and isinstance(answer, dict) and answer.get("type") == "Offload":
             job = first.get("job")
             name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
             if name in self.finished:
-                self.data.offloaded.add((name, self.finished[name].turn))
+                self.data.facts[name, self.finished[name].turn].offloaded = True
 
     def _on_admission(self, record: Fields) -> None:
         turn = self.live.get(record.text("turn"))

@@ -164,13 +164,13 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
 
     `at_tokens`: the most frequent place of the difference. `jobs`: at most five, those with most such turns.
     """
-    if not data.parted_at:
+    parted = [(job, each.parted_at) for (job, _), each in data.facts.items() if each.parted_at is not None]
+    if not parted:
         return None
-    places = Counter(data.parted_at.values())
-    jobs = Counter(job for job, _ in data.parted_at)
+    jobs, places = Counter(job for job, _ in parted), Counter(at_tokens for _, at_tokens in parted)
     at_tokens, num_there = places.most_common(1)[0]
     return {
-        "turns": len(data.parted_at),
+        "turns": len(parted),
         "at_tokens": at_tokens,
         "turns_there": num_there,
         "num_jobs": len(jobs),

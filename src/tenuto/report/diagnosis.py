@@ -151,9 +151,8 @@ def _make_story(
     if before is not None or turn.turn <= 1:
         reusable = estimate_reusable_tokens(before, turn, block_size)
         missed = estimate_missed_tokens(before, turn, block_size)
-    key = turn.job, turn.turn
-    short_group, was_declined = data.short_hits.get(key), key in data.declined_loads
-    return TurnStory(turn, before, lease, fate, reusable, missed, short_group, was_declined)
+    facts = data.facts[turn.job, turn.turn]
+    return TurnStory(turn, before, lease, fate, reusable, missed, facts.short_group, facts.declined_load)
 
 
 def _is_offloading(data: RunData) -> bool:
@@ -163,7 +162,7 @@ def _is_offloading(data: RunData) -> bool:
 def _get_fate(data: RunData, before: TurnRecord | None, offloads: bool) -> Cause:
     if before is None:
         return Cause.UNTOLD
-    if (before.job, before.turn) in data.offloaded:
+    if data.facts[before.job, before.turn].offloaded:
         return Cause.NOT_STORED
     if data.tells_leases or get_policy(data) == "stock":
         return Cause.NOT_STORED if offloads else Cause.NEVER_KEPT
