@@ -86,11 +86,11 @@ def test_a_server_that_starts_again_begins_with_a_fresh_policy(trace: Path, tmp_
     lines = trace.read_text()
     twice = tmp_path / "t"
     twice.write_text(lines + lines)
-    assert check_decisions(twice).num_runs == 2
+    assert len(check_decisions(twice).policies) == 2
     # Killed in the middle of a line, it goes on in that line.
     twice.write_text(lines[:-40] + lines)
     verdict = check_decisions(twice)
-    assert (verdict.num_runs, verdict.num_differences) == (2, 0)
+    assert (len(verdict.policies), verdict.num_differences) == (2, 0)
     assert "the line is cut off" in verdict.notes[0]
 
 
@@ -260,7 +260,7 @@ def test_the_parts_of_one_run_are_replayed_as_one(tmp_path: Path) -> None:
     whole.write_text("".join(part.read_text() for part in parts))
     name = read(whole)[0]["policy"]
     verdict = check_decisions(whole, name)
-    assert (verdict.num_runs, verdict.num_asked, verdict.num_differences) == (1, 3, 0)
+    assert (len(verdict.policies), verdict.num_asked, verdict.num_differences) == (1, 3, 0)
     assert not any("this is part" in note for note in verdict.notes)
     assert any("this is part 3 of a run" in note for note in check_decisions(parts[2], name).notes)
 

@@ -52,7 +52,6 @@ def test_times_are_those_of_the_pieces_with_the_first_and_the_last_token() -> No
     assert stream.is_done
     assert answer == Answer(2.0, 4.0, (1, 2, 3), "abc", Usage(92, 3, 80))
     assert answer.gaps_s == (1.0, 1.0)
-    assert answer.since(1.5) == Answer(0.5, 2.5, (1, 2, 3), "abc", Usage(92, 3, 80))
 
 
 def test_a_last_line_without_its_end_came_with_the_last_bytes() -> None:

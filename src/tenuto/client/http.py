@@ -98,11 +98,6 @@ class Answer:
         """The number of token ids if they were sent; otherwise the server's own count."""
         return self.usage.output_tokens if self.token_ids is None else len(self.token_ids)
 
-    def since(self, start_s: float) -> Answer:
-        """The same answer with its times relative to `start_s`."""
-        first_s, last_s = self.first_token_s - start_s, self.last_token_s - start_s
-        return replace(self, first_token_s=first_s, last_token_s=last_s)
-
 
 class Client:
     """Sends requests to one server. An async context manager.

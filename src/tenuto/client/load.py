@@ -172,7 +172,8 @@ class Load:
                 for gap_s in answer.gaps_s:
                     self.gaps.add(gap_s)
                 # Answers that later prompts quote are kept, without their gaps, which are counted already.
-                flight.answer = replace(answer.since(self._start_s), gaps_s=())
+                first_s, last_s = answer.first_token_s - self._start_s, answer.last_token_s - self._start_s
+                flight.answer = replace(answer, first_token_s=first_s, last_token_s=last_s, gaps_s=())
                 return
 
     def _get_family(self, job: Job) -> _Family:

@@ -32,8 +32,6 @@ class Kind:
     """The name with its article, as error messages use it."""
     commands: tuple[str, ...] = ()
     """The commands that read it; {} is the path."""
-    is_workload: bool = False
-    """Whether its requests can be sent again."""
 
 
 _WORKLOAD_COMMANDS = ("tenuto replay {} --url URL", "tenuto simulate --workload {}", "tenuto convert {} OUT")
@@ -42,8 +40,8 @@ RUN = Kind("a result of runs", _READERS)
 TURNS = Kind("a file of turns", _READERS)
 SAMPLES = Kind("a file of KV cache samples", ("tenuto report {}",))
 TRACE = Kind("a scheduler's trace", ("tenuto replay --decisions {}", *_READERS))
-RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS), is_workload=True)
-WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS, is_workload=True)
+RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS))
+WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS)
 PROTOTYPE = Kind("a file of the Continuum prototype", ("tenuto analyze {}",))
 STEP_TIMES = Kind("a file of step times", ("tenuto profile --observations {} --out FILE",))
 FIT = Kind("a fit of step times", ("tenuto simulate --step-cost {}",))

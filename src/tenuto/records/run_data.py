@@ -69,10 +69,8 @@ class Gauge:
         self.low = min(self.low, value)
         self.high = max(self.high, value)
 
-    def to_json(self) -> dict[str, float | None]:
-        """Return the mean, lowest and highest value; each is None without samples."""
-        if not self.count:
-            return {"mean": None, "min": None, "max": None}
+    def to_json(self) -> dict[str, float]:
+        """Return the mean, lowest and highest value."""
         return {"mean": self.total / self.count, "min": self.low, "max": self.high}
 
 

@@ -26,7 +26,6 @@ class DecisionVerdict:
     """The result of a replay of decisions."""
 
     path: Path
-    num_runs: int = 0
     num_told: int = 0
     num_asked: int = 0
     policies: list[str] = field(default_factory=list)
@@ -41,7 +40,7 @@ class DecisionVerdict:
         """Return the result as JSON values."""
         return {
             "trace": str(self.path),
-            "runs": self.num_runs,
+            "runs": len(self.policies),
             "policies": self.policies,
             "told": self.num_told,
             "asked": self.num_asked,
@@ -144,7 +143,6 @@ def _start_run(
                 f"cannot be loaded by this policy ({error!r}): another version of the policy wrote the "
                 "trace, or the file is damaged",
             ) from None
-    verdict.num_runs += 1
     verdict.policies.append(name)
     return Replay(made)
 
@@ -172,9 +170,10 @@ def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerd
 
 def format_verdict(verdict: DecisionVerdict) -> str:
     """Format the result as text."""
+    runs = verdict.policies
     lines = [
-        f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(verdict.policies))} asked again, "
-        f"{verdict.num_told:,} tellings, {verdict.num_runs} run{'s' if verdict.num_runs != 1 else ''}"
+        f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(runs))} asked again, "
+        f"{verdict.num_told:,} tellings, {len(runs)} run{'s' if len(runs) != 1 else ''}"
     ]
     for place, each in verdict.differences:
         lines.append(f"{place}: {each.hook} was {_show(each.was)}, is {_show(each.answer)}")

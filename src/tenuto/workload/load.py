@@ -11,7 +11,7 @@ from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.settings import Form, Options, option
 from tenuto.records.codec import MAX_COUNT, MAX_SECONDS, Fields
 from tenuto.records.files import read_objects
-from tenuto.records.load import PROTOTYPE, UNKNOWN, identify, identify_object, make_error
+from tenuto.records.load import PROTOTYPE, RECORDING, UNKNOWN, WORKLOAD, identify, identify_object, make_error
 from tenuto.records.metrics import parse_limits
 from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
 from tenuto.workload.formats.chat_logs import read_chat_logs
@@ -320,7 +320,7 @@ def read_trace(path: Path) -> list[Job]:
 
 def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
     kind = identify_object(first.values)
-    if not kind.is_workload and kind not in (UNKNOWN, PROTOTYPE):
+    if kind not in (WORKLOAD, RECORDING, UNKNOWN, PROTOTYPE):
         raise make_error(first.file, kind, "a workload")
     if FORMAT in first:
         return read_mini_swe_agent
