@@ -60,9 +60,6 @@ INVALID = 3
 SETTLE_S = 1.0
 """Seconds to wait after the load, because servers update their metrics some time after the last token."""
 SAMPLE_S = 0.01
-_MAX_SIGNALS = 2
-"""Number of signals handled here. The next one has its default effect: it ends the process without a
-result."""
 Result = dict[str, Any]
 say = partial(console.say, "bench")
 
@@ -112,8 +109,9 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
     async with AsyncExitStack() as stack:
         make_client = partial(Client, api_key=options.api_key, timeout_s=options.timeout_s)
         clients = [await stack.enter_async_context(make_client(url)) for url in options.urls]
-        urls = [url for client in clients for url in await ask_engines(client, options.engine_urls)]
-        behind = [await stack.enter_async_context(make_client(url)) for url in dict.fromkeys(urls)]
+        named = options.engine_urls or [url for client in clients for url in await ask_engines(client)]
+        urls = dict.fromkeys(map(get_base_url, named))
+        behind = [await stack.enter_async_context(make_client(url)) for url in urls]
         setup = await _prepare(clients, Engines(behind or clients), options, workload)
         where = ", ".join(client.url for client in clients)
         say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {where}")
@@ -330,13 +328,12 @@ class Interruption:
     """Handles SIGINT and what `get_end_signals` names while its block runs, which must be in an event loop.
 
     The first signal stops the load. The second signal stops the queries to the server after the load. So a
-    user who presses Ctrl-C twice does not lose the result.
+    user who presses Ctrl-C twice does not lose the result. A third one ends the process without a result.
     """
 
     def __init__(self) -> None:
         self.has_come = False
         self.on_signal: Callable[[], Any] = lambda: None
-        self._num_left = _MAX_SIGNALS
         self._loop = asyncio.get_running_loop()
         self._before = {number: signal.getsignal(number) for number in get_end_signals()}
 
@@ -349,10 +346,9 @@ class Interruption:
         self._release()
 
     def _interrupt(self) -> None:
-        self.has_come = True
-        self._num_left -= 1
-        if not self._num_left:
+        if self.has_come:
             self._release()
+        self.has_come = True
         self.on_signal()
 
     def _release(self) -> None:
@@ -426,10 +422,8 @@ class Engines:
         return totals
 
 
-async def ask_engines(client: Client, given: Sequence[str] = ()) -> tuple[str, ...]:
+async def ask_engines(client: Client) -> tuple[str, ...]:
     """As `find_engines`, with the bench's client."""
-    if given:
-        return tuple(map(get_base_url, given))
     with suppress(RequestFailed):
         return parse_engines(await client.get_text(LIST_PATH))
     return ()

@@ -406,10 +406,8 @@ def parse_engines(text: str) -> tuple[str, ...]:
     return tuple(named)
 
 
-def find_engines(client: httpx.Client, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """The engines behind a server: `given`, or else those that it lists; empty if it is not a router."""
-    if given:
-        return tuple(map(get_base_url, given))
+def find_engines(client: httpx.Client) -> tuple[str, ...]:
+    """The engines that a server lists; empty if it is not a router."""
     with suppress(httpx.HTTPError):
         answer = client.get(LIST_PATH)
         return parse_engines(answer.text) if answer.is_success else ()
@@ -425,7 +423,8 @@ def empty_cache(urls: Sequence[str], api_key: str | None, engine_urls: Sequence[
     emptied = []  # a list, not a generator: all caches are emptied, even if one of them fails
     for url in map(get_base_url, urls):
         with connect(url, api_key) as client:
-            emptied += [_empty_one(client, each) for each in find_engines(client, engine_urls) or (url,)]
+            engines = tuple(map(get_base_url, engine_urls)) or find_engines(client) or (url,)
+            emptied += [_empty_one(client, each) for each in engines]
     return all(emptied)
 
 

@@ -158,9 +158,8 @@ def verify(
     check_api_key(api_key)
     with ExitStack() as stack:
         client = stack.enter_context(connect(url, api_key, LIMIT_S))
-        engines = [
-            stack.enter_context(connect(each, api_key, LIMIT_S)) for each in find_engines(client, engine_urls)
-        ]
+        named = engine_urls or find_engines(client)
+        engines = [stack.enter_context(connect(each, api_key, LIMIT_S)) for each in named]
         if engines:
             say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
         # Send a request first: some of vLLM's metrics appear only after the first request.

@@ -416,10 +416,10 @@ def test_a_service_managers_farewell_and_a_lost_terminal_stop_the_server_too(
 def test_a_full_disk_leaves_no_half_of_a_run(
     options: Callable[..., AbOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: RunFiles, record: object) -> None:
+    def fail(self: RunFiles, name: str, values: object) -> None:
         self.problem = "turns.jsonl: no space left on device"
 
-    monkeypatch.setattr(RunFiles, "add_turn", fail)
+    monkeypatch.setattr(RunFiles, "add", fail)
     with serving(FakeServer()) as a, serving(FakeServer()) as b:
         with pytest.raises(ConfigError, match="no space left on device"):
             run_ab(options(*name_arms(a, b), *QUICK))
