@@ -20,7 +20,7 @@ from enum import Enum
 from functools import partial
 
 from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
-from tenuto.records.run_data import LeaseRecord, RunData
+from tenuto.records.run_data import LeaseRecord, RunData, TurnFacts
 from tenuto.records.schema import TurnRecord
 from tenuto.records.text import format_time_s
 
@@ -65,6 +65,7 @@ class TurnStory:
     """A turn, and what it found from the previous turn."""
 
     record: TurnRecord
+    facts: TurnFacts
     before: TurnRecord | None = None
     """The job's most recent finished turn. None for a first turn, or if unknown."""
     lease: LeaseRecord | None = None
@@ -74,10 +75,6 @@ class TurnStory:
     reusable_tokens: int | None = None
     missed_tokens: int | None = None
     """Reusable tokens that were not hit."""
-    short_group: str | None = None
-    """The layer group that ended its hit before another group's blocks did; None if none did."""
-    was_declined: bool = False
-    """Whether a tier below the GPU had more of it, and the policy chose to compute that again."""
 
     @property
     def latency_s(self) -> float | None:
@@ -151,8 +148,7 @@ def _make_story(
     if before is not None or turn.turn <= 1:
         reusable = estimate_reusable_tokens(before, turn, block_size)
         missed = estimate_missed_tokens(before, turn, block_size)
-    facts = data.facts[turn.job, turn.turn]
-    return TurnStory(turn, before, lease, fate, reusable, missed, facts.short_group, facts.declined_load)
+    return TurnStory(turn, data.facts[turn.job, turn.turn], before, lease, fate, reusable, missed)
 
 
 def _is_offloading(data: RunData) -> bool:
@@ -181,9 +177,9 @@ def get_cause(turn: TurnStory, block_size: int) -> Cause:
     """Return why a turn recomputed tokens of the previous turn."""
     if turn.missed_tokens is None or turn.missed_tokens < block_size:
         return Cause.NONE
-    if turn.short_group is not None and (turn.lease is None or turn.lease.reason == "hit"):
+    if turn.facts.short_group is not None and (turn.lease is None or turn.lease.reason == "hit"):
         return Cause.SHORT_GROUP
-    if turn.was_declined and not turn.record.loaded_tokens:
+    if turn.facts.declined_load and not turn.record.loaded_tokens:
         return Cause.DECLINED
     if _left_at_the_answer(turn, block_size):
         return Cause.CHANGED
