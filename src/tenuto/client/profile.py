@@ -125,6 +125,21 @@ class Prefill:
         """The step as one line of an observations file."""
         return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
 
+    async def time(self, asker: Asker, repeat: int) -> float | None:
+        """Seconds to the first token of the chunk; None if its context was not cached."""
+        name = f"prefill{repeat}"
+        context = (Span(f"{name}/context", self.num_context_tokens),) if self.num_context_tokens else ()
+        chunk = Span(f"{name}/{self.num_context_tokens}+{self.num_tokens}", self.num_tokens)
+        if context:
+            # Longer contexts begin with the shorter ones, so only the new part is computed.
+            await asker.ask(name, context, 1)
+        sent_s, answer = await asker.ask(name, (*context, chunk), 1)
+        cached = answer.usage.cached_tokens
+        if cached is not None and cached != self.num_context_tokens:
+            asker.num_unlike += 1
+            return None
+        return answer.first_token_s - sent_s
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -137,6 +152,20 @@ class Decode:
         """The step in the middle of the answers, as one line of an observations file."""
         context = self.num_context_tokens + OUTPUT_TOKENS // 2
         return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
+
+    async def time(self, asker: Asker, repeat: int) -> float | None:
+        """Seconds per token of the conversations; None if they did not all decode at once."""
+        names = [f"decode{repeat}/{number}" for number in range(self.num_decodes)]
+        prompts = [(Span(f"{name}/context", self.num_context_tokens),) for name in names]
+        for name, prompt in zip(names, prompts, strict=True):
+            await asker.ask(name, prompt, 1)
+        asked = [asker.ask(name, prompt, OUTPUT_TOKENS) for name, prompt in zip(names, prompts, strict=True)]
+        answers = [answer for _, answer in await asyncio.gather(*asked)]
+        latest = max(answers, key=lambda answer: answer.first_token_s)
+        num_tokens = latest.num_tokens or OUTPUT_TOKENS
+        if num_tokens < 2 or latest.first_token_s > min(answer.last_token_s for answer in answers):
+            return None
+        return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
 
 
 TimedStep = Prefill | Decode
@@ -203,41 +232,6 @@ class Asker:
         sent_s = asyncio.get_running_loop().time()
         return sent_s, await self._client.stream_answer(self._writer.form.path, body, headers)
 
-    async def time(self, step: TimedStep, repeat: int) -> float | None:
-        """Time one step, in seconds; None if the server did something else. Raises RequestFailed."""
-        if isinstance(step, Prefill):
-            return await self._time_prefill(step, repeat)
-        return await self._time_decode(step, repeat)
-
-    async def _time_prefill(self, prefill: Prefill, repeat: int) -> float | None:
-        """Seconds to the first token of a chunk after its context; None if the context was not cached."""
-        name = f"prefill{repeat}"
-        context = (Span(f"{name}/context", prefill.num_context_tokens),) if prefill.num_context_tokens else ()
-        chunk = Span(f"{name}/{prefill.num_context_tokens}+{prefill.num_tokens}", prefill.num_tokens)
-        if context:
-            # Longer contexts begin with the shorter ones, so only the new part is computed.
-            await self.ask(name, context, 1)
-        sent_s, answer = await self.ask(name, (*context, chunk), 1)
-        cached = answer.usage.cached_tokens
-        if cached is not None and cached != prefill.num_context_tokens:
-            self.num_unlike += 1
-            return None
-        return answer.first_token_s - sent_s
-
-    async def _time_decode(self, decode: Decode, repeat: int) -> float | None:
-        """Seconds per token of conversations that decode together; None if they did not all run at once."""
-        names = [f"decode{repeat}/{number}" for number in range(decode.num_decodes)]
-        prompts = [(Span(f"{name}/context", decode.num_context_tokens),) for name in names]
-        for name, prompt in zip(names, prompts, strict=True):
-            await self.ask(name, prompt, 1)
-        asked = [self.ask(name, prompt, OUTPUT_TOKENS) for name, prompt in zip(names, prompts, strict=True)]
-        answers = [answer for _, answer in await asyncio.gather(*asked)]
-        latest = max(answers, key=lambda answer: answer.first_token_s)
-        num_tokens = latest.num_tokens or OUTPUT_TOKENS
-        if num_tokens < 2 or latest.first_token_s > min(answer.last_token_s for answer in answers):
-            return None
-        return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
-
 
 async def _time_plan(
     asker: Asker, plan: ProfilePlan, repeats: int, limit_s: float | None = None
@@ -252,7 +246,7 @@ async def _time_plan(
             say(f"time is up after {repeat} of {repeats} repeats")
             break
         for step in plan.steps:
-            seconds = await asker.time(step, repeat)
+            seconds = await step.time(asker, repeat)
             if seconds is not None:
                 times.setdefault(step, []).append(seconds)
             num_done += 1
