@@ -72,7 +72,7 @@ def test_whatever_is_not_drawn_is_said() -> None:
     sources = Sources(
         runs=runs,
         details=[Detail("run", turns, samples)] * 13,
-        verdicts=[AbVerdict("here", "a", 6, ())] * 13,
+        verdicts=[AbVerdict("a", 6, ())] * 13,
         validations=[RECORD] * 13,
     )
     _, notes = make_sections(sources, group_runs(runs), make_looks(["a"]))

@@ -213,5 +213,5 @@ def test_the_verdict_is_on_the_page(tmp_path: Path) -> None:
     (tmp_path / "verdict.json").write_text('{"baseline": "a", "pairs": 0, "comparisons": []}')
     assert not any(each.name == "ab" for each in make_report(read_sources([tmp_path])).sections)
     (tmp_path / "verdict.json").write_text('{"baseline": "a", "pairs": 0, "comparisons": [{"arm": 1}]}')
-    with pytest.raises(DataError, match=r"verdict\.json.*measure"):
+    with pytest.raises(DataError, match=r"verdict\.json.*arm"):
         read_sources([tmp_path])

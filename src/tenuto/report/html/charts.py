@@ -531,12 +531,12 @@ def make_tile(winner: Winner, looks: Looks, suffix: str = "") -> Tile:
 
 def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
     """The verdict of `tenuto ab`: a row for each arm and measure; None without a pair."""
-    if not verdict.rows:
+    if not verdict.comparisons:
         return None
     baseline, ends = shorten(verdict.baseline), [1.0]
     marks, labels, rows = [], [], []
-    has_arms = len({row.arm for row in verdict.rows}) > 1
-    for number, row in enumerate(verdict.rows):
+    has_arms = len({row.arm for row in verdict.comparisons}) > 1
+    for number, row in enumerate(verdict.comparisons):
         low, high = (row.ratio if end is None else end for end in (row.low, row.high))
         ends += [low, high]
         look = looks.get(row.arm, Look(row.arm, "soft"))
@@ -552,7 +552,7 @@ def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
     return Chart(
         name="ab",
         title=f"Verdict of {shorten(verdict.place)}: every measure against {baseline}",
-        caption=f"An arm's value over that of {baseline}, with its 95 % interval, from {verdict.num_pairs} "
+        caption=f"An arm's value over that of {baseline}, with its 95 % interval, from {verdict.pairs} "
         "pairs. Times are better left of the line, throughput is better right of it. A marker with a light "
         "centre is no difference.",
         panels=[_make_rows(labels, marks, x, inches=0.3, reference=Reference(1))],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
 from tenuto.core.errors import DataError, clean
-from tenuto.records import load
+from tenuto.records import codec, load
 from tenuto.records.codec import MAX_COUNT, Fields
 from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
@@ -230,7 +230,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class AbRow:
-    """One measure of one arm, compared with the baseline's."""
+    """One measure of one arm, compared with the baseline's: fields of a verdict.json."""
 
     arm: str
     measure: str
@@ -239,42 +239,30 @@ class AbRow:
     low: float | None
     """Lower end of the 95 % interval; None with one pair."""
     high: float | None
-    differs: bool
     words: str
+    differs: bool = False
 
 
 @dataclass(frozen=True)
 class AbVerdict:
     """What a verdict.json says."""
 
-    place: str
     baseline: str
-    num_pairs: int
-    rows: tuple[AbRow, ...]
+    pairs: int
+    comparisons: tuple[AbRow, ...]
+    place: str = ""
+    """Its folder."""
 
 
 def _read_verdict(path: Path) -> AbVerdict:
-    titles = {measure.name: measure.title for measure in MEASURES}
-
-    def read_row(fields: Fields) -> AbRow:
-        measure = fields.text("measure")
-        return AbRow(
-            arm=clean(fields.text("arm")),
-            measure=titles.get(measure, clean(measure)),
-            ratio=fields.number("ratio"),
-            low=fields.optional(fields.number, "low"),
-            high=fields.optional(fields.number, "high"),
-            differs=fields.values.get("differs") is True,
-            words=clean(fields.text("words")),
-        )
-
-    fields = read_first(path)
-    return AbVerdict(
-        clean(path.parent.resolve().name),
-        clean(fields.text("baseline")),
-        fields.integer("pairs"),
-        tuple(map(read_row, fields.records("comparisons"))),
-    )
+    titles = {each.name: each.title for each in MEASURES}
+    found = codec.read(AbVerdict, read_first(path))
+    rows = []
+    for row in found.comparisons:
+        measure = titles.get(row.measure, clean(row.measure))
+        rows.append(replace(row, arm=clean(row.arm), measure=measure, words=clean(row.words)))
+    place = clean(path.parent.resolve().name)
+    return AbVerdict(clean(found.baseline), found.pairs, tuple(rows), place)
 
 
 @dataclass
