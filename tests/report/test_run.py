@@ -108,7 +108,8 @@ def test_no_text_from_outside_reaches_the_page_unprintable(tmp_path: Path) -> No
     folder = tmp_path / os.fsdecode(b"r\xe9sultats\x1b[2J")
     record = make_record(text, config={"policy": text, "options": {text: text}, text: text})
     live = make_record(text, seed=2, jobs_planned=9, client={"url": text})
-    ab = make_record(text, seed=3, ab={"arms": [text], "model": text, "serve_args": [text]})
+    terms = {"baseline": text, "threshold": 0.01, "arms": [text], "model": text, "serve_args": [text]}
+    ab = make_record(text, seed=3, ab=terms)
     write_lines(folder / "results.jsonl", [record, live, ab])
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "--out", str(page)]) == 0
