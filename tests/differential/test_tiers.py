@@ -173,10 +173,15 @@ class HostedSide(VllmSide):
 
         def build_connector_meta(output: Any) -> Any:
             # vLLM goes through them in the order of a set of strings, which is another one in each process.
+            # Ours is that in which they end.
             output.finished_req_ids = sorted(output.finished_req_ids, key=self._last_runs.__getitem__)
             return build(output)
 
         self._connector.build_connector_meta = build_connector_meta
+
+    def abort(self, turn_id: str) -> None:
+        super().abort(turn_id)
+        self._note_run(turn_id)
 
     def get_host_content(self) -> set[tuple[int, Any]]:
         """What host memory holds: layer groups and hashes."""
@@ -189,8 +194,11 @@ class HostedSide(VllmSide):
         super()._process(output, samples)
         self._clock.now_s -= STEP_S
         for turn_id in output.num_scheduled_tokens:
-            self._num_runs += 1
-            self._last_runs[turn_id] = self._num_runs
+            self._note_run(turn_id)
+
+    def _note_run(self, turn_id: str) -> None:
+        self._num_runs += 1
+        self._last_runs[turn_id] = self._num_runs
 
     def _copy(self, output: Any) -> KVConnectorOutput:
         meta = output.kv_connector_metadata
@@ -243,8 +251,11 @@ def get_our_content(ours: SimSide) -> set[tuple[int, Any]]:
     return {(g, (segment, (block + 1) * num_hashes[g] - 1)) for g, segment, block in tier.order}
 
 
-def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int) -> int:
-    """Run one random workload through both; fails where they differ; returns how many tokens were loaded."""
+def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int, *, aborts: bool = False) -> int:
+    """Run one random workload through both; fails where they differ; returns how many tokens were loaded.
+
+    Where layers differ, `aborts` change the rank of a few chunks otherwise than in vLLM.
+    """
     rng = random.Random(seed)
     names = Names(theirs.scheduler.hash_block_size)
     turns = Conversations(rng, max_output=30)
@@ -255,6 +266,10 @@ def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int) -> int:
         while step < NUM_ARRIVAL_STEPS and rng.random() < 0.2:
             turn = turns.get_turn(ours.now_s)
             names.pair(theirs.add(turn), ours.add(turn))
+        if aborts and rng.random() < 0.05 and requests:
+            turn_id = rng.choice(sorted(requests))
+            theirs.abort(turn_id)
+            ours.abort(turn_id)
         if rng.random() < 0.02 and not requests:
             assert theirs.reset(preempt_running=False) == ours.reset(preempt_running=False)
         expected, decided = theirs.step(), ours.step()
@@ -279,6 +294,15 @@ def test_same_decisions_as_the_connector(name: str, clock: Clock, request: pytes
     setup, policy = CASES[name]
     num_loaded = sum(run(*make_sides(setup, policy, clock), clock, seed) for seed in (1, 2))
     assert num_loaded > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["full, small host", "native, full, small host", "native, full, drafts"],
+)
+def test_same_decisions_after_aborts(name: str, clock: Clock) -> None:
+    setup, policy = CASES[name]
+    assert sum(run(*make_sides(setup, policy, clock), clock, seed, aborts=True) for seed in (1, 2, 3)) > 0
 
 
 @pytest.mark.parametrize("is_native", [False, True])

@@ -386,8 +386,9 @@ class GroupedOffloader(Offloader):
         places: list[Place] = []
         self._ended_s = now_s
         if request.is_stored and request.status is Status.RUNNING:
-            # The last token was sampled but never computed.
-            num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+            # The last token was sampled but never computed. An aborted prompt may be computed in part.
+            num_stable = max(request.num_prompt_tokens, request.num_tokens - 1)
+            num_tokens = min(request.num_computed_tokens, num_stable)
             places = self._collect_places(request, num_tokens)
         if places or request.tier_use is not None:
             self._ended.append((request, places, self._get_use(request, now_s)))

@@ -133,6 +133,11 @@ class NativeOffloader(GroupedOffloader):
         super().follow(driver)
         self._is_ordered = False
 
+    def leave(self, request: Request, turn: Turn | None, now_s: float) -> None:
+        """A request ends. vLLM stores what an aborted one has computed, too."""
+        super().leave(request, turn, now_s)
+        request.is_stored = True
+
     def store_computed(self, request: Request, now_s: float) -> float:
         """Store what a running request has computed. What could not be stored is tried again."""
         groups, num_failed = self._layout.get_chunks(request), self._native.num_failed
