@@ -15,6 +15,7 @@ from tenuto.sim.cost.roofline import RooflineStepCost
 from tenuto.sim.cost.tables import (
     AICONFIGURATOR_VERSION,
     LENGTHS,
+    AiconfiguratorTables,
     TableStepCost,
     installed_version,
     load_table_step_cost,
@@ -247,6 +248,34 @@ def test_more_work_takes_more_time_on_every_gpu_with_every_model(gpu: Any, tp: i
         for batches in GROWING:
             times_s = [cost.seconds(batch) for batch in batches]
             assert times_s == sorted(times_s), (name, batches)
+
+
+@needs_tables
+def test_what_was_compiled_is_kept_and_gives_the_same_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def read() -> list[float]:
+        tables = AiconfiguratorTables(GPUS["H100"], LLAMA, 2)
+        return [
+            tables.linear_s(777),
+            tables.prefill_attention_s(2, 300, 5000),
+            tables.decode_attention_s(9, 99),
+        ]
+
+    compiled = read()
+    (kept,) = (tmp_path / "tenuto").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("aiconfigurator_core.sdk.EngineHandle.compile", None)
+        assert read() == compiled
+    spec = kept.read_bytes()
+    for damage in (b"", spec[:100]):
+        kept.write_bytes(damage)
+        assert read() == compiled
+        assert len(kept.read_bytes()) > 100
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    assert read() == compiled  # no folder can be made there
 
 
 @needs_tables

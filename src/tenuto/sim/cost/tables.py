@@ -12,11 +12,14 @@ The tables are those of the `aiconfigurator-core` package.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import shutil
+import os
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -138,7 +141,7 @@ class AiconfiguratorTables:
     """aiconfigurator's measurements of one model on one kind of GPU. A read takes about 15 us."""
 
     def __init__(self, gpu: Gpu, model: Model, tp: int) -> None:
-        """Read the tables: about a second for a process's first model.
+        """Read the tables: about a second for the first time, and half of it from then on.
 
         Raises NoTablesError if aiconfigurator-core has no tables for this GPU, model, data type or `tp`, and
         ConfigError if it is missing or has another version.
@@ -220,21 +223,39 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
 
     # Its loader warns about every table that the model does not use.
     logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+    config = model.config_path.read_bytes()
+    options = {
+        "system": gpu.table_system,
+        "backend": "vllm",
+        "backend_version": _VLLM_VERSION_A100 if gpu.table_system == "a100_sxm" else _VLLM_VERSION,
+        "tp_size": tp,
+        "moe_tp_size": tp if model.num_experts > 1 else 1,
+        "gemm_quant_mode": "fp8" if model.attention_dtype == "fp8" else None,
+        "kvcache_quant_mode": "fp8" if model.kv_cache_dtype == "fp8" else None,
+    }
+    path = _get_spec_path(config, options)
+    with suppress(Exception):  # none is kept yet, or it is damaged
+        return EngineHandle(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(model.config_path, Path(folder) / "config.json")
+        (Path(folder) / "config.json").write_bytes(config)
         try:
-            return EngineHandle.compile(
-                folder,
-                gpu.table_system,
-                "vllm",
-                backend_version=_VLLM_VERSION_A100 if gpu.table_system == "a100_sxm" else _VLLM_VERSION,
-                tp_size=tp,
-                moe_tp_size=tp if model.num_experts > 1 else 1,
-                gemm_quant_mode="fp8" if model.attention_dtype == "fp8" else None,
-                kvcache_quant_mode="fp8" if model.kv_cache_dtype == "fp8" else None,
-            )
+            engine = EngineHandle.compile(folder, **options)
         except Exception as error:
             raise _no_tables(gpu, model, tp, error) from error
+    with suppress(OSError):  # it only saves time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may write or read the same file now.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(engine.spec_bytes)
+        Path(file.name).replace(path)
+    return engine
+
+
+def _get_spec_path(config: bytes, options: dict[str, Any]) -> Path:
+    """Where the result of compiling a model is kept: compiling takes longer than loading what it made."""
+    key = hashlib.sha256(config + json.dumps(options).encode()).hexdigest()
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder) / "tenuto" / f"aiconfigurator-{AICONFIGURATOR_VERSION}-{key[:32]}"
 
 
 def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> NoTablesError:
