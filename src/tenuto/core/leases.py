@@ -705,9 +705,9 @@ class Retention:
                 if now_s < answer.until_s < now_s + MIN_RENEWAL_S:
                     answer = dataclasses.replace(answer, until_s=now_s + MIN_RENEWAL_S)
                 terms = self._bound(answer, lease.granted_s, lease.most_s)
+            elif isinstance(answer, Offload):
+                self._engine.store(lease.blocks, lease.turn, lease.wish)
             if (terms is None or terms.until_s <= now_s) and lease.wish is not None:
-                if isinstance(answer, Offload):
-                    self._engine.store(lease.blocks, lease.turn, lease.wish)
                 terms, num_wished = self._get_wished_terms(
                     lease.wish, answer, lease.granted_s, now_s, lease.most_s
                 )
@@ -717,8 +717,6 @@ class Retention:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
             else:
-                if isinstance(answer, Offload):
-                    self._engine.store(lease.blocks, lease.turn, lease.wish)
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
                 view = None
 
