@@ -685,10 +685,10 @@ FAULTS = (
     # Tiers and pinned prefixes.
     Fault(
         "tiers: a failed store is loaded",
-        "vllm/tiers/worker.py",
-        "change = self._bad_chunks.update if job.has_failed else",
-        "change = self._bad_chunks.update if False else",
-        ("vllm/test_tier_copies.py::test_a_failed_store_is_never_loaded_until_it_is_stored_again",),
+        "vllm/compat/offload.py",
+        "            failed.add(-1 - job_id)\n",
+        "",
+        ("vllm/test_tiers.py::test_a_failed_store_is_never_loaded", "vllm/test_tier_chaos.py"),
     ),
     Fault(
         "tiers: a copy that was given up writes",
@@ -756,8 +756,8 @@ FAULTS = (
     Fault(
         "tiers: what could not be loaded is told as loaded",
         "vllm/compat/offload.py",
-        "results.failed_recving.update(request_ids[each] for each in take() if each in request_ids)",
-        "take()",
+        "results.failed_recving.add(request_ids[job_id])",
+        "pass",
         (
             "vllm/test_tiers.py::test_failed_loads_are_computed_again",
             "vllm/test_tier_chaos.py::test_random_events_leave_no_trace",

@@ -20,7 +20,6 @@ class SlowCopies:
         self.num_bytes = 0
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._done: list[Done] = []
-        self._bad: set[int] = set()
 
     def submit(self, job: Job) -> None:
         self._jobs[job.job_id] = job
@@ -46,13 +45,9 @@ class SlowCopies:
         pass
 
     def _finish(self, job: Job) -> None:
-        fails = self.rng.random() < self.share_failed or (
-            job.is_load and not self._bad.isdisjoint(job.chunks)
-        )
+        fails = self.rng.random() < self.share_failed
         for part in job.parts:
             rows = part.source[part.sources]
             part.target[part.targets] = -rows if fails else rows
-        if not job.is_load:
-            (self._bad.update if fails else self._bad.difference_update)(job.chunks)
         self.num_bytes += sum(part.num_bytes for part in job.parts)
         self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001, fails))

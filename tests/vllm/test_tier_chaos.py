@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,16 @@ POLICIES = ("tenuto", "stock", "infercept", "break-even")
 @pytest.mark.parametrize("seed", range(4))
 def test_random_events_leave_no_trace(seed: int) -> None:
     counts = run_chaos(random.Random(seed), num_events=400, policy=POLICIES[seed], depth=1 + seed % 2)
+    assert counts["finished"] > 5
+    assert counts["checked"] > 50
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_random_events_above_a_disk(seed: int, tmp_path: Path) -> None:
+    """Copies fail, and the disk keeps nothing of what failed."""
+    rng = random.Random(f"disk-{seed}")
+    policy, folder = POLICIES[seed % 4], str(tmp_path)
+    counts = run_chaos(rng, num_events=400, policy=policy, depth=1 + seed % 2, disk=folder)
     assert counts["finished"] > 5
     assert counts["checked"] > 50
 
@@ -52,4 +63,4 @@ def test_a_copy_that_is_known_by_its_name_is_noticed(monkeypatch: pytest.MonkeyP
     drain = TieredEngine.drain
     monkeypatch.setattr(TieredEngine, "drain", lambda self, max_steps=0: drain(self, 500))
     with pytest.raises(AssertionError, match="still busy"):
-        run_chaos(random.Random(0), num_events=400, policy="stock")
+        run_chaos(random.Random(1), num_events=400, policy="stock")

@@ -33,7 +33,7 @@ def make_job(job_id: int, *, is_load: bool, chunk: int = 0, num_parts: int = 1) 
     cache, host = np.zeros((4, 8), np.int8), np.ones((4, 2, 8), np.int8)
     rows = get_rows(np.array([chunk]), 1, 1, 2)
     parts = [make_part(cache, host, np.array([3]), rows, is_load=is_load) for _ in range(num_parts)]
-    return Job(job_id, is_load, parts, (chunk,))
+    return Job(job_id, is_load, parts)
 
 
 def test_rows_begin_inside_a_chunk() -> None:
@@ -62,33 +62,6 @@ def test_a_load_goes_before_stores_and_both_arrive() -> None:
     assert order == [0, 1, 0]
     assert load.parts[0].target[3].tolist() == [1] * 8
     assert sorted((each.job_id, each.num_bytes) for each in copies.take_done()) == [(1, 16), (2, 8)]
-    copies.close()
-
-
-def test_a_failed_store_is_never_loaded_until_it_is_stored_again() -> None:
-    fails = [True]
-
-    def read(part: Part) -> Any:
-        if fails[0]:
-            raise OSError("no")
-        return read_rows(part)
-
-    copies = Copies(read)
-    copies.submit(make_job(1, is_load=False))
-    copies.wait({1})
-    fails[0] = False
-    copies.submit(make_job(2, is_load=True))
-    copies.wait({2})
-    copies.submit(make_job(3, is_load=False))
-    copies.wait({3})
-    copies.submit(make_job(4, is_load=True))
-    copies.wait({4})
-    assert [(each.job_id, each.has_failed) for each in copies.take_done()] == [
-        (1, True),
-        (2, True),
-        (3, False),
-        (4, False),
-    ]
     copies.close()
 
 

@@ -281,6 +281,26 @@ def test_failed_loads_are_computed_again() -> None:
     engine.assert_clean()
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_failed_store_is_never_loaded(has_disk: bool, tmp_path: Path) -> None:
+    """Nor does it get to a disk, from where it would come back."""
+    copies = SlowCopies(random.Random(0), share_failed=1.0)
+    disk = {"folder": str(tmp_path)} if has_disk else None
+    engine = TieredEngine(num_chunks=60, copies=copies, tenuto={"policy": "stock"}, disk=disk)
+    for name in ("failed", "stored", "again"):
+        engine.add(make_request(name, [7] * 160, max_tokens=2))
+        engine.drain()  # it checks what each block holds
+        assert len(engine.host._policy.order) == (0 if name == "failed" else 10)
+        copies.share_failed = 0.0
+        if name == "failed":
+            assert not list(tmp_path.rglob("*.kv"))
+        engine.scheduler.reset_prefix_cache()
+    assert engine.hits == {"failed": (0, 0), "stored": (0, 0), "again": (0, 160)}
+    engine.assert_clean()
+    if has_disk:
+        engine.shutdown()
+
+
 def test_a_failed_load_does_not_stand_in_the_way_of_the_next() -> None:
     """Host memory fails, and another connector has the prompt, which takes more than half of the cache."""
     copies = SlowCopies(random.Random(0))

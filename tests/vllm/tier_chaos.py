@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from collections import Counter
 
@@ -28,8 +29,14 @@ class Chaos:
     """Jobs that take turns, and everything that can happen to them."""
 
     def __init__(
-        self, rng: random.Random, policy: str, depth: int, connectors: tuple[str, ...] = ("ours",)
+        self,
+        rng: random.Random,
+        policy: str,
+        depth: int,
+        connectors: tuple[str, ...] = ("ours",),
+        disk: str | None = None,
     ) -> None:
+        """`disk`: a folder for a disk below host memory; it has room for 100 chunks, or for all."""
         self.rng = rng
         self.depth = depth
         self.counts: Counter[str] = Counter()
@@ -54,6 +61,7 @@ class Chaos:
             max_num_batched_tokens=rng.choice((48, 256)) if chunked else 8192,
             enable_chunked_prefill=chunked,
             num_drafts=rng.choice((0, 0, 0, 3)),
+            disk=None if disk is None else {"folder": disk, "max_bytes": rng.choice((None, 400_000))},
         )
         self.prompts: dict[str, list[int]] = {}
         self.live: dict[str, str] = {}
@@ -77,6 +85,7 @@ class Chaos:
         self.counts["loaded by the other"] = self.engine.num_other_blocks
         if self.engine.tier is not None:
             self.counts["prefetched"] = self.engine.tier.prefetch.num_begun
+            self.engine.shutdown()
         return self.counts
 
     def step(self) -> None:
@@ -173,9 +182,10 @@ def run_chaos(
     policy: str,
     depth: int = 1,
     connectors: tuple[str, ...] = ("ours",),
+    disk: str | None = None,
 ) -> Counter[str]:
     """One engine and so many events; returns what happened. Fails if an invariant does not hold."""
-    return Chaos(rng, policy, depth, connectors).run(num_events)
+    return Chaos(rng, policy, depth, connectors, disk).run(num_events)
 
 
 def main() -> None:
@@ -189,7 +199,11 @@ def main() -> None:
         rng = random.Random(f"{given.seed}-{number}")
         policy, depth = POLICIES[number % len(POLICIES)], 1 + number // len(POLICIES) % 2
         connectors = CONNECTORS[number % len(CONNECTORS)]
-        total += run_chaos(rng, num_events=1000, policy=policy, depth=depth, connectors=connectors)
+        with tempfile.TemporaryDirectory() as folder:
+            disk = folder if number % 2 and "ours" in connectors else None
+            total += run_chaos(
+                rng, num_events=1000, policy=policy, depth=depth, connectors=connectors, disk=disk
+            )
         total["events"] += 1000
         number += 1
     print(dict(total))

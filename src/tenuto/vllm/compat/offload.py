@@ -580,10 +580,13 @@ def _is_mapped(name: str) -> bool:
 
 
 def report_failures() -> None:
-    """Let vLLM's connector report failed loads, as `kv_load_failure_policy` wants them reported.
+    """Let vLLM's connector report failed copies; of loads, as `kv_load_failure_policy` wants it.
 
     The connector itself stops the engine at the first failure. A worker that can report failures has
-    `take_failed_loads`. The scheduler then drops the chunks; otherwise it would load them again and again.
+    `take_failed`. The scheduler then drops the chunks: of a failed load, because it would load them again and
+    again; of a failed store, because they have wrong content, which a disk below would keep.
+
+    vLLM's report has no place for a failed store. So its job n is reported as a completed job -1 - n too.
     """
     if hasattr(OffloadingConnector, "tenuto_reports_failures"):
         return
@@ -594,11 +597,15 @@ def report_failures() -> None:
     )
 
     def get_transfer_results(self: Any, finished_req_ids: set[str]) -> Any:
-        request_ids = dict(self.connector_worker._load_jobs)
+        connector = self.connector_worker
+        request_ids = dict(connector._load_jobs)
         results = get_results(self, finished_req_ids)
-        take = getattr(self.connector_worker.worker, "take_failed_loads", None)
-        if take is not None:
-            results.failed_recving.update(request_ids[each] for each in take() if each in request_ids)
+        take = getattr(connector.worker, "take_failed", None)
+        for job_id in take() if take is not None else ():
+            if job_id in request_ids:
+                results.failed_recving.add(request_ids[job_id])
+            else:
+                connector._connector_worker_meta.mark_completed(-1 - job_id)
         return results
 
     def update_connector_output(self: Any, connector_output: Any) -> None:
@@ -608,13 +615,39 @@ def report_failures() -> None:
             for job_id in status.transfer_jobs if status is not None else ():
                 if not scheduler._jobs[job_id].is_store:
                     keys |= scheduler._jobs[job_id].keys
-        update(self, connector_output)
+        with _fail_stores(scheduler, connector_output.kv_connector_worker_meta):
+            update(self, connector_output)
         host = get_host_manager(scheduler.manager) if keys else None
         if host is not None:
             host.forget(keys)
 
     OffloadingConnector.get_transfer_results = get_transfer_results
     OffloadingConnector.update_connector_output = update_connector_output
+
+
+@contextlib.contextmanager
+def _fail_stores(scheduler: Any, meta: Any) -> Iterator[None]:
+    """While this lasts, stores that a worker reported as failed end so, once all workers have ended them."""
+    jobs, manager = scheduler._jobs, scheduler.manager
+    failed = scheduler.__dict__.setdefault("tenuto_failed_stores", set())
+    if isinstance(meta, OffloadingWorkerMetadata):
+        for job_id in [each for each in meta.completed_jobs if each < 0]:
+            del meta.completed_jobs[job_id]
+            failed.add(-1 - job_id)
+    failed &= jobs.keys()
+    if not failed:
+        yield
+        return
+    complete, failed_keys = manager.complete_store, [jobs[each].keys for each in failed]
+
+    def complete_store(keys: Any, req_context: Any) -> None:
+        complete(keys, req_context, not any(keys is each for each in failed_keys))
+
+    manager.complete_store = complete_store
+    try:
+        yield
+    finally:
+        del manager.complete_store
 
 
 # The connector.

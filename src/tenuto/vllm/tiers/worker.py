@@ -65,8 +65,6 @@ class Job:
     job_id: int
     is_load: bool
     parts: list[Part]
-    chunks: tuple[int, ...]
-    """The chunks of host memory that it reads (a load) or writes (a store)."""
     num_done: int = 0
     busy_s: float = 0.0
     has_failed: bool = False
@@ -81,7 +79,7 @@ class Done:
     num_bytes: int
     busy_s: float
     has_failed: bool
-    """Whether the target has wrong content. Chunks of a failed store are never loaded."""
+    """Whether the target has wrong content."""
 
 
 def read_rows(part: Part) -> Array:
@@ -109,7 +107,6 @@ class Copies:
         self._is_stuck = self._is_closed = False
         self._urgent: set[int] = set()
         self._done: list[Done] = []
-        self._bad_chunks: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="tenuto-copies", daemon=True)
         self._thread.start()
 
@@ -159,9 +156,6 @@ class Copies:
                 if self._is_closed:
                     return
                 job = self._choose()
-                if job.is_load and not job.num_done and not self._bad_chunks.isdisjoint(job.chunks):
-                    # A store of these chunks failed, so their content is wrong.
-                    self._fail(job)
             self._advance(job)
             with self._changed:
                 if not job.has_failed and job.num_done == len(job.parts):
@@ -215,9 +209,6 @@ class Copies:
 
     def _finish(self, job: Job) -> None:
         (self._loads if job.is_load else self._stores).pop(job.job_id, None)
-        if not job.is_load:
-            change = self._bad_chunks.update if job.has_failed else self._bad_chunks.difference_update
-            change(job.chunks)
         num_bytes = sum(part.num_bytes for part in job.parts[: job.num_done])
         self._done.append(Done(job.job_id, job.is_load, num_bytes, job.busy_s, job.has_failed))
 
@@ -245,9 +236,9 @@ def make_part(cache: Array, host: Array, blocks: Array, rows: tuple[Array, Array
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies KV between the cache of a CPU build and host memory, while steps run.
 
-    vLLM's connector cannot be told of a failed job, so such a job ends like any other. `take_failed_loads`
-    reports the blocks of failed loads, and they are computed again. Chunks of a failed store are never
-    loaded.
+    vLLM's connector cannot be told of a failed job, so such a job ends like any other, and `take_failed`
+    reports it (`compat.offload.report_failures`). What was not loaded is computed again. Chunks of a failed
+    store are dropped.
     """
 
     def __init__(
@@ -277,7 +268,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         # The layers of each group. The padding at the end of each page is copied too.
         self._layers = [[arrays[number] for number in group] for group in get_group_layers(kv_caches)]
         self._copies = copies or Copies()
-        self._failed_loads: set[int] = set()
+        self._failed: set[int] = set()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Copy blocks to chunks of host memory in the background."""
@@ -292,12 +283,12 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
     def get_finished(self) -> list[Any]:
         """The jobs that ended since the last call."""
         done = self._copies.take_done()
-        self._failed_loads |= {each.job_id for each in done if each.is_load and each.has_failed}
+        self._failed |= {each.job_id for each in done if each.has_failed}
         return [TransferResult(each.job_id, True, each.num_bytes, each.busy_s) for each in done]
 
-    def take_failed_loads(self) -> set[int]:
-        """The ids of failed loads, among the jobs that `get_finished` returned."""
-        failed, self._failed_loads = self._failed_loads, set()
+    def take_failed(self) -> set[int]:
+        """The ids of failed jobs, among those that `get_finished` returned."""
+        failed, self._failed = self._failed, set()
         return failed
 
     def wait(self, job_ids: set[int]) -> None:
@@ -325,7 +316,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
             rows = get_rows(chunks, index, num_blocks, size)
             parts += [make_part(cache, memory, blocks, rows, is_load=is_load) for cache, memory in layers]
             first_chunk += num_chunks
-        return Job(job_id, is_load, parts, tuple(map(int, all_chunks)))
+        return Job(job_id, is_load, parts)
 
 
 class HostSpec(HostSpecBase):
