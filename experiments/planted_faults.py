@@ -754,6 +754,13 @@ FAULTS = (
         ("vllm/test_tier_copies.py::test_a_full_disk_is_logged_at_a_bounded_rate",),
     ),
     Fault(
+        "tiers: a load brings the block before a window, which nobody looked for",
+        "vllm/compat/groups.py",
+        "sign = -1 if num_external_computed_tokens else 0",
+        "sign = 0",
+        ("vllm/test_hybrid_tiers.py::test_a_load_brings_what_the_window_needs_and_no_block_before_it",),
+    ),
+    Fault(
         "tiers: what could not be loaded is told as loaded",
         "vllm/compat/offload.py",
         "results.failed_recving.add(request_ids[job_id])",

@@ -59,9 +59,14 @@ def start(
     has_draft_model: bool = False,
     match_unit: int | None = None,
     policy: Any = None,
+    transfer: Any = None,
+    engine: type[Engine] = Engine,
     **config: Any,
-) -> Engine:
-    """An engine with this layout, and a policy that leases everything unless told otherwise."""
+) -> Any:
+    """An engine with this layout, and a policy that leases everything unless told otherwise.
+
+    `transfer`: vLLM's config of a connector.
+    """
     tenuto_config = policy or {"policy": "tests.vllm.policies:KeepAll", "options": {"ttl_s": 1000.0}}
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 128, **config}
     vllm_config = make_config(is_async=depth > 1, tenuto=tenuto_config, num_drafts=num_drafts, **config)
@@ -69,12 +74,13 @@ def start(
         # What the scheduler and the cache ask, without a draft model to load.
         vllm_config.speculative_config.method = "eagle"
     vllm_config.cache_config.prefix_match_unit = match_unit
+    vllm_config.kv_transfer_config = transfer
     if "states" in name:
         vllm_config.cache_config.mamba_cache_mode = "align"
     scheduler = make_scheduler_of_layers(
         tenuto.vllm.Scheduler, vllm_config, LAYOUTS[name], num_blocks, retention_interval=interval
     )
-    return Engine(scheduler, depth=depth)
+    return engine(scheduler, depth=depth)
 
 
 def send(engine: Engine, name: str, prompt: Sequence[int], **more: Any) -> None:

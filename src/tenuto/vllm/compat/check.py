@@ -62,6 +62,7 @@ NAMES = {
         "request_id num_tokens new_computed_blocks num_encoder_tokens total_computed_tokens"
         " num_local_computed_tokens num_tokens_main_model apply_admission_cap"
     ),
+    f"{_COORDINATOR}.allocate_new_computed_blocks": "num_external_computed_tokens",
     f"{_GROUPS}:MambaManager.remove_skipped_blocks": "request_id",
     f"{_GROUPS}:SlidingWindowManager.cache_blocks": "request num_tokens",
     f"{_CLIENT}.add_request_async": "request",

@@ -176,12 +176,17 @@ class EndSpares:
         if num_wanted > scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1:
             self._windows, self._states = {}, []
         self._add(1)
+        self._coordinator = scheduler.kv_cache_manager.coordinator
+        if self._windows:
+            self._load_without_spares()
         for manager in self._states:
             self._wrap(scheduler, manager)
 
     def remove(self) -> None:
         """Stop keeping blocks. Running requests free those that they have kept in their next step."""
         self._add(-1)
+        if self._windows:
+            del self._coordinator.allocate_new_computed_blocks
         for manager in self._states:
             del manager.remove_skipped_blocks
         self._windows, self._states = {}, []
@@ -201,6 +206,24 @@ class EndSpares:
             manager.extra_retained_tokens += sign * num_blocks * manager.block_size
             name = _get_cap_name(manager)
             setattr(manager, name, getattr(manager, name) + sign * num_blocks)
+
+    def _load_without_spares(self) -> None:
+        """Give a request that a connector loads no spare blocks.
+
+        The connector has not looked for their content. It would load it all the same, and end the engine if
+        it is not there.
+        """
+        allocate = self._coordinator.allocate_new_computed_blocks
+
+        def allocate_new_computed_blocks(*args: Any, num_external_computed_tokens: int, **kwargs: Any) -> Any:
+            sign = -1 if num_external_computed_tokens else 0
+            self._add(sign)
+            try:
+                return allocate(*args, num_external_computed_tokens=num_external_computed_tokens, **kwargs)
+            finally:
+                self._add(-sign)
+
+        self._coordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
 
     def _wrap(self, scheduler: Any, manager: Any) -> None:
         remove = manager.remove_skipped_blocks

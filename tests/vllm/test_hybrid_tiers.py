@@ -1,0 +1,92 @@
+"""Host memory and a disk below models whose layers differ: vLLM's scheduler, its connector and our managers.
+
+There is no worker: a copy ends with the step in which it begins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", "0.31.0")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.base import get_offload_group_idx
+from vllm.v1.outputs import KVConnectorOutput
+
+from tenuto.vllm.compat.scheduler import get_started
+from tests.vllm.layouts import send, start
+from tests.vllm.workerless import Engine
+
+CHUNK_BYTES = 4096
+"""Of these layouts' blocks, rounded up to a page of memory."""
+
+
+class TieredEngine(Engine):
+    """Ends each copy at once, and each read and write of the disk before the next step."""
+
+    @property
+    def manager(self) -> Any:
+        return self.scheduler.connector.connector_scheduler.manager
+
+    def _run(self, output: Any) -> Any:
+        result, meta = super()._run(output), output.kv_connector_metadata
+        done = OffloadingWorkerMetadata()
+        for job_id in (*meta.load_jobs, *meta.store_jobs):
+            done.mark_completed(job_id)
+        loaded = {job.req_id for job in meta.load_jobs.values()}
+        result.kv_connector_output = KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=done)
+        for tier in getattr(self.manager, "secondary_tiers", ()):
+            tier.drain_jobs()
+        return result
+
+
+def begin(
+    name: str, num_chunks: int, folder: Path | None = None, max_files: int = 1000, **more: Any
+) -> TieredEngine:
+    """An engine with host memory, and a disk below it if there is a folder."""
+    extra: dict[str, Any] = {
+        "spec_name": "HostSpec",
+        "spec_module_path": "tenuto.vllm.tiers.worker",
+        "cpu_bytes_to_use": num_chunks * CHUNK_BYTES,
+        "blocks_per_chunk": 1,
+        "offload_prompt_only": False,
+    }
+    if folder is not None:
+        limit = max_files * (CHUNK_BYTES + 100)
+        disk = {"type": "DiskTier", "module_path": "tenuto.vllm.tiers.disk", "folder": str(folder)}
+        extra |= {"spec_name": "DiskSpec", "secondary_tiers": [{**disk, "max_bytes": limit}]}
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=extra,
+    )
+    engine: TieredEngine = start(name, transfer=transfer, engine=TieredEngine, interval=None, **more)
+    return engine
+
+
+def test_a_load_brings_what_the_window_needs_and_no_block_before_it() -> None:
+    """Requests keep a block before each window. No look-up asks whether host memory has it too."""
+    engine = begin("window of a block and a half", 200)
+    prompt = list(range(10, 330))
+    send(engine, "a", prompt, max_tokens=2)
+    engine.run()
+    engine.scheduler.reset_prefix_cache()
+    host = engine.manager
+    # All tokens but the last can be hit. The window of 24 tokens needs the last two of 20 blocks.
+    before = [
+        key
+        for key in host._policy.order
+        if get_offload_group_idx(key) == 1 and -host._policy.order.get_rank(key)[2] <= 18 * 16
+    ]
+    assert len(before) == 18
+    host.forget(before)
+    send(engine, "b", prompt, max_tokens=2)
+    engine.step()
+    started = dict(each for _ in range(4) for each in get_started(engine.step()))
+    assert started == {"b": 319}
+    engine.run()
