@@ -761,6 +761,16 @@ FAULTS = (
         ("vllm/test_hybrid_tiers.py::test_a_load_brings_what_the_window_needs_and_no_block_before_it",),
     ),
     Fault(
+        "tiers: what was found makes room for what comes from the disk",
+        "vllm/compat/offload.py",
+        "self._hits if self._looking is req_context else ()",
+        "()",
+        (
+            "vllm/test_tiers.py::test_what_a_request_found_stays_when_more_of_it_comes_from_the_disk",
+            "vllm/test_hybrid_tiers.py::test_random_jobs_above_a_small_host_memory_and_a_small_disk",
+        ),
+    ),
+    Fault(
         "tiers: what could not be loaded is told as loaded",
         "vllm/compat/offload.py",
         "results.failed_recving.add(request_ids[job_id])",

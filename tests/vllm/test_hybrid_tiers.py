@@ -5,6 +5,7 @@ There is no worker: a copy ends with the step in which it begins.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm.v1.kv_offload.base import get_offload_group_idx
 from vllm.v1.outputs import KVConnectorOutput
 
 from tenuto.vllm.compat.scheduler import get_started
-from tests.vllm.layouts import send, start
+from tests.vllm.layouts import Chaos, send, start
 from tests.vllm.workerless import Engine
 
 CHUNK_BYTES = 4096
@@ -90,3 +91,15 @@ def test_a_load_brings_what_the_window_needs_and_no_block_before_it() -> None:
     started = dict(each for _ in range(4) for each in get_started(engine.step()))
     assert started == {"b": 319}
     engine.run()
+
+
+@pytest.mark.parametrize(("name", "seed"), [("states, all blocks large", 26)])
+def test_random_jobs_above_a_small_host_memory_and_a_small_disk(name: str, seed: int, tmp_path: Path) -> None:
+    """Parts of what a request needs are on the GPU, in host memory, on the disk, and nowhere."""
+    unit = 16 if "large" in name else None
+    engine = begin(name, 20, tmp_path, 60, match_unit=unit, num_blocks=120, policy={"policy": "stock"})
+    chaos = Chaos(engine, random.Random(seed), num_jobs=8, most_tokens=400)
+    for _ in range(500):
+        chaos.act()
+    engine.run()
+    engine.scheduler.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ pytest.importorskip("vllm", "0.31.0")
 
 from prometheus_client import generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from tenuto.core.errors import IncompatibleError
 from tenuto.records.load import TRACE, load_file
 from tenuto.report.diagnosis import Cause, get_cause, make_stories
 from tenuto.vllm.compat.check import check_connector
+from tenuto.vllm.compat.offload import ORDER, PrimaryManager
 from tenuto.vllm.tiers import background
 from tests.vllm.conftest import Clock
 from tests.vllm.slow_copies import SlowCopies
@@ -316,6 +319,36 @@ def test_a_failed_load_does_not_stand_in_the_way_of_the_next() -> None:
     engine.drain()
     assert engine.num_other_blocks == 300 // BLOCK_SIZE
     engine.assert_clean()
+
+
+def test_what_a_request_found_stays_when_more_of_it_comes_from_the_disk() -> None:
+    """Else vLLM's connector loads a chunk that is gone, and the engine ends. With windows no chunk needs one
+    before it."""
+    region = SimpleNamespace(create_kv_memoryview=lambda: None)
+    manager: Any = PrimaryManager(3, region, *ORDER)
+    manager._policy.windowed_groups = frozenset({0})
+    keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(6)]
+
+    def begin(name: str, own: list[Any]) -> ReqContext:
+        context = ReqContext(name)
+        for number, key in enumerate(own):
+            context.set_offload_key_position(key, 16 * (number + 1))
+        manager.on_new_request(context)
+        return context
+
+    for name, own in (("a", keys[:2]), ("b", keys[5:])):
+        context = begin(name, own)
+        manager.prepare_store(own, context)
+        manager.complete_store(own, context)
+    again = begin("a again", keys[:5])
+    assert [manager.lookup(key, again) for key in keys[:2]] == [LookupResult.HIT] * 2
+    # What comes from the disk takes the place of "b", and then there is no place.
+    assert manager.prepare_write(keys[2:3], again) is not None
+    assert manager.prepare_write(keys[3:4], again) is None
+    assert [manager._policy.get(key) is not None for key in keys] == [True, True, True, False, False, False]
+    # Another's may take it.
+    manager.complete_write(keys[2:3], again)
+    assert manager.prepare_write(keys[5:], begin("b again", keys[5:])) is not None
 
 
 def evict_from_gpu(engine: TieredEngine) -> None:

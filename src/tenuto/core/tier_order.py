@@ -352,13 +352,18 @@ class TierOrder:
             self._offer(needed)
 
     def make_room(
-        self, chunks: Sequence[Hashable], befores: Sequence[Hashable | None], key: Key, num_free: int
+        self,
+        chunks: Sequence[Hashable],
+        befores: Sequence[Hashable | None],
+        key: Key,
+        num_free: int,
+        stay: Container[Hashable] = (),
     ) -> Room:
         """Evict chunks to make room for a store of these chunks, as far as it may add them.
 
         `befores`: for each chunk, the chunk that it needs, or None. A chunk is added only after the one that
         it needs. Beyond `num_free`, it takes the place of a chunk whose key is not greater than `key`. So a
-        tier never holds chunks that cannot be hit.
+        tier never holds chunks that cannot be hit. `stay`: chunks that are not evicted.
         """
         present = set[Hashable]()
         new: list[Hashable] = []
@@ -370,7 +375,7 @@ class TierOrder:
                 new.append(chunk)
                 spared.add(before)
             present.add(chunk)
-        gone = self.pop_firsts(len(new) - num_free, key, spared)
+        gone = [each.chunk for each in self._pop_firsts(len(new) - num_free, key, spared, stay)]
         num_new = min(len(new), num_free + len(gone))
         return Room(new[:num_new], gone, len(new) - num_new)
 
@@ -487,7 +492,13 @@ class TierOrder:
         self.changes.count(owner, 1)
         known.owner, known.is_shared = owner, True
 
-    def _pop_firsts(self, number: int, up_to: Key | None, spared: Container[Hashable]) -> list[_Chunk]:
+    def _pop_firsts(
+        self,
+        number: int,
+        up_to: Key | None,
+        spared: Container[Hashable],
+        stay: Container[Hashable] = (),
+    ) -> list[_Chunk]:
         """Remove the chunks to evict first, up to `number`, and return their records. See `pop_firsts`."""
         heap, gone = self._heap, list[_Chunk]()
         passed: list[_Entry] = []
@@ -501,7 +512,7 @@ class TierOrder:
             if up_to is not None and entry[1][0] > up_to:
                 passed.append(entry)
                 break
-            if found.chunk in spared:
+            if found.chunk in spared or found.chunk in stay:
                 passed.append(entry)
                 continue
             gone.append(found)

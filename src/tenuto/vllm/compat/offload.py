@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -251,11 +251,14 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
 
     # Called by our own manager.
 
-    def make_room(self, keys: Sequence[Any], num_free: int) -> Room:
-        """Evict chunks that rank below the current request's, to make room for the new ones of `keys`."""
+    def make_room(self, keys: Sequence[Any], num_free: int, stay: Container[Any]) -> Room:
+        """Evict chunks that rank below the current request's, to make room for the new ones of `keys`.
+
+        `stay`: chunks that are not evicted.
+        """
         windowed = self.windowed_groups
         needed = [None if group in windowed else before for before, _, group in self._chains.get_all(keys)]
-        return self.order.make_room(keys, needed, self._use.key, num_free)
+        return self.order.make_room(keys, needed, self._use.key, num_free, stay)
 
     def count_new(self, keys: Iterable[Any]) -> int:
         """How many parts of the sequence these keys cover: the keys of one group, if possible a full one."""
@@ -320,12 +323,12 @@ class HostManagerHooks:
         """By job and group: the change in its number of chunks since the last call."""
         return self._policy.order.changes.take()
 
-    def _make_room(self, keys: Any, req_context: Any) -> Any:
+    def _make_room(self, keys: Any, req_context: Any, stay: Container[Any] = ()) -> Any:
         """Let vLLM's manager store those of these chunks that are stored or may be stored now."""
         self._begin(req_context)
         policy, keys = self._policy, list(keys)
         policy.touch(keys, None)
-        room = policy.make_room(keys, self._get_num_free_chunks())  # type: ignore[attr-defined]
+        room = policy.make_room(keys, self._get_num_free_chunks(), stay)  # type: ignore[attr-defined]
         for key in room.evicted:
             self._free(key)
         self._report_removed(room.evicted)
@@ -434,10 +437,26 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prepare_write = self._prepare_write
+        self._looking: Any = None
+        self._hits: set[bytes] = set()
+        """The chunks that the request that looked last has found. It may load them in this step."""
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Whether a chunk is stored or being written. A chunk that was found stays during the look-up."""
+        found = super().lookup(key, req_context)
+        if self._looking is not req_context:
+            self._looking, self._hits = req_context, set()
+        if found is LookupResult.HIT:
+            self._hits.add(key)
+        return found
 
     def _prepare_write(self, keys: Any, req_context: Any) -> Any:
-        """Make room for chunks from a lower tier; None, as vLLM expects, if there is no room."""
-        found = self._make_room(keys, req_context)
+        """Make room for chunks from a lower tier; None, as vLLM expects, if there is no room.
+
+        A look-up asks for one chunk after another. With several layer groups, or for a part of a block, it
+        may do without the new one and load what it found before. So that is not evicted.
+        """
+        found = self._make_room(keys, req_context, self._hits if self._looking is req_context else ())
         return found if found is not None and found.keys_to_store else None
 
 
