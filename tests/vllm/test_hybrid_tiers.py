@@ -93,6 +93,19 @@ def test_a_load_brings_what_the_window_needs_and_no_block_before_it() -> None:
     engine.run()
 
 
+@pytest.mark.parametrize("of", ["a client", "Tenuto"])
+def test_a_part_of_a_block_is_not_stored_beyond_what_a_request_may_store(of: str) -> None:
+    """VLLM's own connector stores the part if the bound is 0, and ends the engine if it is another."""
+    engine = begin("states, all blocks large", 200, match_unit=16, policy={"policy": "stock"})
+    bound = {"kv_transfer_params": {"max_offload_tokens": 1}} if of == "a client" else None
+    send(engine, "a", list(range(10, 330)), max_tokens=60, xargs=bound)
+    if of == "Tenuto":
+        # As for what runs during a reset of host memory.
+        engine.scheduler.tier._port.end_stores("a")
+    engine.run()
+    assert len(engine.manager._policy.order) == 0
+
+
 @pytest.mark.parametrize(("name", "seed"), [("states, all blocks large", 26)])
 def test_random_jobs_above_a_small_host_memory_and_a_small_disk(name: str, seed: int, tmp_path: Path) -> None:
     """Parts of what a request needs are on the GPU, in host memory, on the disk, and nowhere."""

@@ -848,9 +848,38 @@ class ConnectorPort:
             for disk in self.disks:
                 disk.renew()
 
+        if hasattr(scheduler, "_build_partial_tail_store_jobs"):
+            scheduler._build_partial_tail_store_jobs = self._bound_parts(
+                scheduler._build_partial_tail_store_jobs
+            )
         scheduler.reset_cache = reset_cache
         scheduler.build_connector_meta = build_connector_meta
         scheduler._build_store_jobs = build_store_jobs
+
+    def _bound_parts(self, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let vLLM store parts of blocks (hits may end there) only as far as a request may store.
+
+        Where that is 0 (`end_stores`), vLLM stores them all the same. Where a client says less than its prompt
+        (`max_offload_tokens`), vLLM ends the engine.
+        """
+
+        def build_parts(scheduler_output: Any) -> Any:
+            state = scheduler_output.kv_connector_block_state
+            if state is None or not state.boundary_state_offloads:
+                return build(scheduler_output)
+            parts = {
+                request_id: [each for each in found if self._may_store(request_id, each[2])]
+                for request_id, found in state.boundary_state_offloads.items()
+            }
+            return build(
+                SimpleNamespace(kv_connector_block_state=SimpleNamespace(boundary_state_offloads=parts))
+            )
+
+        return build_parts
+
+    def _may_store(self, request_id: str, num_tokens: int) -> bool:
+        status = self._scheduler._req_status.get(request_id)
+        return status is None or num_tokens <= self._scheduler._calc_num_offloadable_tokens(status, num_tokens)
 
     def _is_loading(self, request_id: str) -> bool:
         status = self._scheduler._req_status.get(request_id)
