@@ -775,10 +775,7 @@ FAULTS = (
         "vllm/compat/offload.py",
         "return status is None or num_tokens <=",
         "return True or num_tokens <=",
-        (
-            "vllm/test_hybrid_tiers.py"
-            "::test_a_part_of_a_block_is_not_stored_beyond_what_a_request_may_store",
-        ),
+        ("vllm/test_hybrid_tiers.py::test_a_part_of_a_block_is_not_stored_beyond_what_a_request_may_store",),
     ),
     Fault(
         "tiers: what could not be loaded is told as loaded",

@@ -859,8 +859,8 @@ class ConnectorPort:
     def _bound_parts(self, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Let vLLM store parts of blocks (hits may end there) only as far as a request may store.
 
-        Where that is 0 (`end_stores`), vLLM stores them all the same. Where a client says less than its prompt
-        (`max_offload_tokens`), vLLM ends the engine.
+        Where that is 0 (`end_stores`), vLLM stores them all the same. Where a client says less than its
+        prompt (`max_offload_tokens`), vLLM ends the engine.
         """
 
         def build_parts(scheduler_output: Any) -> Any:
@@ -878,8 +878,9 @@ class ConnectorPort:
         return build_parts
 
     def _may_store(self, request_id: str, num_tokens: int) -> bool:
-        status = self._scheduler._req_status.get(request_id)
-        return status is None or num_tokens <= self._scheduler._calc_num_offloadable_tokens(status, num_tokens)
+        scheduler = self._scheduler
+        status = scheduler._req_status.get(request_id)
+        return status is None or num_tokens <= scheduler._calc_num_offloadable_tokens(status, num_tokens)
 
     def _is_loading(self, request_id: str) -> bool:
         status = self._scheduler._req_status.get(request_id)
