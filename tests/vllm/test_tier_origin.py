@@ -20,6 +20,7 @@ from vllm.config import (
     KVTransferConfig,
     LoRAConfig,
     ModelConfig,
+    MultiModalConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -65,6 +66,7 @@ def find(folder: Path, kv_config: KVCacheConfig, **more: Any) -> str:
     """The origin of a tiny model; `more`: arguments of its configs by name, or whole parts of VllmConfig."""
     model = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, **more.pop("model", {})}
     cache = {"block_size": 16, "enable_prefix_caching": True, **more.pop("cache", {})}
+    pictures = more.pop("pictures", None)
     config = VllmConfig(
         model_config=ModelConfig(model=str(folder), **model),
         cache_config=CacheConfig(**cache),
@@ -78,6 +80,7 @@ def find(folder: Path, kv_config: KVCacheConfig, **more: Any) -> str:
         kv_transfer_config=KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both"),
         **{name: value for name, value in more.items() if name != "layout"},
     )
+    config.model_config.multimodal_config = pictures
     layout = build_offloading_config(config, kv_config)
     return get_origin(config, kv_config, dataclasses.replace(layout, **more.get("layout", {})))
 
@@ -119,6 +122,14 @@ def test_the_same_is_the_same_whatever_else_changes(folder: Path, kv_config: Any
 )
 def test_each_setting_that_changes_kv_counts(more: dict[str, Any], folder: Path, kv_config: Any) -> None:
     assert find(folder, kv_config, **more) != find(folder, kv_config)
+
+
+def test_what_changes_pictures_counts(folder: Path, kv_config: Any) -> None:
+    """VLLM's own key of a picture has what a request says of its processing, but not what the server says."""
+    stock = find(folder, kv_config, pictures=MultiModalConfig())
+    for kwargs in ({"mm_processor_kwargs": {"max_pixels": 1000}}, {"mm_encoder_attn_dtype": "fp8"}):
+        assert find(folder, kv_config, pictures=MultiModalConfig(**kwargs)) != stock, kwargs
+    assert find(folder, kv_config, pictures=MultiModalConfig(mm_processor_cache_gb=1)) == stock
 
 
 def _replace(folder: Path) -> None:

@@ -40,6 +40,12 @@ IRRELEVANT = frozenset({
     "quant_config",
 })  # fmt: skip
 """Parts of VllmConfig that do not change KV. `quant_config` follows from the model's own config."""
+NOT_SEEN_IN_PICTURES = frozenset({
+    "limit_per_prompt", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
+    "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin", "mm_encoder_tp_mode",
+    "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "enable_mm_embeds",
+})  # fmt: skip
+"""Settings of pictures, sound and video that do not change what is computed of them."""
 RANDOM_HASHES = ("xxhash", "xxhash_cbor")
 """Hash algorithms of the prefix cache whose seed is random at each start, unless PYTHONHASHSEED is set."""
 
@@ -93,6 +99,7 @@ def _get_facts(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -
     return {
         "weights": [_get_weights(each, vllm_config.load_config) for each in models],
         "models": [each.hf_config.to_json_string() for each in models],
+        "pictures": [_get_pictures(each.multimodal_config) for each in models],
         "drafts": None if drafts is None else [drafts.method, drafts.num_speculative_tokens],
         "config": {
             each.name: _get_config(getattr(vllm_config, each.name))
@@ -115,6 +122,18 @@ def _get_config(config: Any) -> Any:
     if hasattr(config, "compute_hash"):
         return config.compute_hash()
     return normalize_value(config)
+
+
+def _get_pictures(config: Any) -> dict[str, Any] | None:
+    """How pictures, sound and video are processed. VLLM's own keys and hashes do not depend on it."""
+    from vllm.config.utils import normalize_value
+
+    if config is None:
+        return None
+    names = (each.name for each in dataclasses.fields(config))
+    return {
+        name: normalize_value(getattr(config, name)) for name in names if name not in NOT_SEEN_IN_PICTURES
+    }
 
 
 def _get_weights(model_config: Any, load_config: Any) -> list[str]:
