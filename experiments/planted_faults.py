@@ -747,6 +747,13 @@ FAULTS = (
         ("vllm/test_tier_copies.py::test_reads_do_not_wait_for_writes_that_hang",),
     ),
     Fault(
+        "disk: the engine waits for removals",
+        "vllm/tiers/disk.py",
+        "self._writers.submit(self._remove, self.get_path(key))",
+        "self._remove(self.get_path(key))",
+        ("vllm/test_tier_copies.py::test_the_engine_does_not_wait_for_removals_that_hang",),
+    ),
+    Fault(
         "disk: every failure is logged",
         "vllm/complaints.py",
         "            if now_s < self._next_s:\n                return\n",

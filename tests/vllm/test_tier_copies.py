@@ -365,6 +365,27 @@ def test_reads_do_not_wait_for_writes_that_hang(
     tier.shutdown()
 
 
+def test_the_engine_does_not_wait_for_removals_that_hang(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier(tmp_path, view, max_bytes=HEADER.size + SIZE)
+    store(tier, b"a")
+    go_on, unlink = threading.Event(), Path.unlink
+
+    def unlink_late(*arguments: Any, **more: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert go_on.wait(30)
+        unlink(*arguments, **more)
+
+    monkeypatch.setattr(Path, "unlink", unlink_late)
+    assert store(tier, b"b") == [True]
+    assert (has(tier, b"a"), has(tier, b"b")) == (False, True)
+    go_on.set()
+    tier.drain_jobs()
+    assert [each.name for each in tmp_path.rglob("*.kv")] == ["62.kv"]
+    tier.shutdown()
+
+
 def test_a_read_that_waits_for_others_hangs_too(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,12 +277,12 @@ class DiskTier(SecondaryTier):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether files are being written or read."""
+        """Whether files are being written, read or removed."""
         with self._lock:
             return self._num_running > 0 or bool(self._done)
 
     def drain_jobs(self) -> None:
-        """Wait until no file is being written or read."""
+        """Wait until no file is being written, read or removed."""
         with self._lock:
             self._lock.wait_for(lambda: not self._num_running)
 
@@ -408,9 +408,11 @@ class DiskTier(SecondaryTier):
                 continue
             self._forget(key)
             self._kept.discard(key)
-            # The engine calls this between two steps. A disk that became read-only must not stop the engine.
-            with contextlib.suppress(OSError):
-                self.get_path(key).unlink(missing_ok=True)
+            # The engine calls this between two steps, and the disk may hang. A chunk that is stored again
+            # meanwhile may lose its file; then its read fails.
+            with self._lock:
+                self._num_running += 1
+            self._writers.submit(self._remove, self.get_path(key))
 
     def _hangs(self) -> bool:
         with self._lock:
@@ -455,6 +457,14 @@ class DiskTier(SecondaryTier):
             self._reads.pop(job.job_id, None)
             self._num_running -= 1
             self._num_storing -= 0 if job.is_promotion else len(job.keys)
+            self._lock.notify_all()
+
+    def _remove(self, path: Path) -> None:
+        # A disk that became read-only must not stop the engine.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        with self._lock:
+            self._num_running -= 1
             self._lock.notify_all()
 
     def _store(self, each: _Job) -> None:
