@@ -20,7 +20,7 @@ from tenuto import __version__, cli
 from tenuto.core.errors import ConfigError, PolicyError
 from tenuto.core.loader import PRESETS, get_policy_names
 from tenuto.vllm import launch
-from tenuto.vllm.launch import build_command, find_vllm, get_environment
+from tenuto.vllm.launch import Tiers, build_command, find_vllm, get_environment
 
 START = [
     find_vllm(),
@@ -113,6 +113,26 @@ def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
 def test_a_second_additional_config_that_would_replace_the_first_is_refused(other: list[str]) -> None:
     with pytest.raises(ConfigError, match="pass one --additional-config"):
         build_command("M", {"policy": "stock"}, ["--additional-config", "{}", *other])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--kv-transfer-config", "{}"],
+        ["--kv_transfer_config={}"],
+        ["--kv-transfer-config.kv_connector", "NixlConnector"],
+        ["--kv-transfer-conf", "{}"],
+        ["--kv-offloading-size", "4"],
+    ],
+)
+def test_a_connector_that_would_replace_host_memory_is_refused(other: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out --kv"):
+        build_command("M", {}, other, Tiers(1))
+    file = tmp_path / "c.yaml"
+    file.write_text("kv-transfer-config.kv_connector: NixlConnector\n")
+    with pytest.raises(ConfigError, match="leave out --kv"):
+        build_command("M", {}, ["--config", str(file)], Tiers(1))
+    assert "--kv-events-config" in build_command("M", {}, ["--kv-events-config", "{}"], Tiers(1))
 
 
 def test_cached_tokens_are_shown_only_where_it_is_asked() -> None:

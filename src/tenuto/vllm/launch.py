@@ -42,10 +42,10 @@ def build_command(
     Raises ConfigError or PolicyError before anything starts.
     """
     given, rest = _find_option(passed, CONFIG_FLAG), _take_option(list(passed), CONFIG_FLAG)[1]
-    in_file = (flag for flag in _read_config_file(rest) if flag != CONFIG_FLAG)
-    for flag in (*(argument.partition("=")[0] for argument in rest), *in_file):
-        name = flag.partition(".")[0].replace("_", "-")  # it may be abbreviated
-        if CONFIG_FLAG.startswith(name) and len(name) > len("--a"):
+    passed_flags = [argument.partition("=")[0] for argument in rest]
+    in_file = list(_read_config_file(rest))
+    for flag in (*passed_flags, *(flag for flag in in_file if flag != CONFIG_FLAG)):
+        if _is_for(flag, CONFIG_FLAG):
             raise ConfigError(f"vLLM would replace Tenuto's settings by {flag}: pass one {CONFIG_FLAG} JSON")
     if _find_option(rest, "--scheduler-cls") is not None:
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
@@ -63,8 +63,8 @@ def build_command(
         if value is not None and _find_option(rest, flag) is None:
             command += [flag, str(value)]
     if tiers is not None:
-        for flag in OFFLOAD_FLAGS:
-            if _find_option(rest, flag) is not None:
+        for flag in (*passed_flags, *in_file):
+            if any(_is_for(flag, option) for option in OFFLOAD_FLAGS):
                 raise ConfigError(f"--host-gb sets up vLLM's connector itself; leave out {flag}")
         command += ["--kv-transfer-config", json.dumps(tiers.get_transfer_config())]
     if config:
@@ -160,6 +160,12 @@ def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]
             raise ConfigError(f"{name} needs a value")
         return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
     return None, arguments
+
+
+def _is_for(flag: str, option: str) -> bool:
+    """Whether vLLM takes a flag for this option, or for a part of its value. It may be abbreviated."""
+    name = flag.partition(".")[0].replace("_", "-")
+    return option.startswith(name) and len(name) > len("--a")
 
 
 def _find_option(arguments: Sequence[str], name: str) -> str | None:
