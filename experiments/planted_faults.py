@@ -747,6 +747,13 @@ FAULTS = (
         ("vllm/test_tier_copies.py::test_reads_do_not_wait_for_writes_that_hang",),
     ),
     Fault(
+        "disk: one machine's share of each chunk",
+        "vllm/tiers/host.py",
+        "if self._port.disks and may_span_machines(config.parallel_config):",
+        "if False:",
+        ("vllm/test_tier_origin.py::test_a_disk_is_not_used_if_workers_may_be_on_several_machines",),
+    ),
+    Fault(
         "disk: the engine waits for removals",
         "vllm/tiers/disk.py",
         "self._writers.submit(self._remove, self.get_path(key))",

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +31,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from tenuto.vllm.compat import origin
-from tenuto.vllm.compat.origin import UnknownOriginError, get_origin
+from tenuto.vllm.compat.origin import UnknownOriginError, get_origin, may_span_machines
 from tenuto.vllm.compat.process import watch_weights
+from tenuto.vllm.tiers import host
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.tiered import TieredEngine
 from tests.vllm.workerless import TINY_LLAMA, make_request
@@ -337,6 +339,26 @@ def test_copies_under_way_do_not_reach_what_is_read_after_an_adapter_is_loaded_a
     # It compares each block that a request hits with what it should hold.
     fill(engine, "b2")
     assert engine.hits["b2"] == (0, 0)
+
+
+@pytest.mark.parametrize("facts", [{"nnodes_within_dp": 2}, {"world_size": 2, "uses_ray": True}])
+def test_a_disk_is_not_used_if_workers_may_be_on_several_machines(
+    facts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches the host memory of one machine only. The others' share of a chunk would be another's."""
+    engine = TieredEngine(disk={"folder": str(tmp_path)})
+    assert engine.disk._space is not None
+    engine.shutdown()
+    backend = "ray" if facts.pop("uses_ray", False) else "mp"
+    parallel = SimpleNamespace(
+        **{"nnodes_within_dp": 1, "world_size": 1, "distributed_executor_backend": backend, **facts}
+    )
+    monkeypatch.setattr(host, "may_span_machines", lambda _: may_span_machines(parallel))
+    engine = TieredEngine(disk={"folder": str(tmp_path)})
+    assert engine.disk._space is None
+    fill(engine, "a")
+    engine.shutdown()
+    assert not list(tmp_path.rglob("*.kv"))
 
 
 def test_what_is_stored_on_request_is_found_on_disk_after_a_restart(tmp_path: Path) -> None:

@@ -23,7 +23,14 @@ from tenuto.core.tier_order import MAX_STORING_S, Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.core.wishes import Wish
 from tenuto.vllm.compat.offload import Adapter, ConnectorPort, HostManagerHooks, find_connector
-from tenuto.vllm.compat.origin import UnknownOriginError, get_files_digest, get_name, get_origin, get_rank
+from tenuto.vllm.compat.origin import (
+    UnknownOriginError,
+    get_files_digest,
+    get_name,
+    get_origin,
+    get_rank,
+    may_span_machines,
+)
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tiers.background import LaterStores, LinkSpeed, Prefetch
 
@@ -234,6 +241,10 @@ class HostTier:
 
     def _open_disks(self) -> None:
         config = self._scheduler.vllm_config
+        if self._port.disks and may_span_machines(config.parallel_config):
+            # Each machine has its own host memory, and the disk tier sees that of the scheduler's only.
+            logger.error("disk tier: not used: this engine's workers may be on several machines")
+            return
         for disk in self._port.disks:
             origin = None
             try:
