@@ -939,9 +939,8 @@ FAULTS = (
     Fault(
         "disk: what cannot be removed ends the engine",
         "vllm/tiers/disk.py",
-        "            with contextlib.suppress(OSError):\n"
-        "                self.get_path(key).unlink(missing_ok=True)",
-        "            self.get_path(key).unlink(missing_ok=True)",
+        "        with contextlib.suppress(OSError):\n            path.unlink(missing_ok=True)",
+        "        path.unlink(missing_ok=True)",
         ("vllm/test_tier_copies.py::test_a_folder_that_nothing_can_be_removed_from_ends_no_engine",),
     ),
     Fault(

@@ -255,6 +255,8 @@ def test_a_folder_that_nothing_can_be_removed_from_ends_no_engine(tmp_path: Path
             tier.get_path(key).unlink()
             (tier.get_path(key) / "inside").mkdir(parents=True)
     assert [each.success for each in tier.get_finished_jobs()] == [True]
+    tier._writers.shutdown()
+    assert not tier.has_pending_work()
     tier.shutdown()
     tier = make_tier(tmp_path, view, max_bytes=HEADER.size + SIZE)
     assert tier.lookup(b"a", None) is LookupResult.MISS
