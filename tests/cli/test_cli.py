@@ -233,6 +233,7 @@ def test_tiers_that_contradict_are_refused(
     ("settings", "passed", "error", "named"),
     [
         ({}, ["--scheduler-cls", "x.Y"], ConfigError, "--scheduler-cls"),
+        ({}, ["--scheduler-cl", "x.Y"], ConfigError, "sets --scheduler-cls itself"),
         ({}, ["--additional-config", "{"], ConfigError, "not JSON"),
         ({}, ["--additional-config", "[]"], ConfigError, "JSON object"),
         ({}, ["--additional-config"], ConfigError, "needs a value"),

@@ -47,7 +47,7 @@ def build_command(
     for flag in (*passed_flags, *(flag for flag in in_file if flag != CONFIG_FLAG)):
         if _is_for(flag, CONFIG_FLAG):
             raise ConfigError(f"vLLM would replace Tenuto's settings by {flag}: pass one {CONFIG_FLAG} JSON")
-    if _find_option(rest, "--scheduler-cls") is not None:
+    if any(_is_for(flag, "--scheduler-cls") for flag in (*passed_flags, *in_file)):
         raise ConfigError("tenuto serve sets --scheduler-cls itself; run `vllm serve` to choose another")
     config = _parse_config(given)
     tenuto = {**config.get("tenuto", {}), **settings}
