@@ -231,11 +231,13 @@ def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
     assert [has(tier, key) for key in (b"a", b"b", b"c", b"d", b"e", b"f", b"g")] == [
         True, True, False, False, False, True, True,
     ]  # fmt: skip
+    tier.drain_jobs()
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     # Nor is it a pin: once all that is there was wished, it goes too.
     tier.limit_kept(1.0, {})
     tier.on_request_finished(make_context([b"f", b"g"], use))
     tier.submit_store(make_transfer([b"h"], [1], is_promotion=False))
     finish(tier)
+    tier.drain_jobs()
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     tier.shutdown()
