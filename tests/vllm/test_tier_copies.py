@@ -221,6 +221,7 @@ def test_the_folder_does_not_grow_beyond_its_limit(tmp_path: Path, view: memoryv
     tier.lookup(b"a", None)
     tier.submit_store(make_transfer([b"c"], [1], is_promotion=False))
     finish(tier)
+    tier.drain_jobs()
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) == limit
     assert tier.lookup(b"b", None) is LookupResult.MISS
     tier.shutdown()
@@ -300,6 +301,7 @@ def test_a_failed_store_forgets_no_file_that_is_there(
     assert has(tier, b"a")
     assert has(tier, b"b")
     store(tier, b"c", b"d")
+    tier.drain_jobs()
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) == limit
     tier.shutdown()
 
