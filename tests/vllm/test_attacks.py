@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import tenuto.vllm
@@ -170,6 +171,31 @@ def test_a_long_queue_is_ordered_anew_less_often(clock: Clock, monkeypatch: pyte
     assert all(later - earlier >= 25 for earlier, later in itertools.pairwise(ordered_s))
     # The policy's own ticks go on.
     assert len(scheduler.driver.policy.ticks_s) > 10
+
+
+@pytest.mark.parametrize("more", [{}, {"canary": {"share": 1.0}}])
+def test_requests_that_cannot_start_yet_keep_their_keys(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """VLLM takes all that wait for a grammar off the queue in each step, and puts them back."""
+    settings = {"policy": "tenuto", **more}
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=settings), num_blocks=200))
+    scheduler = engine.scheduler
+    scheduler.add_request(make_request("runs", [5] * 40, max_tokens=100))
+    for number in range(40):
+        grammar = StructuredOutputsParams(json="{}")
+        request = make_request(f"r{number}", [number] * 20, structured_outputs=grammar)
+        scheduler.add_request(request)
+    engine.step()
+    asked: list[str] = []
+    ask = scheduler.driver.get_queue_key
+    monkeypatch.setattr(
+        scheduler.driver, "get_queue_key", lambda turn_id, now_s: asked.append(turn_id) or ask(turn_id, now_s)
+    )
+    for _ in range(10):
+        engine.step()
+    assert not asked
+    assert scheduler.get_request_counts() == (1, 40)
 
 
 def test_everybody_is_asked_once_a_step_however_many_have_to_yield(clock: Clock) -> None:

@@ -26,6 +26,9 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         self._requests: dict[str, Any] = {}
         self._ready = driver.make_order()
         self._parked = driver.make_order()
+        self._popped: dict[str, Key | None] = {}
+        """Keys of the requests that this step popped. It also pops those that it skips (they wait for a
+        grammar or an adapter), and puts them back at its end. To ask for their keys each time is too slow."""
 
     def add_request(self, request: Any) -> None:
         """Add a request that arrived. It is parked if admission must be asked first."""
@@ -37,21 +40,24 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self._make_ready(request_id)
 
     def prepend_request(self, request: Any) -> None:
-        """Add a request that returns to the queue (preempted, or skipped in this step)."""
+        """Add a request that returns to the queue, because it was preempted."""
         self._requests[request.request_id] = request
         self._make_ready(request.request_id)
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """Add requests that return to the queue."""
+        """Add requests that return to the queue, because they were skipped in this step."""
         for request in requests:
-            self.prepend_request(request)
+            self._requests[request.request_id] = request
+            self._make_ready(request.request_id, self._popped.pop(request.request_id, None))
 
     def pop_request(self) -> Any:
         """Remove and return the request that was peeked last.
 
         vLLM peeks, allocates for the peeked request, then pops it. Nothing changes the order in between.
         """
-        return self._requests.pop(self._ready.pop())
+        key, request_id = self._ready.get_first_key(), self._ready.pop()
+        self._popped[request_id] = key
+        return self._requests.pop(request_id)
 
     def peek_request(self) -> Any:
         """The first request that is not parked."""
@@ -72,6 +78,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
     def reorder(self, request_id: str) -> None:
         """Ask for a request's key again."""
+        self._popped.pop(request_id, None)
         for order in (self._ready, self._parked):
             if request_id in order:
                 order.push(request_id, self._get_key(request_id))
@@ -116,12 +123,13 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
+        self._popped.clear()
 
     def _get_key(self, request_id: str) -> Key:
         return self._driver.get_queue_key(request_id, self._clock.monotonic())
 
-    def _make_ready(self, request_id: str) -> None:
-        self._ready.push(request_id, self._get_key(request_id))
+    def _make_ready(self, request_id: str, key: Key | None = None) -> None:
+        self._ready.push(request_id, self._get_key(request_id) if key is None else key)
 
     def _get_first(self) -> Any:
         first = self._ready.get_first()
@@ -159,6 +167,7 @@ class SplitQueue(TurnQueue):
 
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
+        super().begin_step()
         self._taken.clear()
 
     def pop_request(self) -> Any:
@@ -169,6 +178,7 @@ class SplitQueue(TurnQueue):
             assert owner is not None
             self._taken[request.request_id] = self._places.get_key(owner)
             self._places.push(owner, self._places.get_key(request.request_id))
+            self._popped[request.request_id] = self._ready.get_key(request.request_id)
         self.remove_request(request)
         return request
 
@@ -178,12 +188,12 @@ class SplitQueue(TurnQueue):
         self._stock.discard(request.request_id)
         self._places.discard(request.request_id)
 
-    def _make_ready(self, request_id: str) -> None:
+    def _make_ready(self, request_id: str, key: Key | None = None) -> None:
         place = self._driver.get_stock_key(request_id)
         if self._driver.runs_as_stock(request_id):
             self._stock.push(request_id, place)
             return
-        super()._make_ready(request_id)
+        super()._make_ready(request_id, key)
         taken = self._taken.pop(request_id, None)
         self._places.push(request_id, place if taken is None else min(place, taken))
 
