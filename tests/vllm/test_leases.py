@@ -110,6 +110,31 @@ def test_leases_never_delay_or_preempt_others(clock: Clock, depth: int) -> None:
     check(leased, idle=True)
 
 
+def test_leases_do_not_delay_requests_that_hit_long_free_prefixes(clock: Clock) -> None:
+    """One step starts four requests: what they hit is many times the tokens that a step computes."""
+
+    def start_four(engine: Engine, *, leases: bool) -> list[Any]:
+        prompts = [[10 + n] * 650 for n in range(4)]
+        for n, prompt in enumerate(prompts):
+            first = make_request(f"first{n}", prompt, max_tokens=2, xargs={"is_last_step": 1})
+            engine.scheduler.add_request(first)
+            engine.run()
+        if leases:
+            agent = make_request("a", [7] * 1000, max_tokens=2, xargs={"job_id": "a", "tool": "x"})
+            engine.scheduler.add_request(agent)
+            engine.run()
+            assert engine.scheduler.driver.get_num_leased_blocks() > 60
+        for n, prompt in enumerate(prompts):
+            engine.scheduler.add_request(make_request(f"r{n}", [*prompt, 3], xargs={"is_last_step": 1}))
+        return [list(engine.step().num_scheduled_tokens) for _ in range(3)]
+
+    config: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 64}
+    stock = Engine(make_scheduler(SyncScheduler, make_config(**config), num_blocks=225))
+    decided = start_four(stock, leases=False)
+    assert decided[0] == ["r0", "r1", "r2", "r3"]
+    assert start_four(start(num_blocks=225, **config), leases=True) == decided
+
+
 def test_taking_back_what_cannot_help_costs_no_lease(clock: Clock) -> None:
     """A request that does not fit beside the running ones even without leases leaves the leases alone."""
     engine = start(num_blocks=41)

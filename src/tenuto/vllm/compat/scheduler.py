@@ -505,11 +505,15 @@ class AllocationGuard:
         self._always = scheduler.connector is not None
 
     def set_for_step(self) -> None:
-        """Guard this step's allocations only if the step could run out of blocks; takes O(1) time."""
-        manager = self._manager
+        """Guard this step's allocations only if the step could run out of blocks; takes O(1) time.
+
+        Waiting requests may each hit a long prefix that is cached and free, and take those blocks too.
+        """
+        manager, scheduler = self._manager, self._scheduler
         # Each running request may need a block for its next token, per layer group.
-        bound = (self._num_step_blocks + len(self._scheduler.running)) * manager.num_kv_cache_groups
-        if self._always or manager.block_pool.get_num_free_blocks() < bound:
+        bound = (self._num_step_blocks + len(scheduler.running)) * manager.num_kv_cache_groups
+        num_free_blocks = manager.block_pool.get_num_free_blocks()
+        if self._always or scheduler.get_request_counts()[1] or num_free_blocks < bound:
             manager.allocate_slots = self._guarded
         else:
             self.remove()
