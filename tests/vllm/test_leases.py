@@ -153,6 +153,27 @@ def test_taking_back_what_cannot_help_costs_no_lease(clock: Clock) -> None:
     check(engine, idle=True)
 
 
+def test_a_request_that_does_not_fit_beside_one_that_waits_for_input_costs_no_lease(clock: Clock) -> None:
+    """Nothing runs, and still all leases together would not be enough. When it ends, they are."""
+    engine = start(num_blocks=41)
+    scheduler = engine.scheduler
+    streamed = make_request("streamed", [5] * 300, max_tokens=2)
+    streamed.resumable = True
+    scheduler.add_request(streamed)
+    scheduler.add_request(make_request("a", [6] * 90, max_tokens=2, xargs={"job_id": "a", "tool": "x"}))
+    while "a" in scheduler.requests:
+        engine.step()
+    scheduler.add_request(make_request("big", [7] * 570, max_tokens=2, xargs={"is_last_step": 1}))
+    for _ in range(5):
+        engine.step()
+    stats = scheduler.driver.stats
+    assert not scheduler.running and len(scheduler.driver.leases) == 1 and not stats.num_revoked_blocks
+    engine.abort("streamed")
+    engine.run()
+    assert len(engine.outputs["big"]) == 2 and stats.num_revoked_blocks
+    check(engine, idle=True)
+
+
 def test_expiry_while_idle_takes_one_step(clock: Clock) -> None:
     engine = start()
     engine.scheduler.add_request(

@@ -303,8 +303,13 @@ class Pressure:
         missing = count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
         if missing <= 0 and (blocks := allocate(request, num_new_tokens, **kwargs)) is not None:
             return blocks
-        # If all leases together are not enough, reclaiming them would not help.
-        can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
+        # If all leases together are not enough, reclaiming them would not help. While loads and streamed-in
+        # requests that wait for input hold blocks, that is so even if nothing runs.
+        leased = scheduler.leased_blocks
+        if stalled and leased.get_num_free_blocks() + len(leased) < leased.num_blocks:
+            can_help = missing <= len(leased)
+        else:
+            can_help = stalled or missing <= driver.get_num_reclaimable_blocks(request.request_id)
         wanted = max(1, missing)
         while can_help:
             num_freed = driver.reclaim(wanted, now_s, for_turn_id=request.request_id, stalled=stalled)
