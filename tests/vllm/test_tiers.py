@@ -538,6 +538,25 @@ def test_another_s_load_takes_no_block_whose_store_is_under_way() -> None:
     engine.assert_clean()
 
 
+def test_a_request_that_waits_for_input_stops_no_fetch(clock: Clock) -> None:
+    """Its client may be silent for hours, and counts as waiting in vLLM."""
+    engine = TieredEngine(num_blocks=41, num_chunks=200, tenuto={"policy": "stock"})
+    streamed = make_request("streamed", [9] * 40, max_tokens=2)
+    streamed.resumable = True
+    engine.add(streamed)
+    hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}
+    engine.add(make_request("first", [4] * 160, max_tokens=20, xargs=hints))
+    engine.drain()
+    evict_from_gpu(engine)
+    assert engine.scheduler.get_request_counts() == (0, 1)
+    clock.now_s += 1.0
+    engine.drain()
+    assert engine.tier.prefetch.num_begun == 1
+    engine.abort("streamed")
+    engine.drain()
+    engine.assert_clean()
+
+
 def test_nothing_is_fetched_while_a_turn_waits(clock: Clock) -> None:
     engine = TieredEngine(num_blocks=31, num_chunks=200, max_num_seqs=1, tenuto={"policy": "stock"})
     hints = {"job_id": "a", "tool": "make", "expected_tool_seconds": 1.0}

@@ -15,6 +15,7 @@ from tenuto.vllm.compat.scheduler import (
     LeasedBlocks,
     can_truncate_leases,
     count_first_copies,
+    count_waiting,
     get_block_size,
     get_num_cached_tokens,
     get_own_cached_blocks,
@@ -65,7 +66,7 @@ class VllmEngine:
     def get_view(self, now_s: float, num_leases: int = 0) -> EngineView:
         """The engine's state; `num_leases` is copied into the view."""
         scheduler = self._scheduler
-        num_running, num_waiting = scheduler.get_request_counts()
+        num_running = len(scheduler.running)
         num_free_blocks = self.get_num_free_blocks()
         if self._ending is not None:
             num_running, num_free_blocks = self._ending.num_running, self._ending.num_free_blocks
@@ -76,7 +77,7 @@ class VllmEngine:
             num_blocks=self._leased.num_blocks,
             num_free_blocks=max(0, num_free_blocks),
             num_running=num_running,
-            num_waiting=num_waiting - num_parked,
+            num_waiting=count_waiting(scheduler) - num_parked,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
             num_parked=num_parked,
             num_leases=num_leases,
@@ -90,7 +91,7 @@ class VllmEngine:
 
     def get_num_waiting(self) -> int:
         """Turns that wait, parked ones not counted."""
-        return int(self._scheduler.get_request_counts()[1] - self._scheduler.get_num_parked())
+        return count_waiting(self._scheduler) - int(self._scheduler.get_num_parked())
 
     def get_num_free_blocks(self) -> int:
         """Number of blocks that an allocation could take now."""

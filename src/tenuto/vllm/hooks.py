@@ -23,6 +23,7 @@ from tenuto.vllm.compat.groups import EndSpares, FirstCheckpoints
 from tenuto.vllm.compat.scheduler import (
     AllocationGuard,
     count_missing_blocks,
+    count_waiting,
     get_hit_tokens,
     get_prompts,
     get_reason_for_full_steps,
@@ -212,7 +213,7 @@ class Hooks:
         """
         if not self.is_followed:
             return True
-        if self._is_shadow or self._scheduler.get_request_counts()[1]:
+        if self._is_shadow or count_waiting(self._scheduler):
             return False
         deadline_s = self.driver.get_next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
@@ -221,7 +222,7 @@ class Hooks:
 
     def tick(self, now_s: float) -> None:
         """A step was scheduled at `now_s`: do periodic work, unless a waiting turn's order depends on it."""
-        if now_s >= self.driver.next_reorder_s and not self._scheduler.get_request_counts()[1]:
+        if now_s >= self.driver.next_reorder_s and not count_waiting(self._scheduler):
             self.driver.tick(now_s)
 
     def begin_step(self, now_s: float) -> None:

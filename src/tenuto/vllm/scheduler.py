@@ -35,6 +35,7 @@ from tenuto.vllm.compat.scheduler import (
     PrivateHooks,
     SyncScheduler,
     count_cached_blocks,
+    count_waiting,
     get_hit_tokens,
     get_reason_for_stock,
     get_started,
@@ -185,7 +186,7 @@ class _DrivenScheduler(PrivateHooks):
         if not hooks.asks_budget:
             return super().schedule(*args, **kwargs), full_budget  # type: ignore[misc]
         per_prompt = get_tokens_per_prompt(self)
-        only_decodes = not self._has_partial_prompt and not self.get_request_counts()[1]
+        only_decodes = not self._has_partial_prompt and not count_waiting(self)
         size = hooks.driver.get_step_size(now_s, full_budget, only_decodes=only_decodes)
         self.max_num_scheduled_tokens = size.num_tokens
         set_tokens_per_prompt(self, per_prompt or size.per_prompt)

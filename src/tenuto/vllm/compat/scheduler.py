@@ -137,6 +137,12 @@ def make_waiting_queue(scheduler: Any) -> Any:
     return create_request_queue(scheduler.policy)
 
 
+def count_waiting(scheduler: Any) -> int:
+    """Requests that wait, without those whose client has not sent the next part of the prompt yet."""
+    num_paused: int = getattr(scheduler, "num_waiting_for_streaming_input", 0)
+    return int(scheduler.get_request_counts()[1]) - num_paused
+
+
 def get_started(output: Any) -> Iterable[tuple[str, int]]:
     """(request id, tokens already computed) for each request that a step starts or resumes."""
     for new in output.scheduled_new_reqs:
@@ -513,7 +519,7 @@ class AllocationGuard:
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(scheduler.running)) * manager.num_kv_cache_groups
         num_free_blocks = manager.block_pool.get_num_free_blocks()
-        if self._always or scheduler.get_request_counts()[1] or num_free_blocks < bound:
+        if self._always or count_waiting(scheduler) or num_free_blocks < bound:
             manager.allocate_slots = self._guarded
         else:
             self.remove()

@@ -31,6 +31,7 @@ from tenuto.vllm.compat.origin import (
     get_rank,
     may_span_machines,
 )
+from tenuto.vllm.compat.scheduler import count_waiting
 from tenuto.vllm.settings import Settings
 from tenuto.vllm.tiers.background import LaterStores, LinkSpeed, Prefetch
 
@@ -310,8 +311,7 @@ class HostTier:
         if not self._port.can_prefetch:
             return
         loads, _ = self._port.count_moving()
-        _, num_waiting = self._scheduler.get_request_counts()
-        is_free = self._is_followed and not loads and not num_waiting
+        is_free = self._is_followed and not loads and not count_waiting(self._scheduler)
         self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
 
     def _has_work(self) -> bool:
