@@ -228,11 +228,12 @@ FAULTS = (
     Fault(
         "requests: fields of any depth go on to the workers",
         "vllm/scheduler.py",
-        "            drop_deep_fields(request, self._deep_fields)\n",
+        "        drop_deep_fields(request, self._deep_fields)\n",
         "",
         (
             "vllm/test_attacks.py::"
             "test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_workers",
+            "vllm/test_attacks.py::test_later_parts_of_a_streamed_in_prompt_are_not_nested_too_deeply_either",
         ),
     ),
     Fault(

@@ -244,6 +244,21 @@ def test_what_is_nested_too_deeply_to_pickle_is_dropped_before_it_reaches_worker
     ]
 
 
+def test_later_parts_of_a_streamed_in_prompt_are_not_nested_too_deeply_either(clock: Clock) -> None:
+    """Each part has fields of its own, and workers get those of the latest."""
+    deep: Any = 1.0
+    for _ in range(900):
+        deep = [deep]
+    engine = start("continuum")
+    for fields in ({}, {"x": deep}):
+        part = make_request("streamed", list(range(10, 60)), max_tokens=2, xargs=fields)
+        part.resumable = True
+        engine.scheduler.add_request(part)
+        for _ in range(4):
+            pickle.dumps(engine.step())
+    assert engine.scheduler.requests["streamed"].num_prompt_tokens > 100
+
+
 def test_a_client_writes_no_lines_of_its_own_into_the_log(log: pytest.LogCaptureFixture) -> None:
     """vLLM's Responses API lets it choose the request's id."""
     deep: Any = 1.0

@@ -148,9 +148,9 @@ class _DrivenScheduler(PrivateHooks):
     # Called by vLLM.
 
     def add_request(self, request: Any) -> None:
-        """A request arrived. Later pieces of a request that is streamed in go only to vLLM's own code."""
+        """A request arrived. The driver is not told of later pieces of a request that is streamed in."""
+        drop_deep_fields(request, self._deep_fields)
         if request.request_id not in self.requests:
-            drop_deep_fields(request, self._deep_fields)
             self._queue(self._handle_arrival, request, time.monotonic())
             if self._hooks.is_followed:
                 # The driver decides the request's place in the queue.
