@@ -480,6 +480,30 @@ FAULTS = (
         ("vllm/test_attacks.py::test_a_long_queue_is_ordered_anew_less_often",),
     ),
     Fault(
+        "policies: requests that a step skips are asked for their keys again",
+        "vllm/waiting.py",
+        "self._make_ready(request.request_id, self._popped.pop(request.request_id, None))",
+        "self._make_ready(request.request_id)",
+        ("vllm/test_attacks.py::test_requests_that_cannot_start_yet_keep_their_keys",),
+    ),
+    Fault(
+        "leases: in large steps they give nothing back",
+        "vllm/compat/scheduler.py",
+        " or count_waiting(scheduler) or num_free_blocks < bound",
+        " or num_free_blocks < bound",
+        ("vllm/test_leases.py::test_leases_do_not_delay_requests_that_hit_long_free_prefixes",),
+    ),
+    Fault(
+        "leases: all end for a request that does not fit, if nothing runs",
+        "vllm/hooks.py",
+        "can_help = missing <= len(leased)",
+        "can_help = True",
+        (
+            "vllm/test_leases.py::"
+            "test_a_request_that_does_not_fit_beside_one_that_waits_for_input_costs_no_lease",
+        ),
+    ),
+    Fault(
         "policies: admission is not asked",
         "vllm/hooks.py",
         "idle = not self._scheduler.running and not order",
@@ -862,7 +886,7 @@ FAULTS = (
     Fault(
         "tiers: fetched while turns wait",
         "vllm/tiers/host.py",
-        "is_free = self._is_followed and not loads and not num_waiting",
+        "is_free = self._is_followed and not loads and not count_waiting(self._scheduler)",
         "is_free = self._is_followed and not loads",
         ("vllm/test_tiers.py::test_nothing_is_fetched_while_a_turn_waits",),
     ),
