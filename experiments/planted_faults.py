@@ -1050,6 +1050,13 @@ FAULTS = (
         ("core/test_dispatcher.py::test_without_an_engine_turns_wait_for_one",),
     ),
     Fault(
+        "routers: a job that has begun waits behind new ones for the first engine",
+        "core/dispatcher.py",
+        "return next(iter(self._later.values()))",
+        "pass",
+        ("core/test_dispatcher.py::test_a_started_job_waits_for_no_new_one_once_an_engine_is_there",),
+    ),
+    Fault(
         "routers: answers are not checked",
         "core/dispatcher.py",
         "            check_route(answer, turn, fleet)\n",

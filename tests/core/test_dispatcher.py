@@ -122,6 +122,29 @@ def test_without_an_engine_turns_wait_for_one() -> None:
     assert dispatcher.join(EngineInfo("b"), 2.0) == [Sending("1", "b")]
 
 
+def test_a_started_job_waits_for_no_new_one_once_an_engine_is_there() -> None:
+    """The router may hold new jobs for ten minutes, and a turn behind them would wait as long."""
+    router = Notes()
+    dispatcher = make(router, "a")
+    dispatcher.arrive(Arrival("1", "job", 10), 0.0)
+    dispatcher.finish("1", 1.0, 5)
+    dispatcher.die("a", 2.0)
+    assert dispatcher.arrive(Arrival("2", "new", 10), 3.0) == []
+    assert dispatcher.arrive(Arrival("3", "job", 20), 4.0) == []
+    router.holds = True
+    assert dispatcher.join(EngineInfo("b"), 5.0) == [Sending("3", "b")]
+    assert dispatcher.num_held == 1
+
+
+def test_turns_that_waited_for_an_engine_count_among_those_that_may_be_held() -> None:
+    router = Notes(holds=True)
+    dispatcher = make(router, "", FleetLimits(max_held=1))
+    for number in range(3):
+        assert dispatcher.arrive(Arrival(f"{number}", f"job{number}", 10), number) == []
+    assert dispatcher.join(EngineInfo("a"), 3.0) == [Sending("0", "a"), Sending("1", "a")]
+    assert dispatcher.num_held == 1
+
+
 def test_a_draining_engine_keeps_its_open_turns_and_gets_no_new_ones() -> None:
     dispatcher = make(Notes())
     dispatcher.arrive(Arrival("1", "job", 10), 0.0)

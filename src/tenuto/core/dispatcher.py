@@ -243,6 +243,8 @@ class HeldTurns:
 
     def __init__(self) -> None:
         self._turns: OrderedDict[str, RoutedTurn] = OrderedDict()
+        self._later: OrderedDict[str, RoutedTurn] = OrderedDict()
+        """Those that are not their job's first turn. They are held only while there is no engine."""
         self._by_tenant: dict[str, IndexedHeap] = {}
         self._tenants = IndexedHeap()
         self._num_open: dict[str, int] = {}
@@ -267,11 +269,15 @@ class HeldTurns:
         """Hold a turn back, or change its key."""
         name = turn.tenant or ""
         self._turns[turn.turn_id] = turn
+        if turn.num_turns > 1:
+            self._later[turn.turn_id] = turn
         self._by_tenant.setdefault(name, IndexedHeap()).push(turn.turn_id, key)
         self._tenants.push(name, (self._num_open.get(name, 0),))
 
     def get_first(self) -> RoutedTurn | None:
         """The turn about which the router is asked first; None if none is held."""
+        if self._later:  # the router may not hold these, so they wait for no new job
+            return next(iter(self._later.values()))
         name = self._tenants.get_first()
         first = None if name is None else self._by_tenant[name].get_first()
         return None if first is None else self._turns[first]
@@ -283,6 +289,7 @@ class HeldTurns:
     def discard(self, turn_id: str) -> None:
         """Stop holding a turn, if it is held."""
         turn = self._turns.pop(turn_id, None)
+        self._later.pop(turn_id, None)
         if turn is not None:
             name = turn.tenant or ""
             own = self._by_tenant[name]
@@ -564,7 +571,7 @@ class Dispatcher:
             return []
         overdue = now_s >= turn.arrival_s + self.limits.max_held_s
         is_held = turn.turn_id in self._held
-        if overdue or turn.num_turns > 1 or (len(self._held) >= self.limits.max_held and not is_held):
+        if overdue or turn.num_turns > 1 or len(self._held) - is_held >= self.limits.max_held:
             turn = dataclasses.replace(turn, must_go=True)
         engine = self._get_engine(self._turns[turn.turn_id].job)
         if engine != turn.engine:  # it may have changed while the turn was held
