@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -186,6 +187,36 @@ def test_no_text_header_or_key_is_ever_written(recording: Any, options: Any, tok
         assert secret not in record.text
         assert not any(secret in said for said in record.said)
     assert record.path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST %b HTTP/1.1\r\nHost: a\r\nAuthorization : Bearer sk-PLANTEDKEY\r\n\r\n",
+        b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nPLANTEDTASK\r\n",
+    ],
+)
+def test_malformed_requests_are_refused_and_not_logged(
+    recording: Any, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """aiohttp logs the line that is wrong."""
+
+    async def run() -> Any:
+        async with serving_with(Model().handle) as server, recording(server) as record:
+            address = urlsplit(record.url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write(sent.replace(b"%b", PATH.encode()))
+            answer = b""
+            while b" 400 " not in answer and (piece := await asyncio.wait_for(reader.read(65536), 30)):
+                answer += piece
+            writer.close()
+        return record, answer
+
+    record, answer = asyncio.run(run())
+    assert b" 400 " in answer
+    for secret in SECRETS:
+        assert secret not in caplog.text
+        assert secret not in record.text
 
 
 def test_text_is_kept_when_asked_for_but_no_key(recording: Any) -> None:

@@ -205,7 +205,7 @@ def test_arguments_fit_the_schema_and_hostile_schemas_end() -> None:
         assert make_value(strange) == {}
 
 
-def test_every_error_is_an_openai_error(live: Live) -> None:
+def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     for response, status in (
         (live.post(PLAIN, {"prompt": ""}), 400),
         (live.post(CHAT, content=b"{"), 400),
@@ -219,6 +219,7 @@ def test_every_error_is_an_openai_error(live: Live) -> None:
         error = response.json()["error"]
         assert error["message"]
         assert error["code"] == status
+    assert caplog.text == "", "the client is told, and may have written keys or prompts there"
 
 
 def test_pages_that_others_look_at(live: Live) -> None:

@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import logging
 
 QUIET_S = 2.0
 """Work of fewer seconds shows no progress."""
@@ -20,6 +23,16 @@ _CLEAR = "\r\x1b[2K"
 def say(command: str, text: str) -> None:
     """Print a message for the user."""
     print(f"[{command}] {text}", file=sys.stderr, flush=True)
+
+
+def quotes_no_request(record: logging.LogRecord) -> bool:
+    """For the logger `aiohttp.server`: whether a message is about something else than a malformed request.
+
+    aiohttp answers such requests with 400. Its message quotes the line that is wrong, which may hold a key or
+    a prompt, and anyone who can connect could fill the log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__module__ not in ("aiohttp.http_exceptions", "aiohttp.web_protocol")
 
 
 class Progress:

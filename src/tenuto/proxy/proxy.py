@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 import struct
@@ -141,6 +142,7 @@ class Proxy:
 
     def make_runner(self, grace_s: float = GRACE_S) -> web.AppRunner:
         """Make the server of the proxy, which is not set up yet. `grace_s`: see `GRACE_S`."""
+        logging.getLogger("aiohttp.server").addFilter(console.quotes_no_request)
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(_restore_headers)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from tenuto.core import __version__
+from tenuto.core import __version__, console
 from tenuto.core.control import check_operator
 from tenuto.core.errors import ConfigError
 from tenuto.core.exported_metrics import (
@@ -58,6 +58,7 @@ logger = logging.getLogger("tenuto.sim")
 
 def make_app(pacer: Pacer, served: Served, machine: Machine, options: ServerOptions) -> web.Application:
     """Make the application. Its engine runs as long as it does. Run it with `handler_cancellation`."""
+    logging.getLogger("aiohttp.server").addFilter(console.quotes_no_request)
     settings = LiveSettings(machine.setup.policy, dict(machine.setup.options), machine.limits)
     live = LiveEngine(pacer, settings, machine.policy)
     control = ControlPages(live, by_priority=pacer.engine.scheduler.config.order == "priority")
