@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -257,6 +258,36 @@ def test_a_server_that_is_not_there(recording: Any) -> None:
         assert record.failed[0]["why"] == "no server"
 
     asyncio.run(run())
+
+
+async def talk(url: str, sent: bytes) -> bytes:
+    """What comes back for these bytes until the connection ends."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(sent)
+    answer = await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("target", "asked"),
+    [
+        ("http://127.0.0.1:1/v1/chat/completions", PATH),
+        ("http://other/v1/chat/completions?x=%2F&y=", f"{PATH}?x=%2F&y="),
+    ],
+)
+def test_a_whole_url_as_clients_of_a_proxy_send_it(recording: Any, target: str, asked: str) -> None:
+    """Servers must take it (RFC 9112, 3.2.2). It still goes to the one server."""
+    echo = Echo()
+
+    async def run() -> None:
+        async with serving_with(echo.handle) as server, recording(server) as record:
+            head = f"POST {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}"
+            assert (await talk(record.url, head.encode())).startswith(b"HTTP/1.1 207 ")
+
+    asyncio.run(run())
+    assert [each[1] for each in echo.seen] == [asked]
 
 
 def test_a_websocket_is_refused_in_words(recording: Any) -> None:

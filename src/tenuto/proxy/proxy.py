@@ -193,7 +193,10 @@ class Proxy:
                 headers[hdrs.ACCEPT_ENCODING] = "identity"  # the filter reads the answer's lines
             headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
             body = _send_bytes(changed or whole)
-        url = URL(self.upstream + request.raw_path, encoded=True)
+        # A client that takes this for the proxy of its environment sends a whole URL.
+        is_path = request.raw_path.startswith("/")
+        path = request.raw_path if is_path else request.rel_url.raw_path_qs
+        url = URL(self.upstream + path, encoded=True)
         try:
             async with self._session.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False
