@@ -290,6 +290,18 @@ def test_a_whole_url_as_clients_of_a_proxy_send_it(recording: Any, target: str, 
     assert [each[1] for each in echo.seen] == [asked]
 
 
+def test_a_stream_ends_for_a_client_of_http_1_0_that_would_keep_its_connection(recording: Any) -> None:
+    """It has no chunks, and waits for the end of the connection."""
+    body = json.dumps({**CHAT, "stream": True})
+
+    async def run() -> None:
+        async with serving_with(Model().handle) as server, recording(server) as record:
+            head = f"POST {PATH} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+            assert (await talk(record.url, (head + body).encode())).endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
 def test_a_websocket_is_refused_in_words(recording: Any) -> None:
     async def run() -> None:
         async with (

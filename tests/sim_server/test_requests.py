@@ -222,6 +222,17 @@ def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFix
     assert caplog.text == "", "the client is told, and may have written keys or prompts there"
 
 
+def test_a_stream_ends_for_a_client_of_http_1_0_that_would_keep_its_connection(live: Live) -> None:
+    """It has no chunks, and waits for the end of the connection."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True})
+    head = f"POST {PLAIN} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall((head + body).encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
 def test_pages_that_others_look_at(live: Live) -> None:
     for path in ("/health", "/ping"):
         assert httpx.get(live.url + path).status_code == 200

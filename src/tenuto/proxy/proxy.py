@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Self
 
 import aiohttp
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -223,6 +223,8 @@ class Proxy:
             headers.popall(hdrs.CONTENT_LENGTH, None)
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
         response[_HEADERS] = headers
+        if request.version < HttpVersion11 and hdrs.CONTENT_LENGTH not in headers:
+            response.force_close()  # HTTP/1.0 has no other end of such an answer, and aiohttp forgets it
         if exchange is not None:
             exchange.status = answer.status
             exchange.content_type = answer.headers.get(hdrs.CONTENT_TYPE, "").lower()

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from math import log
 from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from tenuto.core.requests import make_job_header
@@ -208,6 +208,8 @@ async def _stream(
     """Send tokens as they are generated; several at once if the client or this process is slow."""
     kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers={**kind, **headers})
+    if http.version < HttpVersion11:
+        response.force_close()  # HTTP/1.0 has no other end of a stream, and aiohttp forgets it
     # If the client has disconnected, `Generator.answer` ends its turn.
     with suppress(ConnectionResetError):
         await response.prepare(http)
