@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import json
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -147,6 +148,50 @@ def test_a_client_that_leaves_takes_its_request_along(recording: Any, starts: bo
             await asyncio.wait_for(left.wait(), 30)
         (failed,) = record.failed
         assert failed["why"] == "client left"
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_the_end_of_the_recording_cuts_is_not_the_client_s_fault(recording: Any) -> None:
+    async def run() -> None:
+        async def hang(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b"data: {}\n\n")
+            await asyncio.Event().wait()
+            return response
+
+        async with serving_with(hang) as server, make_client() as client:
+            async with recording(server) as record:
+                request = client.build_request("POST", record.url + PATH, json=CHAT)
+                await client.send(request, stream=True)
+            assert [failed["why"] for failed in record.failed] == ["recording ended"]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_closes_its_side_while_a_piece_is_written_has_left(recording: Any) -> None:
+    """aiohttp tells of this by a failed write, as if the server's connection had broken."""
+    body = json.dumps({**CHAT, "stream": True})
+    head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    async def run() -> None:
+        async def flood(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            while True:
+                await response.write(b": more\n\n" * 10_000)
+
+        async with serving_with(flood) as server, recording(server) as record:
+            address = urlsplit(record.url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            writer.write((head + body).encode())
+            await reader.read(1)
+            writer.write_eof()
+            with suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+        assert [failed["why"] for failed in record.failed] == ["client left"]
 
     asyncio.run(run())
 

@@ -33,7 +33,7 @@ from tenuto.workload.formats.conversations import cut_text, find_tool, write_pie
 MAX_BODY_BYTES = 64 * 2**20
 """Larger bodies are passed through, but they are not kept for reading."""
 
-End = Literal["whole", "server broke off", "client left", "no server"]
+End = Literal["whole", "server broke off", "client left", "no server", "recording ended"]
 
 
 @dataclass(slots=True)

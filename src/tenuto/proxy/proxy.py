@@ -123,6 +123,7 @@ class Proxy:
     ask_usage: bool = False
     name_jobs: bool = False
     _start_s: float | None = field(init=False, default=None)
+    _is_ending: bool = field(init=False, default=False)
 
     async def __aenter__(self) -> Self:
         """Open the connection pool, without limits on size or time: the client sets the time limits."""
@@ -146,6 +147,7 @@ class Proxy:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.on_response_prepare.append(_restore_headers)
+        app.on_shutdown.append(self._begin_to_end)
         return web.AppRunner(
             app,
             access_log=None,
@@ -155,6 +157,9 @@ class Proxy:
             max_field_size=MAX_HEADER_BYTES,
             shutdown_timeout=grace_s,
         )
+
+    async def _begin_to_end(self, _: web.Application) -> None:
+        self._is_ending = True
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if not is_recorded(request.method, request.path):
@@ -167,7 +172,7 @@ class Proxy:
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:
-            exchange.end = "client left"
+            exchange.end = "recording ended" if self._is_ending else "client left"
             raise
         finally:
             exchange.end_s = exchange.end_s or time.monotonic()
@@ -207,7 +212,9 @@ class Proxy:
                 exchange.end = "no server"
             return _refuse(502, f"tenuto record: the server cannot be reached: {error}")
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
-            # The server's connection broke, so break the client's connection too.
+            # A connection broke. If it is the server's, break the client's connection too.
+            if exchange is not None and (request.transport is None or request.transport.is_closing()):
+                exchange.end = "client left"
             _reset(request)
             return web.Response(status=502)  # never sent: the connection is already closed
 
