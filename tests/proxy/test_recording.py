@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tenuto.core.errors import ConfigError
 from tenuto.proxy import RecordOptions
+from tenuto.proxy import exchange as exchange_module
 from tenuto.proxy import recorder as recorder_module
 from tenuto.proxy.exchange import Exchange
 from tenuto.proxy.recorder import Recorder, RecordingFile
@@ -421,6 +422,27 @@ def test_a_tokenizer_that_hangs_is_asked_once(recording: Any, monkeypatch: pytes
     assert asked == 1
     assert len(record.turns) == 3
     assert "hangs" in record.said[0]
+
+
+def test_an_answer_that_is_too_large_to_be_read_has_a_line_however_large_it_is(
+    recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is kept, so it does not count as waiting to be written."""
+    monkeypatch.setattr(exchange_module, "MAX_BODY_BYTES", 1_000)
+    monkeypatch.setattr(recorder_module, "MAX_WAITING_BYTES", 2_000)
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * 50_000)
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            body = {"messages": [{"role": "user", "content": "x"}]}
+            assert len((await client.post(record.url + PATH, json=body)).content) == 50_000
+        return record
+
+    record = asyncio.run(run())
+    assert [failed["why"] for failed in record.failed] == ["too large to be read"]
+    assert (record.recorder.num_lost, record.said) == (0, [])
 
 
 @pytest.mark.parametrize(

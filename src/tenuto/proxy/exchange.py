@@ -64,12 +64,16 @@ class Exchange:
         self.num_request_bytes += len(piece)
         if self.num_request_bytes <= MAX_BODY_BYTES:
             self.body += piece
+        else:
+            self.body.clear()  # a part of it is of no use
 
     def add_answer(self, piece: bytes, now_s: float) -> None:
         """Store a piece of the answer's body."""
         self.num_answer_bytes += len(piece)
         if self.num_answer_bytes <= MAX_BODY_BYTES:
             self.chunks.append((now_s, piece))
+        else:
+            self.chunks.clear()
 
     @property
     def timestamp_ms(self) -> float:
@@ -95,6 +99,11 @@ class Exchange:
     def is_too_large(self) -> bool:
         """Whether a body was too large to be kept whole."""
         return max(self.num_request_bytes, self.num_answer_bytes) > MAX_BODY_BYTES
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """The size of what is kept of both bodies."""
+        return len(self.body) + (self.num_answer_bytes if self.chunks else 0)
 
     def get_chunks(self) -> list[tuple[float, bytes]]:
         """The answer's body, decompressed if it was compressed. Raises ValueError if that fails."""

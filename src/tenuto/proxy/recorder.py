@@ -231,7 +231,7 @@ class Recorder:
 
     def submit(self, exchange: Exchange) -> None:
         """Queue an exchange that has ended."""
-        size = len(exchange.body) + exchange.num_answer_bytes
+        size = exchange.num_kept_bytes
         with self._lock:
             if self._num_waiting_bytes + size > MAX_WAITING_BYTES:
                 self._lose("the recording cannot keep up")
@@ -253,7 +253,7 @@ class Recorder:
                 # Report only the error's type: its message may quote the traffic.
                 self._lose(f"a turn could not be written down ({type(error).__name__})")
             with self._lock:
-                self._num_waiting_bytes -= len(exchange.body) + exchange.num_answer_bytes
+                self._num_waiting_bytes -= exchange.num_kept_bytes
 
     def _write(self, row: Mapping[str, Any]) -> None:
         had_problem = self._file.problem is not None
