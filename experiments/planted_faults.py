@@ -1078,6 +1078,13 @@ FAULTS = (
         ("core/test_dispatcher.py::test_idle_jobs_are_forgotten_in_the_end",),
     ),
     Fault(
+        "routers: a job that would be forgotten as soon as it is idle is kept",
+        "core/dispatcher.py",
+        "if forgotten is not None and self._jobs.get(forgotten) is not None:",
+        "if forgotten is not None and forgotten != job_id:",
+        ("core/test_dispatcher.py::test_idle_jobs_of_ever_new_tenants_are_forgotten_too",),
+    ),
+    Fault(
         "ranks: a turn without an answer stays in the books",
         "vllm/middleware.py",
         "                    found.turn.close()",

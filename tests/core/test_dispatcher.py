@@ -217,6 +217,16 @@ def test_idle_jobs_are_forgotten_in_the_end() -> None:
     assert router._ended == ["job0", "job1"]
 
 
+def test_idle_jobs_of_ever_new_tenants_are_forgotten_too() -> None:
+    """With one job each, the tenant whose name comes first has its job forgotten: here the newest one."""
+    router = Notes()
+    dispatcher = make(router, limits=FleetLimits(max_idle_jobs=3))
+    for number in range(9):
+        dispatcher.arrive(Arrival(str(number), f"job{number}", 10, tenant=f"tenant{9 - number}"), number)
+        dispatcher.finish(str(number), number + 0.5, 1)
+    assert len(router._ended) == 6
+
+
 @pytest.mark.parametrize("answer", [None, Send("nowhere"), "a"])
 def test_a_router_that_answers_wrongly_is_counted_and_replaced(answer: object) -> None:
     class Wrong(Router):

@@ -633,7 +633,7 @@ class Dispatcher:
         forgotten = self._jobs.close_turn(job_id)
         if ended and one.job.num_open == 0:
             self._forget(job_id, now_s)
-        if forgotten is not None and forgotten != job_id:
+        if forgotten is not None and self._jobs.get(forgotten) is not None:
             self._forget(forgotten, now_s)
 
     def _forget(self, job_id: str, now_s: float) -> None:
