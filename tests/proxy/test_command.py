@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -96,6 +97,36 @@ def test_a_signal_ends_the_recording_whole(tmp_path: Path, number: int) -> None:
     assert "3 turns in" in said
     (job,) = load_workload(out).jobs
     assert [turn.num_prompt_tokens for turn in job.turns] == [60, 60, 60]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_cuts_answers_and_still_writes_their_lines(tmp_path: Path, number: int) -> None:
+    out = tmp_path / "trace.jsonl"
+    with (
+        fake_server(FakeServer(lambda request: Reply(fault="hang midway"))) as server,
+        recorder(server, out) as (process, url),
+        httpx.Client(headers={"X-Session-ID": "s"}, verify=False, timeout=60) as client,
+        client.stream("POST", f"{url}/v1/completions", json=CHAT) as answer,
+    ):
+        pieces = answer.iter_raw()
+        next(pieces)
+        process.send_signal(number)
+        assert process.stderr is not None
+        # It stops listening before it waits for the answer.
+        address = httpx.URL(url)
+        while True:
+            try:
+                socket.create_connection((address.host, address.port or 80)).close()
+            except ConnectionError:
+                break
+        status, said = end(process, number)
+        with pytest.raises(httpx.TransportError):
+            list(pieces)
+    assert status == 0
+    assert "Traceback" not in said
+    assert "answers under way were cut" in said
+    _, failed = map(json.loads, out.read_text().splitlines())
+    assert failed["why"] == "recording ended"
 
 
 def test_a_killed_recorder_leaves_whole_lines(tmp_path: Path) -> None:

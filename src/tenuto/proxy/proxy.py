@@ -37,7 +37,8 @@ from tenuto.wire.request import write_error
 from tenuto.wire.response import LineReader, get_data
 
 GRACE_S = 30.0
-"""Time limit in seconds for answers in flight when the recording ends. A second signal ends them at once."""
+"""Time limit in seconds for answers in flight when the recording ends. A second signal ends them at once, and
+what was recorded is still written."""
 SWITCH_S = 0.0005
 """How many seconds the recorder's thread may hold the interpreter while the proxy waits. Python's default of
 5 ms causes noticeable delays."""
@@ -65,7 +66,7 @@ def run_recording(options: RecordOptions) -> int:
     try:
         asyncio.run(serve(options, recorder))
     except KeyboardInterrupt:
-        say("answers under way were cut")
+        say("not everything under way was written")
     finally:
         recorder.close()
         file.close()
@@ -83,10 +84,16 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
     loop = asyncio.get_running_loop()
 
     def end() -> None:
+        if not ended.is_set():
+            ended.set()
+            return
+        say("answers under way were cut")
+        for connection in runner.server.connections if runner.server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
         # The next signal has its default effect: it ends the process.
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-        ended.set()
 
     upstream = get_base_url(options.url)
     async with Proxy(
