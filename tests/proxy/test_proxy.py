@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import hashlib
 import json
+import time
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -165,6 +166,9 @@ def test_an_answer_that_the_end_of_the_recording_cuts_is_not_the_client_s_fault(
             async with recording(server) as record:
                 request = client.build_request("POST", record.url + PATH, json=CHAT)
                 await client.send(request, stream=True)
+                ended_s = time.monotonic()
+            # The fixture gives it a second.
+            assert time.monotonic() - ended_s < 2
             assert [failed["why"] for failed in record.failed] == ["recording ended"]
 
     asyncio.run(run())
