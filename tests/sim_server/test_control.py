@@ -97,6 +97,21 @@ def test_the_command_talks_to_it(tenuto: Live) -> None:
         run("shadow")
 
 
+@pytest.mark.parametrize("name", ["Zoë", "one\nline", "東京"])
+def test_an_operator_may_have_any_name(
+    tenuto: Live, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOGNAME", name)
+    for operator in (name, None):
+        options = ControlOptions(
+            url=tenuto.url, admin_key="operator-secret", action="set", limits=("max_lease_s=9",), operator=operator
+        )
+        caplog.clear()
+        with caplog.at_level("INFO", "tenuto.sim"):
+            assert control(options)[0] == 0
+        assert ascii(name)[1:-1] in caplog.text
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -159,12 +159,12 @@ class ControlOptions(_ServerOptions):
         return {"mode": self.action} if self.action in ("on", "off", "shadow") else self._get_settings()
 
     def get_operator(self) -> str:
-        """The name for the server's log."""
-        if self.operator:
-            return self.operator
-        with contextlib.suppress(OSError, KeyError):
-            return f"{getpass.getuser()}@{socket.gethostname()}"
-        return "somebody"
+        """The name for the server's log, with escapes for what no header can hold."""
+        name = self.operator or "somebody"
+        if not self.operator:
+            with contextlib.suppress(OSError, KeyError):
+                name = f"{getpass.getuser()}@{socket.gethostname()}"
+        return ascii(name)[1:-1]
 
     def _get_settings(self) -> dict[str, Any]:
         canary: dict[str, Any] = {} if self.canary_share is None else {"share": self.canary_share}
