@@ -309,6 +309,35 @@ def test_a_server_that_is_not_there(recording: Any) -> None:
     asyncio.run(run())
 
 
+def test_an_error_passes_as_it_is_where_usage_is_asked_for(recording: Any) -> None:
+    """The filter waits for the end of a line, and the answer's length may change with it."""
+    came = asyncio.Event()
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=429, headers={"Content-Length": "8"})
+        await response.prepare(request)
+        await response.write(b"too ")
+        await asyncio.wait_for(came.wait(), 30)
+        await response.write(b"many")
+        return response
+
+    async def run() -> None:
+        body = {**CHAT, "stream": True}
+        async with (
+            serving_with(refuse) as server,
+            recording(server, ask_usage=True) as record,
+            make_client() as client,
+            client.stream("POST", record.url + PATH, json=body) as answer,
+        ):
+            assert (answer.status_code, answer.headers["Content-Length"]) == (429, "8")
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == b"too "
+            came.set()
+            assert await anext(pieces) == b"many"
+
+    asyncio.run(run())
+
+
 async def talk(url: str, sent: bytes) -> bytes:
     """What comes back for these bytes until the connection ends."""
     address = urlsplit(url)

@@ -233,16 +233,18 @@ class Proxy:
         usage_filter: UsageFilter | None,
     ) -> web.StreamResponse:
         headers = _drop(answer.headers, _HOP_BY_HOP)
-        if usage_filter is not None:
-            headers.popall(hdrs.CONTENT_LENGTH, None)
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-        response[_HEADERS] = headers
-        if request.version < HttpVersion11 and hdrs.CONTENT_LENGTH not in headers:
-            response.force_close()  # HTTP/1.0 has no other end of such an answer, and aiohttp forgets it
         if exchange is not None:
             exchange.status = answer.status
             exchange.content_type = answer.headers.get(hdrs.CONTENT_TYPE, "").lower()
             exchange.content_encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "").lower()
+        if usage_filter is not None and exchange is not None and exchange.is_stream:
+            headers.popall(hdrs.CONTENT_LENGTH, None)
+        else:
+            usage_filter = None  # an error, or an answer by a server that does not stream
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        response[_HEADERS] = headers
+        if request.version < HttpVersion11 and hdrs.CONTENT_LENGTH not in headers:
+            response.force_close()  # HTTP/1.0 has no other end of such an answer, and aiohttp forgets it
         await response.prepare(request)
         async for piece in answer.content.iter_any():
             if exchange is not None:
