@@ -46,7 +46,7 @@ def fake_server(server: FakeServer) -> Iterator[str]:
 
 
 @contextmanager
-def recorder(url: str, out: Path | str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def recorder(url: str, out: Path | str, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command in a process of its own, and where it listens."""
     command = [
         sys.executable,
@@ -59,6 +59,7 @@ def recorder(url: str, out: Path | str) -> Iterator[tuple[subprocess.Popen[str],
         str(out),
         "--port",
         "0",
+        *more,
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -127,6 +128,16 @@ def test_a_second_signal_cuts_answers_and_still_writes_their_lines(tmp_path: Pat
     assert "answers under way were cut" in said
     _, failed = map(json.loads, out.read_text().splitlines())
     assert failed["why"] == "recording ended"
+
+
+def test_the_address_that_it_prints_is_one_that_clients_take(tmp_path: Path) -> None:
+    """That of IPv6 has brackets."""
+    with (
+        fake_server(FakeServer()) as server,
+        recorder(server, tmp_path / "trace.jsonl", "--host", "::1") as (process, url),
+    ):
+        assert ask(url) == 200
+        assert end(process)[0] == 0
 
 
 def test_a_killed_recorder_leaves_whole_lines(tmp_path: Path) -> None:

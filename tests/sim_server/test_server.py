@@ -233,6 +233,12 @@ def test_the_decisions_of_a_served_trace_are_made_again(
     assert (verdict["differences"], verdict["policies"]) == (0, ["continuum-fixed"])
 
 
+def test_the_address_that_it_prints_is_one_that_clients_take() -> None:
+    """That of IPv6 has brackets."""
+    with run_command("--host=::1") as (_, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     options = ["--gpu=A100-80", "--kv-tokens=8192", "--speed=0.5", f"--trace={trace}", "--block-size=32"]

@@ -25,6 +25,11 @@ def say(command: str, text: str) -> None:
     print(f"[{command}] {text}", file=sys.stderr, flush=True)
 
 
+def format_address(host: str, port: int) -> str:
+    """Where a server listens, as clients take it."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def quotes_no_request(record: logging.LogRecord) -> bool:
     """For the logger `aiohttp.server`: whether a message is about something else than a malformed request.
 

@@ -112,7 +112,8 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end)
         host, port, *_ = runner.addresses[0]
-        say(f"http://{host}:{port} passes to {upstream}; turns go to {options.out}; Ctrl-C ends")
+        address = console.format_address(host, port)
+        say(f"{address} passes to {upstream}; turns go to {options.out}; Ctrl-C ends")
         await ended.wait()
         await runner.cleanup()
 

@@ -232,7 +232,8 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
         port = runner.addresses[0][1]
         for line in (_describe(machine, pacer, served, options), *machine.notes):
             print(f"[serve] {line}", file=sys.stderr)
-        print(f"[serve] http://{options.host}:{port}/v1", file=sys.stderr, flush=True)
+        address = console.format_address(options.host, port)
+        print(f"[serve] {address}/v1", file=sys.stderr, flush=True)
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
