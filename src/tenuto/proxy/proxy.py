@@ -209,7 +209,8 @@ class Proxy:
         # A client that takes this for the proxy of its environment sends a whole URL.
         is_path = request.raw_path.startswith("/")
         path = request.raw_path if is_path else request.rel_url.raw_path_qs
-        url = URL(self.upstream + path, encoded=True)
+        # Without the slash, a path such as `@host` would name another server.
+        url = URL(f"{self.upstream}/{path.removeprefix('/')}", encoded=True)
         try:
             async with self._session.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False

@@ -84,8 +84,7 @@ def get_rank(vllm_config: Any) -> int:
 def may_span_machines(parallel_config: Any) -> bool:
     """Whether an engine's workers may be on several machines. Ray places them where it has room."""
     is_placed = parallel_config.distributed_executor_backend not in (None, "mp", "uni")
-    nodes = getattr(parallel_config, "nnodes_within_dp", 1)
-    return bool(nodes > 1 or (is_placed and parallel_config.world_size > 1))
+    return bool(parallel_config.nnodes_within_dp > 1 or (is_placed and parallel_config.world_size > 1))
 
 
 def _get_facts(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -> dict[str, Any]:
