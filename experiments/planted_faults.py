@@ -489,7 +489,7 @@ FAULTS = (
     Fault(
         "leases: in large steps they give nothing back",
         "vllm/compat/scheduler.py",
-        " or count_waiting(scheduler) or num_free_blocks < bound",
+        " or takes_prefixes or num_free_blocks < bound",
         " or num_free_blocks < bound",
         ("vllm/test_leases.py::test_leases_do_not_delay_requests_that_hit_long_free_prefixes",),
     ),

@@ -513,13 +513,15 @@ class AllocationGuard:
     def set_for_step(self) -> None:
         """Guard this step's allocations only if the step could run out of blocks; takes O(1) time.
 
-        Waiting requests may each hit a long prefix that is cached and free, and take those blocks too.
+        Waiting requests may each hit a long prefix that is cached and free, and take those blocks too. That
+        matters beside leases only.
         """
         manager, scheduler = self._manager, self._scheduler
         # Each running request may need a block for its next token, per layer group.
         bound = (self._num_step_blocks + len(scheduler.running)) * manager.num_kv_cache_groups
         num_free_blocks = manager.block_pool.get_num_free_blocks()
-        if self._always or count_waiting(scheduler) or num_free_blocks < bound:
+        takes_prefixes = len(scheduler.leased_blocks) > 0 and count_waiting(scheduler) > 0
+        if self._always or takes_prefixes or num_free_blocks < bound:
             manager.allocate_slots = self._guarded
         else:
             self.remove()
