@@ -135,6 +135,30 @@ def test_leases_do_not_delay_requests_that_hit_long_free_prefixes(clock: Clock) 
     assert start_four(start(num_blocks=225, **config), leases=True) == decided
 
 
+def test_the_first_lease_does_not_delay_requests_that_wait_when_it_begins(clock: Clock) -> None:
+    """As above, but a turn ends while they wait: the driver hears of it when the next step begins."""
+
+    def start_four(engine: Engine) -> list[Any]:
+        prompts = [[10 + n] * 650 for n in range(4)]
+        for n, prompt in enumerate(prompts):
+            first = make_request(f"first{n}", prompt, max_tokens=2, xargs={"is_last_step": 1})
+            engine.scheduler.add_request(first)
+            engine.run()
+        # Each of its steps is full, so the others wait until its end.
+        agent = make_request("a", [7] * 960, max_tokens=1, xargs={"job_id": "a", "tool": "x"})
+        engine.scheduler.add_request(agent)
+        for n, prompt in enumerate(prompts):
+            engine.scheduler.add_request(make_request(f"r{n}", [*prompt, 3], xargs={"is_last_step": 1}))
+        return [list(engine.step().num_scheduled_tokens) for _ in range(18)]
+
+    config: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 64}
+    decided = start_four(Engine(make_scheduler(SyncScheduler, make_config(**config), num_blocks=223)))
+    assert decided[14:16] == [["a"], ["r0", "r1", "r2", "r3"]]
+    leased = start(num_blocks=223, **config)
+    assert start_four(leased) == decided
+    assert leased.scheduler.driver.stats.num_revoked_blocks > 0
+
+
 def test_taking_back_what_cannot_help_costs_no_lease(clock: Clock) -> None:
     """A request that does not fit beside the running ones even without leases leaves the leases alone."""
     engine = start(num_blocks=41)

@@ -165,12 +165,15 @@ class _DrivenScheduler(PrivateHooks):
         if self._has_queued_step:
             self._handle_queued()
         max_tokens = self.max_num_scheduled_tokens
+        is_quiet = self._hooks.is_quiet(now_s, has_partial_prompt=self._has_partial_prompt)
+        if not is_quiet:
+            self._handle_queued()
+        # After that: whether memory may run out depends on the leases of turns that have just ended.
         self._hooks.prepare_memory(now_s)
-        if self._hooks.is_quiet(now_s, has_partial_prompt=self._has_partial_prompt):
+        if is_quiet:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._has_partial_prompt = output.total_num_scheduled_tokens >= max_tokens
         else:
-            self._handle_queued()
             output, max_tokens = self._schedule_as_decided(now_s, *args, **kwargs)
         self._has_queued_step = True
         self._queue(self._handle_step, output, now_s, max_tokens)
