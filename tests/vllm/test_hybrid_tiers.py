@@ -15,6 +15,7 @@ pytest.importorskip("vllm", "0.31.0")
 
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import get_offload_group_idx
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -104,6 +105,23 @@ def test_a_part_of_a_block_is_not_stored_beyond_what_a_request_may_store(of: str
         engine.scheduler.tier._port.end_stores("a")
     engine.run()
     assert len(engine.manager._policy.order) == 0
+
+
+def test_vllm_sees_the_whole_step_when_it_stores_parts_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a draft model, vLLM 0.33 reads there what the step computes. Without that the engine ends."""
+    build, seen = OffloadingConnectorScheduler._build_partial_tail_store_jobs, []
+
+    def build_parts(self: Any, output: Any) -> Any:
+        if output.kv_connector_block_state.boundary_state_offloads:
+            seen.append(output.num_scheduled_tokens)
+        return build(self, output)
+
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_build_partial_tail_store_jobs", build_parts)
+    engine = begin("states, all blocks large", 200, match_unit=16, policy={"policy": "stock"})
+    send(engine, "a", list(range(10, 330)), max_tokens=60)
+    engine.run()
+    assert seen
+    assert all("a" in each for each in seen)
 
 
 @pytest.mark.parametrize(("name", "seed"), [("states, all blocks large", 26)])

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -871,9 +871,9 @@ class ConnectorPort:
                 request_id: [each for each in found if self._may_store(request_id, each[2])]
                 for request_id, found in state.boundary_state_offloads.items()
             }
-            return build(
-                SimpleNamespace(kv_connector_block_state=SimpleNamespace(boundary_state_offloads=parts))
-            )
+            # With a draft model, vLLM 0.33 also reads what the step computes.
+            state = replace(state, boundary_state_offloads=parts)
+            return build(replace(scheduler_output, kv_connector_block_state=state))
 
         return build_parts
 
