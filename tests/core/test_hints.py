@@ -58,6 +58,7 @@ def test_which_ids_are_of_a_session() -> None:
         assert not is_session({"agentic_context": {"program_id": "p"}}, {header: "s"})
     assert is_session({"session_id": "s"})
     assert is_session({"metadata": {"session_id": "s"}})
+    assert is_session({"metadata": {"session_id": "s"}, "vllm_xargs": {"job_id": ""}})
     assert not is_session({"job_id": "j"})
     assert not is_session({"messages": [{"role": "user", "content": "Mend it."}]})
 

@@ -322,7 +322,7 @@ def get_new_fields(
     unix_s: float | None = None,
 ) -> dict[str, Any]:
     """Hint fields to add to `vllm_xargs`. Those that are already there stay, if they are usable."""
-    context = get_usable_fields(_read_context(get_context(request, xargs)))
+    usable, context = get_usable_fields(xargs), get_usable_fields(_read_context(get_context(request, xargs)))
     given = {**context, **get_usable_fields(request)}
     fields = {**get_header_fields(headers), **given}
     if "expected_tool_seconds" in context:
@@ -332,7 +332,7 @@ def get_new_fields(
         fields.pop("job_id", None)
     elif "job_id" not in fields:
         fields["job_id"] = _get_other_job_id(request)
-    if fields.get("job_id") is not None and "job_id" not in given and "job_id" not in xargs:
+    if fields.get("job_id") is not None and "job_id" not in given and "job_id" not in usable:
         fields[SESSION_FIELD] = True
     ids = (xargs.get("job_id"), fields.get("job_id"), context.get("job_id"), own_session_id)
     names = set(filter(None, map(get_bounded_id, ids)))
@@ -346,7 +346,6 @@ def get_new_fields(
         fields.setdefault("tool", tool)
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
         fields[WISH_FIELD] = write_wish(wish)
-    usable = get_usable_fields(xargs)
     return _make_xargs({name: value for name, value in fields.items() if name not in usable})
 
 
