@@ -781,8 +781,8 @@ FAULTS = (
     Fault(
         "disk: the engine waits for removals",
         "vllm/tiers/disk.py",
-        "self._writers.submit(self._remove, self.get_path(key))",
-        "self._remove(self.get_path(key))",
+        "self._writers.submit(self._remove, gone)",
+        "self._remove(gone)",
         ("vllm/test_tier_copies.py::test_the_engine_does_not_wait_for_removals_that_hang",),
     ),
     Fault(
@@ -964,8 +964,8 @@ FAULTS = (
     Fault(
         "disk: what cannot be removed ends the engine",
         "vllm/tiers/disk.py",
-        "        with contextlib.suppress(OSError):\n            path.unlink(missing_ok=True)",
-        "        path.unlink(missing_ok=True)",
+        "            with contextlib.suppress(OSError):\n                path.unlink(missing_ok=True)",
+        "            path.unlink(missing_ok=True)",
         ("vllm/test_tier_copies.py::test_a_folder_that_nothing_can_be_removed_from_ends_no_engine",),
     ),
     Fault(

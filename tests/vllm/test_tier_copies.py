@@ -390,6 +390,29 @@ def test_the_engine_does_not_wait_for_removals_that_hang(
     tier.shutdown()
 
 
+def test_a_load_waits_for_the_removal_of_many_files_as_for_one_copy(
+    tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a policy computes what the disk has, because each file removed would count as a read."""
+    tier = make_tier(tmp_path, view, max_bytes=4 * (HEADER.size + SIZE))
+    store(tier, b"a", b"b", b"c", b"d")
+    go_on, unlink = threading.Event(), Path.unlink
+
+    def unlink_late(*arguments: Any, **more: Any) -> None:
+        assert go_on.wait(30)
+        unlink(*arguments, **more)
+
+    monkeypatch.setattr(Path, "unlink", unlink_late)
+    store(tier, b"e", b"f", b"g", b"h")
+    seen = tier.get_view(1)
+    assert seen.wait_s == seen.s_per_block
+    go_on.set()
+    tier.drain_jobs()
+    assert tier.get_view(1).wait_s == 0
+    assert len(list(tmp_path.rglob("*.kv"))) == 4
+    tier.shutdown()
+
+
 def test_a_read_that_waits_for_others_hangs_too(
     tmp_path: Path, view: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:

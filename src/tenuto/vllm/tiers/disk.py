@@ -399,7 +399,7 @@ class DiskTier(SecondaryTier):
             self._writers.submit(remove_chunks, self._older.pop(0)[1])
         for _ in self._kept.expire(time.monotonic()):
             pass
-        num_passed = 0
+        num_passed, gone = 0, list[Path]()
         while self._files and self.num_bytes > self._max_bytes:
             key = next(iter(self._files))
             if key in self._kept and num_passed < len(self._files) - 1:
@@ -408,11 +408,13 @@ class DiskTier(SecondaryTier):
                 continue
             self._forget(key)
             self._kept.discard(key)
+            gone.append(self.get_path(key))
+        if gone:
             # The engine calls this between two steps, and the disk may hang. A chunk that is stored again
             # meanwhile may lose its file; then its read fails.
             with self._lock:
                 self._num_running += 1
-            self._writers.submit(self._remove, self.get_path(key))
+            self._writers.submit(self._remove, gone)
 
     def _hangs(self) -> bool:
         with self._lock:
@@ -459,10 +461,11 @@ class DiskTier(SecondaryTier):
             self._num_storing -= 0 if job.is_promotion else len(job.keys)
             self._lock.notify_all()
 
-    def _remove(self, path: Path) -> None:
-        # A disk that became read-only must not stop the engine.
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+    def _remove(self, gone: Iterable[Path]) -> None:
+        for path in gone:
+            # A disk that became read-only must not stop the engine.
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         with self._lock:
             self._num_running -= 1
             self._lock.notify_all()
