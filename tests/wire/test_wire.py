@@ -177,6 +177,14 @@ def test_calls_without_a_number_are_several() -> None:
     assert [(call.name, call.arguments) for call in read.calls] == [("ls", "{}"), ("cat", "{}")]
 
 
+def test_pieces_without_a_number_belong_to_the_latest_call() -> None:
+    read = Response()
+    for name, arguments in (("ls", ""), (None, '{"a":'), (None, "1}"), ("cat", ""), (None, "{}")):
+        call = {"function": {"name": name, "arguments": arguments}}
+        read.add(openai_chat.read_event({"choices": [{"delta": {"tool_calls": [call]}}]}), 1.0)
+    assert [(call.name, call.arguments) for call in read.calls] == [("ls", '{"a":1}'), ("cat", "{}")]
+
+
 CALLS = [Call(0, "bash", '{"command": "ls"}'), Call(1, "done", "{}")]
 SPOKEN = [Delta(reasoning="hm"), Delta(text="I "), Delta(text="look"), Delta(calls=CALLS)]
 

@@ -136,14 +136,12 @@ def read_reasoning(message: Body) -> str:
 
 
 def _read_calls(calls: Any) -> Iterator[Call]:
-    for position, call in enumerate(get_each_object(calls)):
+    for call in get_each_object(calls):
         if isinstance(function := call.get("function"), dict):
-            name = as_text(function.get("name"))
-            # Some servers number no calls, and send each in an event of its own.
-            index = call.get("index", None if name else position)
+            index = call.get("index")  # some servers number no calls
             yield Call(
                 index if isinstance(index, int | str) else None,
-                name,
+                as_text(function.get("name")),
                 as_text(function.get("arguments")),
             )
 

@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """A tool call, or what one event adds to it."""
 
     key: int | str | None
-    """Which of the response's calls it is; None: another one."""
+    """Which of the response's calls it is; None: another one, or without a name the latest."""
     name: str | None
     arguments: str | None
     """JSON, or a piece of it."""
@@ -157,7 +157,8 @@ class Response:
         if delta.logprobs:
             self.logprobs += delta.logprobs
         for key, name, arguments in delta.calls:
-            key = len(self.call_pieces) if key is None else key
+            if key is None:
+                key = len(self.call_pieces) if name else next(reversed(self.call_pieces), 0)
             call = self.call_pieces.setdefault(key, [""])
             call[0] = name or call[0]
             if arguments:
