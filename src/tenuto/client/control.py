@@ -164,7 +164,7 @@ class ControlOptions(_ServerOptions):
         if not self.operator:
             with contextlib.suppress(OSError, KeyError):
                 name = f"{getpass.getuser()}@{socket.gethostname()}"
-        return ascii(name)[1:-1]
+        return "".join(each if " " <= each <= "~" else ascii(each)[1:-1] for each in name)
 
     def _get_settings(self) -> dict[str, Any]:
         canary: dict[str, Any] = {} if self.canary_share is None else {"share": self.canary_share}
