@@ -28,7 +28,7 @@ from tenuto.sim.estimate import (
     suggest_next,
 )
 from tenuto.sim.plan import SeedRunner
-from tenuto.sim.setup import Setup
+from tenuto.sim.setup import Setup, write_options
 from tenuto.sim.steady import Effort, Steady
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import LoadOptions, load_workload
@@ -161,6 +161,11 @@ def test_the_next_estimate_is_of_the_same_machine() -> None:
     assert suggest_next(estimate, has_recording=False)[1] == (
         f"tenuto estimate --gpu L40S --model llama-3.1-8b {machine} --machines 4 --recording jobs.jsonl"
     )
+
+
+def test_the_options_of_a_machine_keep_the_names_of_files() -> None:
+    words = write_options(Setup(step_cost="fit-1.0", disk_gb=10.0))
+    assert words == ["--step-cost", "fit-1.0", "--disk-gb", "10"]
 
 
 def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:

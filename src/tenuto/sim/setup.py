@@ -205,7 +205,7 @@ def write_options(setup: Setup) -> list[str]:
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
-            words += [flag, str(value).removesuffix(".0")]
+            words += [flag, str(value).removesuffix(".0") if isinstance(value, float) else str(value)]
     return words
 
 
