@@ -179,7 +179,19 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:
-    return {name: value for name, value in _get_values(record, *LABELS).items() if value is not None}
+    labels = _get_values(record, *LABELS) | _get_arm(record)
+    return {name: value for name, value in labels.items() if value is not None}
+
+
+def _get_arm(record: RunRecord) -> dict[str, object]:
+    """What `tenuto compare` changes beside the policy. Else its further runs look like the policy's own."""
+    config = record.config
+    steps, fleet = config.get("step_tokens"), config.get("fleet")
+    return {
+        "step_tokens": None if steps is None else str(steps),
+        "keep_kv": False if config.get("keep_kv") is False else None,
+        "router": str(fleet.get("router", "tenuto")) if isinstance(fleet, dict) else None,
+    }
 
 
 def _get_gauges(data: RunData) -> dict[str, Gauge]:
@@ -346,7 +358,13 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
         raise DataError(f"{source}: holds no record")
     loaded = group_by((record for record in records if record.jps is not None), _get_series)
     light = {series: min(same, key=lambda each: each.jps or 0.0) for series, same in loaded.items()}
-    stock = {_get_load(record): record for record in records if record.policy == "stock"}
+    # Stock as shipped: not with the smaller steps that `tenuto compare` also tries.
+    shipped = {"step_tokens": None, "keep_kv": None}
+    stock = {
+        _get_load(record): record
+        for record in records
+        if record.policy == "stock" and _get_arm(record).items() >= shipped.items()
+    }
     return {
         "source": source,
         "kind": "results",
@@ -358,11 +376,12 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
 
 
 def _get_series(record: RunRecord) -> tuple[object, ...]:
-    return record.policy, record.gpu, record.model, record.workload
+    return record.policy, record.gpu, record.model, record.workload, *_get_arm(record).values()
 
 
 def _get_load(record: RunRecord) -> tuple[object, ...]:
-    return tuple(getattr(record, name) for name in LABELS if name != "policy")
+    same = (getattr(record, name) for name in LABELS if name != "policy")
+    return *same, _get_arm(record)["router"]
 
 
 def _get_best_share(record: RunRecord) -> float | None:
@@ -570,12 +589,17 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
     labels = ["policy", "gpu", "workload", "jps"]
     if len({str(cell["labels"].get("seed")) for cell in cells}) > 1:
         labels.append("seed")
-    rows = [(*(_show_label(cell, name) for name in labels), *_format_cell(cell)) for cell in cells]
+    rows = [
+        (_name_arm(cell), *(_show_label(cell, name) for name in labels[1:]), *_format_cell(cell))
+        for cell in cells
+    ]
     head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
     lines = _table(head, rows, left=(0, 1, 2, len(head) - 1))
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
-        name = ", ".join(f"{label} {_show_label(cell, label)}" for label in cell["labels"])
+        arm = [f"policy {_name_arm(cell)}"] if "policy" in cell["labels"] else []
+        rest = [f"{label} {_show_label(cell, label)}" for label in LABELS[1:] if label in cell["labels"]]
+        name = ", ".join([*arm, *rest])
         name = f"{name}: " if len(cells) > 1 else ""
         for finding in cell["diagnosis"]:
             kind = finding["mode"], finding["means"], finding["do"]
@@ -592,7 +616,9 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
 
 def _get_place(cell: Mapping[str, Any]) -> tuple[tuple[float, str], ...]:
     """Return a cell's sort key: the load comes first, so that policies under the same load are neighbours."""
-    values = (cell["labels"].get(name, "") for name in ("workload", "gpu", "model", "jps", "policy", "seed"))
+    names = ("workload", "gpu", "model", "jps", "policy")
+    place = [cell["labels"].get(name, "") for name in names]
+    values = [*place, _name_arm(cell), cell["labels"].get("seed", "")]
     return tuple((value, "") if isinstance(value, int | float) else (0.0, str(value)) for value in values)
 
 
@@ -602,6 +628,14 @@ def _format_cell(cell: Mapping[str, Any]) -> tuple[str, ...]:
     times = (cell["job_s"], latencies.get("1"), latencies.get("2"), last)
     modes = ", ".join(finding["mode"] for finding in cell["diagnosis"])
     return *map(_s, times), f"{growth['ratio']:.1f}" if growth else "–", _p(cell["hit_ratio"]), modes
+
+
+def _name_arm(cell: Mapping[str, Any]) -> str:
+    """The policy, with what differs beside it, in the words of `tenuto compare`."""
+    labels, name = cell["labels"], _show_label(cell, "policy")
+    name += f"@{_show_label(cell, 'router')}" if "router" in labels else ""
+    name += f" @{_show_label(cell, 'step_tokens')}" if "step_tokens" in labels else ""
+    return name + (" keeping no KV" if "keep_kv" in labels else "")
 
 
 def _show_label(cell: Mapping[str, Any], name: str) -> str:

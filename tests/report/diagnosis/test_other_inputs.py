@@ -172,6 +172,30 @@ def test_an_explosion_is_set_against_stock_at_the_same_load(tmp_path: Path) -> N
     assert "stock" not in alone[0]["diagnosis"][0]["seen"]
 
 
+def test_the_further_runs_of_a_split_are_told_apart_and_stand_for_no_stock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tenuto compare` also runs stock with smaller steps, and the policy without the KV that it keeps."""
+    exploding = {"1": 9.0, "2": 20.0, "8": 0.8}
+    rows = [
+        make_result(6, exploding, policy="p", mean_s=41.0),
+        make_result(6, GROWING, mean_s=190.0),
+        make_result(6, GROWING, mean_s=28.0, config={"step_tokens": "256"}),
+        make_result(6, exploding, policy="p", mean_s=42.0, config={"keep_kv": False}),
+        make_result(6, GROWING, mean_s=60.0, config={"fleet": {"router": "random"}}),
+    ]
+    path = write_lines(tmp_path / "results.jsonl", *rows)
+    cells = analyze(path)["records"]
+    assert [cell["labels"].get("step_tokens") for cell in cells] == [None, None, "256", None, None]
+    assert cells[3]["labels"]["keep_kv"] is False
+    for cell in (cells[0], cells[3]):
+        assert "with stock 190.0 s at this load" in cell["diagnosis"][0]["seen"]
+    assert main(["analyze", str(path)]) == 0
+    table = capsys.readouterr().out.splitlines()[2:7]
+    names = ["p", "p keeping no KV", "stock", "stock @256", "stock@random"]
+    assert [line.split("H200")[0].strip() for line in table] == names
+
+
 def test_a_run_in_which_no_turn_succeeded(tmp_path: Path) -> None:
     cells = analyze(write_lines(tmp_path / "results.jsonl", make_result(6, {}, jobs=0)))["records"]
     assert (cells[0]["growth"], cells[0]["diagnosis"]) == (None, [])
