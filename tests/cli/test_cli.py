@@ -475,6 +475,9 @@ class Liar(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if status := {"lost": 404, "denied": 401}.get(key):
+            self._answer(status, b"<!DOCTYPE HTML>\n<title>Error response</title>")
+            return
         models = b"[" * 100_000 if key == "nest" else b'{"data": [5]}' if key == "five" else None
         metrics = b"x{ 1\n" if key == "page" else b"up 1\n"
         pages = {"/v1/models": models or b'{"data": [{"id": "m"}]}', "/metrics": metrics}
@@ -530,6 +533,53 @@ def test_verify_says_what_it_cannot_check(
 ) -> None:
     assert cli.main(["verify", "--url", liar, "--api-key", key]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify"],
+        ["top", "--once"],
+        ["estimate", "--gpu", "H100"],
+        ["bench", "--jps", "1"],
+        ["profile", "--out", "costs.json"],
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("lost", "with status 404; is this an OpenAI-compatible server?"),
+        ("denied", "with status 401; give its key with --api-key or $OPENAI_API_KEY"),
+    ],
+)
+def test_a_server_that_refuses_gets_one_line_with_what_to_do(
+    liar: str, command: list[str], key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--url", liar, "--api-key", key]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not any(noise in lines[0] for noise in ("mozilla", "<title>", "--model"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["verify"], ["top", "--once"], ["control", "status"], ["ledger"], ["estimate", "--gpu", "H100"]],
+    ids=lambda command: command[0],
+)
+def test_where_nothing_listens_one_line_says_what_to_look_at(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TENUTO_ADMIN_KEY", "k")
+    assert cli.main([*command, "--url", "http://127.0.0.1:9"]) == 2
+    said = "tenuto: no answer from http://127.0.0.1:9: [Errno 111] Connection refused; "
+    assert capsys.readouterr().err == said + "is the server up, and is this its address?\n"
+
+
+def test_verify_names_the_engine_that_does_not_answer(liar: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--url", liar, "--engine-url", "http://127.0.0.1:9"]) == 2
+    assert "no answer from http://127.0.0.1:9:" in capsys.readouterr().err
 
 
 def test_python_runs_the_package() -> None:

@@ -104,7 +104,7 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
         return {}
     import httpx
 
-    from tenuto.client.metrics import connect, read_cache_state
+    from tenuto.client.metrics import connect, explain, read_cache_state
     from tenuto.client.verify import read_model
 
     check_url(options.url)
@@ -114,7 +114,7 @@ def _ask(options: EstimateOptions) -> dict[str, Any]:
             model, longest = read_model(client)
             cache = read_cache_state(client)
     except httpx.HTTPError as error:
-        raise TenutoError(f"{options.url} does not say what it is: {error}") from error
+        raise TenutoError(explain(error)) from error
     # vLLM includes its null block in the cache's size.
     kv_tokens = (cache.num_blocks // len(cache.engines) + 1) * cache.block_size
     say_notes([f"{options.url} serves {model} with a KV cache of {kv_tokens:,} tokens"])

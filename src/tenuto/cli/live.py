@@ -28,6 +28,7 @@ class VerifyOptions(Options):
 def _run_verify(given: Given) -> int:
     import httpx
 
+    from tenuto.client.metrics import explain
     from tenuto.client.verify import format_verdict, verify
 
     options = given.read(VerifyOptions)
@@ -40,7 +41,7 @@ def _run_verify(given: Given) -> int:
             say=partial(say, "verify"),
         )
     except httpx.HTTPError as error:
-        raise TenutoError(f"{options.url}: {error or type(error).__name__}") from error
+        raise TenutoError(explain(error)) from error
     print(json.dumps(asdict(verdict), indent=2) if options.as_json else format_verdict(verdict))
     return 0 if verdict.ok else 2 if verdict.is_disturbed else 1
 

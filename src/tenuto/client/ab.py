@@ -46,7 +46,7 @@ from tenuto.client.ab_verdict import (
 )
 from tenuto.client.address import ServerError
 from tenuto.client.bench import get_end_signals, measure
-from tenuto.client.metrics import connect, empty_cache
+from tenuto.client.metrics import connect, empty_cache, explain
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
@@ -513,10 +513,7 @@ def check_arm(arm: Arm, api_key: str | None) -> None:
             with connect(url, api_key, ANSWER_S) as client:
                 client.get("/v1/models")
     except httpx.HTTPError as error:
-        raise ServerError(
-            f"--arm {arm.name}: {arm.target} does not answer ({error or type(error).__name__}); is the "
-            "server up, and is this its address?"
-        ) from error
+        raise ServerError(f"--arm {arm.name}: {explain(error)}") from error
     except TenutoError as error:
         raise ConfigError(f"--arm {arm.name}: {error}") from error
 

@@ -14,6 +14,16 @@ class ServerError(TenutoError):
     """A server cannot be started, reached or measured; the message says why, and what to try."""
 
 
+SILENT = "is the server up, and is this its address?"
+
+
+def advise(status: int) -> str:
+    """What to do about the status with which a server refuses a question; empty for its own faults."""
+    if status in (401, 403):
+        return "; give its key with --api-key or $OPENAI_API_KEY"
+    return "; is this an OpenAI-compatible server?" if status < 500 else ""
+
+
 def check_url(url: str, option: str = "--url") -> None:
     """Raise ConfigError if this is not the address of a server."""
     with suppress(ValueError):  # the port is not a number, or not a valid port number

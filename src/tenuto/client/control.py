@@ -72,7 +72,7 @@ class _ServerOptions(Options):
         """
         import httpx
 
-        from tenuto.client.metrics import LIST_PATH, connect, parse_engines
+        from tenuto.client.metrics import LIST_PATH, connect, explain, parse_engines
 
         base_url = get_base_url(self.url)
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -90,7 +90,7 @@ class _ServerOptions(Options):
                 method, url = "GET" if body is None else "POST", f"{base_url}/tenuto/{path}"
                 return http.request(method, url, headers=headers, json=body)
             except httpx.HTTPError as error:
-                raise TenutoError(f"no answer from {base_url}: {error or type(error).__name__}") from error
+                raise TenutoError(explain(error)) from error
 
     def get_job_path(self, end: str = "") -> str:
         """Where the server answers about the job. `end`: what follows its id."""

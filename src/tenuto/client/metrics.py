@@ -25,7 +25,7 @@ from urllib.parse import quote
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tenuto.client.address import check_url, get_base_url
+from tenuto.client.address import SILENT, advise, check_url, get_base_url
 from tenuto.core.errors import ConfigError, DataError, clean
 
 _WRITTEN = ("vllm:", "tenuto:")
@@ -376,6 +376,16 @@ def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Cli
         verify=get_ssl_context(),
         event_hooks={"response": [_bound]},
     )
+
+
+def explain(error: httpx.HTTPError) -> str:
+    """What a failed request means, in one line. Of a status, httpx itself writes two, without advice."""
+    url = error.request.url
+    if isinstance(error, httpx.HTTPStatusError):
+        status = error.response.status_code
+        return f"{url} answers with status {status}{advise(status)}"
+    where = str(url.copy_with(raw_path=b"/")).removesuffix("/")
+    return f"no answer from {where}: {error or type(error).__name__}; {SILENT}"
 
 
 def try_get_json(client: httpx.Client, path: str) -> dict[str, Any]:

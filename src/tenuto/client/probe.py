@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tenuto.client.address import ServerError
+from tenuto.client.address import SILENT, ServerError, advise
 from tenuto.client.http import (
     Answer,
     Client,
@@ -111,13 +111,14 @@ async def _get_model(client: Client, wanted: str | None) -> tuple[str, int | Non
         named = {str(each["id"]): _read_length(each.get("max_model_len")) for each in models}
     except (RequestFailed, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, RequestFailed) and error.kind in ("connect", "reset", "timeout"):
-            raise ServerError(
-                f"{client.url} does not answer ({error.kind}: {error}); is the server up, and is this its "
-                "address?"
-            ) from error
+            raise ServerError(f"{client.url} does not answer ({error.kind}: {error}); {SILENT}") from error
         if wanted is not None:
             return wanted, None
-        raise ServerError(f"{client.url}/v1/models does not name a model ({error}); give --model") from error
+        asked, kind = f"{client.url}/v1/models", getattr(error, "kind", "")
+        if kind.startswith("http 4"):
+            status = int(kind.removeprefix("http "))
+            raise ServerError(f"{asked} answers with status {status}{advise(status)}") from error
+        raise ServerError(f"{asked} does not name a model ({error}); give --model") from error
     model = next(iter(named), None) if wanted is None else wanted
     if model is None or model not in named:
         served = make_printable(", ".join(named)) or "none"

@@ -67,7 +67,7 @@ from tenuto.client.ab_verdict import (
     get_reach,
 )
 from tenuto.client.address import ServerError
-from tenuto.client.metrics import connect, read_cache_state, try_get_json
+from tenuto.client.metrics import connect, explain, read_cache_state, try_get_json
 from tenuto.client.options import AbOptions, Arm, BenchOptions, Kind, ProfileOptions, ValidateOptions
 from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
@@ -190,7 +190,7 @@ def read_server(url: str, options: ValidateOptions, start_s: float | None) -> Va
             version = try_get_json(client, "/version").get("version")
             config = try_get_json(client, "/server_info?config_format=json").get("vllm_config") or {}
     except httpx.HTTPError as error:
-        raise ServerError(f"{url} does not say what it is: {error}") from error
+        raise ServerError(explain(error)) from error
     scheduler = config.get("scheduler_config") or {}
 
     def get(name: str) -> int:

@@ -30,6 +30,7 @@ from tenuto.client.metrics import (
     Buckets,
     Page,
     connect,
+    explain,
     join_pages,
     parse_engines,
     parse_page,
@@ -433,11 +434,7 @@ def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
 
 
 def _explain(error: Exception, url: str) -> str:
-    if isinstance(error, httpx.HTTPStatusError):
-        return f"{url} answers /metrics with status {error.response.status_code}"
-    if isinstance(error, DataError):
-        return f"{url}: {error}"
-    return f"no answer from {url}: {error or type(error).__name__}"
+    return explain(error) if isinstance(error, httpx.HTTPError) else f"{url}: {error}"
 
 
 class Watch:
