@@ -186,9 +186,22 @@ def test_a_recording_is_never_written_over(tmp_path: Path, capsys: pytest.Captur
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(FakeServer()) as server:
         port = server.rpartition(":")[2]
-        arguments = ["record", "--url", server, "--out", str(tmp_path / "t.jsonl"), "--port", port]
+        out = str(tmp_path / "t.jsonl")
+        arguments = ["record", "--url", "http://127.0.0.1:9", "--out", out, "--port", port]
         assert main(arguments) == 2
     assert "cannot listen" in capsys.readouterr().err
+    # The same command with a free port does not need another name for the recording.
+    assert (tmp_path / "t.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]"])
+def test_a_recorder_that_would_ask_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    """While the server is down, its port is free: the recorder would take it, and pass requests to itself."""
+    arguments = ["record", "--url", f"http://{host}:8001/v1", "--out", str(tmp_path / "t.jsonl")]
+    assert main(arguments) == 2
+    assert "--port 8001 is the server's own; choose another" in capsys.readouterr().err
 
 
 @pytest.fixture

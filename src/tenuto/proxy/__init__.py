@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(Options):
@@ -52,5 +54,9 @@ class RecordOptions(Options):
             raise ConfigError(f"--url must be like http://localhost:8000, got {self.url!r}")
         if parts.query or parts.fragment:
             raise ConfigError(f"--url must end before any ? or #, got {self.url!r}")
+        # While the server is down, its port is free: the recorder would take it and pass requests to itself.
+        is_here = parts.hostname in _LOCAL and self.host in (*_LOCAL, "0.0.0.0", "::")
+        if is_here and parts.netloc.endswith(f":{self.port}"):
+            raise ConfigError(f"--port {self.port} is the server's own; choose another")
         if self.salt is not None and not self.salt:
             raise ConfigError("--salt must not be empty: anyone could then check guesses against the hashes")

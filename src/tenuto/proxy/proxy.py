@@ -65,6 +65,9 @@ def run_recording(options: RecordOptions) -> int:
     recorder = Recorder(options, file, say)
     try:
         asyncio.run(serve(options, recorder))
+    except ConfigError:
+        file.empty()
+        raise
     except KeyboardInterrupt:
         say("not everything under way was written")
     finally:

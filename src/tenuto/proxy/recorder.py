@@ -496,6 +496,11 @@ class RecordingFile:
         except OSError as error:
             self._give_up(error, start)
 
+    def empty(self) -> None:
+        """Take back what was written, so that the name can be used again."""
+        with contextlib.suppress(OSError):  # a device
+            os.ftruncate(self._file, 0)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
