@@ -43,9 +43,13 @@ Time = Callable[[str, float], float]
 class Planted(SeedRunner):
     """Says what a machine does without simulating it. Time is up after so many runs."""
 
-    def __init__(self, get_time_s: Time, max_runs: float = math.inf) -> None:
+    def __init__(
+        self, get_time_s: Time, max_runs: float = math.inf, overloads: frozenset[tuple[str, int]] = frozenset()
+    ) -> None:
+        """`overloads`: cases that are overloaded with these seeds."""
         super().__init__((1, 2, 3), workers=1, max_jobs=600, say=lambda make_text: None)
         self._get_time_s, self._max_runs, self.num_runs = get_time_s, max_runs, 0
+        self._overloads = overloads
 
     def __call__(self, setup: Setup, load: LoadOptions, effort: Effort) -> list[Steady]:
         runs: list[Steady] = []
@@ -56,7 +60,7 @@ class Planted(SeedRunner):
             name = setup.policy + ("" if setup.step_tokens is None else f" @{setup.step_tokens}")
             assert load.jps is not None
             time_s = self._get_time_s(name, load.jps)
-            is_steady = math.isfinite(time_s)
+            is_steady = math.isfinite(time_s) and (name, seed) not in self._overloads
             times_s = (time_s * (1 + seed / 100),) * 20 if is_steady else (1.0,)
             finished_jps = load.jps if is_steady else load.jps / 2
             verdict = "steady" if is_steady else "overloaded"
@@ -68,10 +72,12 @@ class Planted(SeedRunner):
         return runs
 
 
-def ask(get_time_s: Time, max_runs: float = math.inf) -> Estimate:
+def ask(
+    get_time_s: Time, max_runs: float = math.inf, overloads: frozenset[tuple[str, int]] = frozenset()
+) -> Estimate:
     estimate = Estimate(STOCK, LOAD)
     with suppress(TimeUpError):
-        fill(estimate, Planted(get_time_s, max_runs), tell=lambda text: None)
+        fill(estimate, Planted(get_time_s, max_runs, overloads), tell=lambda text: None)
     return estimate
 
 
@@ -101,6 +107,23 @@ def test_stock_is_shown_at_its_best_step_size_too() -> None:
     assert commands[0].startswith("vllm serve MODEL --max-num-batched-tokens 512 ")
     assert commands[1].startswith("tenuto serve MODEL")
     assert suggest_next(estimate, has_recording=False)[0].startswith("tenuto record ")
+
+
+def get_close_times_s(name: str, jps: float) -> float:
+    """Steps of 512 are the best of stock with the first seed, those of 256 come next."""
+    return {"stock @512": 10.0, "stock @256": 10.8, "tenuto": 11.5}.get(name, 12.0)
+
+
+@pytest.mark.parametrize("max_runs", [11, math.inf])
+def test_a_step_size_that_is_overloaded_with_another_seed_is_not_the_best(max_runs: float) -> None:
+    """Also if time is up before all cases have run with that seed."""
+    estimate = ask(get_close_times_s, max_runs, frozenset([("stock @512", 2)]))
+    assert (OF_SEEDS in estimate.left_out) == (max_runs == 11)
+    assert estimate.tuned.setup.step_tokens == 256
+    # The next best has then as many seeds as Tenuto.
+    assert len(estimate.tuned.point.runs) == len(estimate.tenuto.point.runs) == (1 if max_runs == 11 else 3)
+    [command] = suggest_next(estimate, has_recording=True)
+    assert command.startswith("vllm serve MODEL --max-num-batched-tokens 256 ")
 
 
 def test_the_load_goes_down_while_there_is_a_gain() -> None:

@@ -3,7 +3,8 @@
 Three questions, each answered by simulating machines until they are steady (`tenuto.sim.steady`):
 
 1. What are job times and times to first token under this traffic? Compared are stock as it is, stock with
-   each smaller step size, and Tenuto. A step size that is slow with the first seed is run with no other.
+   each smaller step size, and Tenuto. A step size that is slow with the first seed is run with no other. One
+   that is not steady with some seed is never the best.
 2. From which load on does Tenuto gain over stock at its best step size? The load goes down in steps while
    there is a gain, or up until there is one. Each load is run with one seed, and with all seeds where the
    answer changes.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -260,19 +261,29 @@ def _compare(estimate: Estimate, measure: SeedRunner, tell: Callable[[str], None
     measure.expect(0, 2 * len(setups))
     # One seed of each case first, so that there is an answer when time is up.
     estimate.cases = list(_measure_cases(setups, estimate.load, measure, ONE_SEED, num_at_once))
-    near = [case.setup for case in _get_near(estimate.cases[:-1])]
-    places = [place for place, each in enumerate(setups) if each in (stock, *near, setups[-1])]
-    setups = [setups[place] for place in places]
-    cases = _measure_cases(setups, estimate.load, measure, ALL_SEEDS, num_at_once)
-    measured: list[Case] = []
-    for case in cases:
-        measured.append(case)
-        tell(f"{case.name}: {_describe(case)}")
-        measure.expect(0, len(setups) - len(measured))
+    last = len(setups) - 1
+    measured: dict[int, Case] = {}
+    # Once more if a step size that was near the best is not steady with all seeds.
+    while places := _find_open(estimate.cases, measured):
+        open_setups = [setups[place] for place in places]
+        cases = _measure_cases(open_setups, estimate.load, measure, ALL_SEEDS, num_at_once)
+        for num_done, (place, case) in enumerate(zip(places, cases, strict=True), 1):
+            measured[place] = case
+            tell(f"{case.name}: {_describe(case)}")
+            measure.expect(0, len(places) - num_done)
+            if place not in (0, last) and not case.is_steady:
+                estimate.cases[place] = case
     # Only when all are known: means over different seeds cannot be compared.
-    for place, case in zip(places, measured, strict=True):
+    for place, case in measured.items():
         estimate.cases[place] = case
     estimate.left_out.remove(OF_SEEDS)
+
+
+def _find_open(cases: Sequence[Case], measured: Mapping[int, Case]) -> list[int]:
+    """The places of the cases that need all seeds: stock, its step sizes near the best, and Tenuto."""
+    known = [measured.get(place, case) for place, case in enumerate(cases)]
+    near = [*_get_near(known[:-1]), known[0], known[-1]]
+    return [place for place, case in enumerate(known) if place not in measured and case in near]
 
 
 def _measure_cases(
@@ -334,10 +345,10 @@ def _count_machines(
 
 
 def _get_near(cases: Sequence[Case]) -> list[Case]:
-    """The cases that may be the best: with the first seed they are not clearly slower."""
+    """The cases that may be the best: steady, and with the first seed not clearly slower."""
     times_s = [
-        fmean(run.job_times_s) if run.verdict == "steady" and run.job_times_s else math.inf
-        for run in (case.point.runs[0] for case in cases)
+        fmean(first.job_times_s) if case.is_steady and first.job_times_s else math.inf
+        for case, first in ((case, case.point.runs[0]) for case in cases)
     ]
     return [case for case, time_s in zip(cases, times_s, strict=True) if time_s <= NEAR * min(times_s)]
 
