@@ -40,13 +40,17 @@ Time = Callable[[str, float], float]
 """Mean job time by the case's name and the load; infinite for an overloaded machine."""
 
 
+Overloads = frozenset[tuple[str, int]]
+"""Cases, by name and seed."""
+
+
 class Planted(SeedRunner):
     """Says what a machine does without simulating it. Time is up after so many runs."""
 
     def __init__(
-        self, get_time_s: Time, max_runs: float = math.inf, overloads: frozenset[tuple[str, int]] = frozenset()
+        self, get_time_s: Time, max_runs: float = math.inf, overloads: Overloads = frozenset()
     ) -> None:
-        """`overloads`: cases that are overloaded with these seeds."""
+        """`overloads`: what is overloaded with these seeds."""
         super().__init__((1, 2, 3), workers=1, max_jobs=600, say=lambda make_text: None)
         self._get_time_s, self._max_runs, self.num_runs = get_time_s, max_runs, 0
         self._overloads = overloads
@@ -72,9 +76,7 @@ class Planted(SeedRunner):
         return runs
 
 
-def ask(
-    get_time_s: Time, max_runs: float = math.inf, overloads: frozenset[tuple[str, int]] = frozenset()
-) -> Estimate:
+def ask(get_time_s: Time, max_runs: float = math.inf, overloads: Overloads = frozenset()) -> Estimate:
     estimate = Estimate(STOCK, LOAD)
     with suppress(TimeUpError):
         fill(estimate, Planted(get_time_s, max_runs, overloads), tell=lambda text: None)
