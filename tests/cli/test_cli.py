@@ -156,6 +156,31 @@ def test_a_file_that_cannot_be_written_is_found_before_vllm_starts(name: str, tm
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve"],
+        ["validate", "--out", "OUT"],
+        ["ab", "--arm", "a=vllm", "--arm", "b=policy:tenuto", "--jps", "1", "--out", "OUT", "--model"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_model_folder_that_is_not_there_is_found_before_vllm_starts(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM takes it for a name on Hugging Face, and tells of that after half a minute."""
+    monkeypatch.setattr(launch, "find_vllm", lambda: "true")
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("vLLM was started"))
+    out, model = tmp_path / "out", str(tmp_path / "lama")
+    words = [str(out) if word == "OUT" else word for word in command]
+    words = [words[0], model, *words[1:]] if words[-1] != "--model" else [*words, model]
+    assert cli.main(words) == 2
+    assert f"no model at {model}" in capsys.readouterr().err
+    assert not out.exists()
+    # For another machine the line is still printed.
+    assert command[0] != "serve" or cli.main([*words, "--dry-run"]) == 0
+
+
 def test_engine_settings_that_the_policy_wants_are_on_the_line() -> None:
     tuned = ["--long-prefill-token-threshold", "512", "--watermark", "0.01"]
     command = build_command("M", {"policy": "stock-tuned"}, ["--port", "1"])

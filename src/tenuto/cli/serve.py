@@ -85,7 +85,14 @@ class ServeOptions(Options):
 
 def run(given: Given) -> int:
     """Replace this process with `vllm serve`."""
-    from tenuto.vllm.launch import Tiers, build_command, check_files, get_environment, get_hints
+    from tenuto.vllm.launch import (
+        Tiers,
+        build_command,
+        check_files,
+        check_model,
+        get_environment,
+        get_hints,
+    )
 
     options = given.read(ServeOptions)
     for flag in given.passed_on:
@@ -98,6 +105,7 @@ def run(given: Given) -> int:
     if not options.dry_run:
         if shutil.which(command[0]) is None:
             raise TenutoError("there is no `vllm` command here; install it with: pip install 'tenuto[vllm]'")
+        check_model(options.model)
         check_files(command)
         if tiers is not None:
             tiers.check()

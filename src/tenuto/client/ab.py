@@ -55,7 +55,7 @@ from tenuto.core.settings import parse_option
 from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, read_first, write_whole, writing
 from tenuto.records.load import read_run
 from tenuto.records.text import write_csv
-from tenuto.vllm.launch import find_vllm
+from tenuto.vllm.launch import check_model, find_vllm
 from tenuto.workload.load import GENERATORS, make_workload
 
 _UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv", "model")
@@ -79,6 +79,8 @@ def run_ab(options: AbOptions) -> int:
     make_workload(options.bench.load)  # report errors in the load before a server is started
     for arm in options.arms:
         check_arm(arm, options.bench.api_key)
+        if arm.kind in ("vllm", "policy"):
+            check_model(options.model or "")
     slots = make_order([arm.name for arm in options.arms], options.repeats, options.runs_per_start)
     is_interrupted = False
     with AbFolder(options.out, describe(options)) as folder:

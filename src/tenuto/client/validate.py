@@ -95,7 +95,7 @@ from tenuto.sim.plan import get_most_jps
 from tenuto.sim.run import get_isolated_time_s
 from tenuto.sim.run import run as simulate
 from tenuto.sim.setup import Setup
-from tenuto.vllm.launch import find_config, find_vllm
+from tenuto.vllm.launch import check_model, find_config, find_vllm
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 
 STOCK, WELL_SET, TENUTO = "stock", "stock-well-set", "tenuto"
@@ -436,6 +436,8 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
             "there is no `vllm` command here. Install Tenuto beside your vLLM, or vLLM here: pip install "
             "'tenuto[vllm]'. --engine sim shows without vLLM what this command does"
         )
+    if options.engine == "vllm":
+        check_model(options.model)
     if options.workload not in GENERATORS and not Path(options.workload).exists():
         raise ConfigError(f"--workload {options.workload}: no such file, nor a generator")
     find_sizes(options)

@@ -88,6 +88,15 @@ def get_hints(command: Sequence[str]) -> list[str]:
     return hints
 
 
+def check_model(model: str) -> None:
+    """Check that a path names something here. Raises ConfigError.
+
+    vLLM takes it for a name on Hugging Face, and ends half a minute later with an error about such names.
+    """
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ConfigError(f"there is no model at {model}")
+
+
 def check_files(command: Sequence[str]) -> None:
     """Check that the server's output files can be written, before it loads weights; make their folders.
 
