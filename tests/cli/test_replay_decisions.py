@@ -272,5 +272,8 @@ def test_a_policy_that_reads_commands_needs_a_trace_with_commands(trace: Path, t
     verdict = check_decisions(hidden)
     assert verdict.num_differences == 0
     assert "commands are not in this trace (hash)" in verdict.notes[0]
+    # A trace has a head for each live change; the note is the same for all.
+    twice = write(tmp_path / "twice", 2 * [{**lines[0], "commands": "hash"}, *lines[1:]])
+    assert len(check_decisions(twice).notes) == 1
     with pytest.raises(DataError, match=r"contextserve decides by the text"):
         check_decisions(hidden, "contextserve")

@@ -156,10 +156,12 @@ def _note_gaps(part: Part, policy: Policy, record: Fields, verdict: DecisionVerd
                 f"{verdict.policies[-1]} decides by the text of commands, and this trace does not have it "
                 f'({part.commands}); record one with "trace_commands": "full"',
             )
-        verdict.notes.append(
-            f"{record.place}: commands are not in this trace ({part.commands}); a policy that reads them "
-            "may answer differently"
+        lacking = (
+            f": commands are not in this trace ({part.commands}); a policy that reads them may answer "
+            "differently"
         )
+        if not any(note.endswith(lacking) for note in verdict.notes):  # once, not for each live change
+            verdict.notes.append(f"{record.place}{lacking}")
     if part.number > 1:
         verdict.notes.append(
             f"{record.place}: this is part {part.number} of a run. What the policy was told in earlier "
