@@ -126,6 +126,7 @@ def test_a_step_size_that_is_overloaded_with_another_seed_is_not_the_best(max_ru
     assert len(estimate.tuned.point.runs) == len(estimate.tenuto.point.runs) == (1 if max_runs == 11 else 3)
     [command] = suggest_next(estimate, has_recording=True)
     assert command.startswith("vllm serve MODEL --max-num-batched-tokens 256 ")
+    assert command.endswith("faster than Tenuto here" + (" (one seed)" if max_runs == 11 else ""))
 
 
 def test_the_load_goes_down_while_there_is_a_gain() -> None:

@@ -482,6 +482,7 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
     is_tuned = steps is not None and estimate.tuned.gains_over(estimate.stock)
     if is_tuned:
         why = "faster than Tenuto here" if is_behind else "without Tenuto"
+        why += " (one seed)" if OF_SEEDS in estimate.left_out else ""
         lines.append(
             f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   "
             f"# stock at its best step size, {why}"
