@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
+from vllm.config import HiSparseConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
@@ -118,6 +119,18 @@ def test_a_pooling_model_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tenuto={"policy": KEEP_ALL})
     monkeypatch.setattr(config.model_config, "runner_type", "pooling")
     assert type(make_scheduler(tenuto.vllm.Scheduler, config)) is SyncScheduler
+
+
+def test_kv_in_a_second_pool_on_the_host_runs_stock() -> None:
+    """Leases hold blocks of one pool. They would keep the host's, and nothing would make them yield."""
+    config = make_config(tenuto={"policy": KEEP_ALL})
+
+    def make(**arguments: Any) -> Any:
+        # Not before: HiSparse lays out the layers of its models only.
+        config.attention_config.hisparse_config = HiSparseConfig()
+        return tenuto.vllm.Scheduler(**arguments)
+
+    assert type(make_scheduler(make, config)) is SyncScheduler
 
 
 def test_every_private_name_stands_in_compat() -> None:

@@ -61,6 +61,8 @@ def get_reason_for_stock(vllm_config: Any) -> str | None:
         return "a pooling model has no turns"
     if is_diffusion(vllm_config):
         return "a diffusion model has its own scheduler"
+    if vllm_config.attention_config.hisparse_config is not None:
+        return "HiSparse has a second pool of blocks on the host, and leases know one pool"
     if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
         return "with the external launcher every rank schedules, and our clocks could differ"
     return None
