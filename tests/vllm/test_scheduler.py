@@ -16,6 +16,8 @@ from vllm.config import HiSparseConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.structured_output import StructuredOutputManager
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
@@ -119,6 +121,21 @@ def test_a_pooling_model_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tenuto={"policy": KEEP_ALL})
     monkeypatch.setattr(config.model_config, "runner_type", "pooling")
     assert type(make_scheduler(tenuto.vllm.Scheduler, config)) is SyncScheduler
+
+
+def test_an_engine_that_only_encodes_images_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no KV cache, so there is no layer group to ask for the size of a block."""
+    config = make_config(tenuto={"policy": KEEP_ALL}, caches=False)
+    config.cache_config.num_gpu_blocks = 1
+    monkeypatch.setattr(type(config), "is_mm_encoder_only", True)
+    no_cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    scheduler = tenuto.vllm.Scheduler(
+        vllm_config=config,
+        kv_cache_config=no_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+    )
+    assert type(scheduler) is SyncScheduler
 
 
 def test_kv_in_a_second_pool_on_the_host_runs_stock() -> None:

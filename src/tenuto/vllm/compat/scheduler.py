@@ -61,6 +61,8 @@ def get_reason_for_stock(vllm_config: Any) -> str | None:
         return "a pooling model has no turns"
     if is_diffusion(vllm_config):
         return "a diffusion model has its own scheduler"
+    if vllm_config.is_mm_encoder_only:
+        return "an engine that only encodes images has no KV cache"
     if vllm_config.attention_config.hisparse_config is not None:
         return "HiSparse has a second pool of blocks on the host, and leases know one pool"
     if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
