@@ -138,6 +138,20 @@ def test_a_turn_that_is_put_back_is_not_charged() -> None:
     assert queue.serve() == "a"
 
 
+def test_a_turn_that_is_aborted_sends_no_other_tenant_back() -> None:
+    """Its tenant has a small weight, so its turns wait far behind. Whoever comes later does not."""
+    queue = Queue({"small": 0.001})
+    queue.arrive("small0", "small")
+    queue.arrive("small1", "small")
+    assert queue.serve() == "small0"
+    for number in range(20):
+        queue.arrive(f"busy{number:02}", "busy", key=1)
+    queue.order.discard("small1")
+    queue.end("small1")
+    queue.arrive("new", "new", key=2)
+    assert "new" in (queue.serve(), queue.serve())
+
+
 def test_waiting_for_nothing_earns_no_credit() -> None:
     queue = Queue()
     for number in range(50):

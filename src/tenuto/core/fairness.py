@@ -152,6 +152,8 @@ class _Share:
 class _Charge:
     work: float = 0.0
     """The work that is included in its tenant's virtual time, in prefill tokens."""
+    begin: float = 0.0
+    """Its tenant's virtual time when it was taken off the queue."""
     num_expected_tokens: float = 0.0
     """Tokens of its prompt and of an output of mean length; 0 before its start."""
 
@@ -213,9 +215,7 @@ class Shares:
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
-        if own.time > self._now:
-            self._now = own.time
-            self._forget_idle()
+        self._charges[turn.turn_id].begin = own.time
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
@@ -228,6 +228,10 @@ class Shares:
         charge = self._charges[turn.turn_id]
         if not charge.work:
             self.take(turn)
+        # Not when it was taken: it may have been aborted, far behind the turns that go first.
+        if charge.begin > self._now:
+            self._now = charge.begin
+            self._forget_idle()
         own = self._tenants[turn.job.tenant or NOBODY]
         own.num_waiting -= 1
         del self._waiting[turn.turn_id]
