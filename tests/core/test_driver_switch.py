@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_a_policy_that_goes_on_is_told_nothing_twice_and_another_is_told_all(goe
     assert engine.driver.may_start("t0", 1.0, idle=False)
     assert not engine.driver.may_start("t1", 1.0, idle=False)
     assert policy.asked.count("t0") == 1
+
+
+class NotesPreemptions(KeepFor):
+    """Notes which turns it is told are preempted."""
+
+    def on_turn_preempted(self, turn: Turn, now_s: float) -> None:
+        self.heard.append(("preempted", turn.turn_id))
+
+
+def test_a_preempted_turn_waits_after_a_switch_too() -> None:
+    """It holds no memory, its wait is bounded, and a new policy knows that it does not run."""
+    engine = ToyEngine(KeepFor(), 30)
+    for number in range(2):
+        engine.arrive(f"t{number}", 0.0, prompt_of(number), [1], Hints(job_id=f"j{number}"))
+        engine.start_first(0.0)
+    engine.preempt("t0", 1.0)
+    policy = NotesPreemptions()
+    switch(engine, policy, 2.0)
+    heard_of_t0, heard_of_t1 = policy.heard[:3], policy.heard[3:]
+    assert heard_of_t0 == [("arrived", "t0"), ("started", "t0", 0), ("preempted", "t0")]
+    assert heard_of_t1 == [("arrived", "t1"), ("started", "t1", 0)]
+    assert engine.driver.quota.get_use("") == 5, "blocks of the turn that runs"
+    assert engine.driver.get_next_tick_s() == 602.0
+    engine.driver.tick(602.0)
+    assert engine.driver.get_queue_key("t0", 602.0)[0] == -math.inf
+    assert engine.start_first(603.0) == "t0"
+    for turn_id in ("t0", "t1"):
+        engine.finish(turn_id, 604.0, is_last=True)
+    assert len(engine.driver.quota) == 0
 
 
 def test_leases_that_new_limits_forbid_yield_the_oldest_first() -> None:

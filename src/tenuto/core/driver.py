@@ -905,6 +905,8 @@ class Driver:
                 self._tell("on_turn_admitted", turn, now_s)
             self._order.start(turn)
             self._tell("on_turn_started", turn, now_s)
+            if turn.run_from is None:
+                self._tell("on_turn_preempted", turn, now_s)
 
     def _is_retained(self, lease: LeaseState) -> bool:
         """Whether a lease that the other driver granted stays.

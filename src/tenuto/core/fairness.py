@@ -99,12 +99,14 @@ class Fairness:
         self.quota.counts_blocks = other.quota.counts_blocks
 
     def adopt(self, turn: TurnState, num_leased_tokens: int, now_s: float) -> bool:
-        """Take over a waiting or running turn: as `arrive`, and as `start` if it runs."""
+        """Take over a waiting or running turn: as `arrive`, `start` and `preempt`, as far as it came."""
         begins = self._enter(turn, num_leased_tokens)
         if turn.started:
             self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
             if self._waits is not None:
                 self._waits.start(turn, turn.num_hit_tokens, now_s)
+            if turn.run_from is None:
+                self.preempt(turn, now_s)
         return begins
 
     def is_overdue(self, turn_id: str) -> bool:
