@@ -166,6 +166,20 @@ def test_a_policy_that_goes_on_is_told_nothing_twice_and_another_is_told_all(goe
     assert policy.asked.count("t0") == 1
 
 
+def test_a_policy_that_goes_on_forgets_the_jobs_that_a_new_limit_forgets() -> None:
+    policy = KeepFor()
+    engine = ToyEngine(policy, 40)
+    for number in range(4):
+        run(engine, number, float(number))
+    switch(engine, policy, 4.0, keeps_leases=True, limits=Limits(max_remembered_jobs=2))
+    assert [each for each in policy.heard if each[0] == "job ended"] == [
+        ("job ended", "j0", 1),
+        ("job ended", "j1", 1),
+    ]
+    assert [lease.job_id for lease in engine.driver.leases] == ["j2", "j3"]
+    assert engine.driver.stats.num_leases_ended[LeaseEnd.FORGOTTEN] == 2
+
+
 class NotesPreemptions(KeepFor):
     """Notes which turns it is told are preempted."""
 

@@ -415,6 +415,8 @@ class Driver:
         self._fairness.take_over(other._fairness, self.limits.tenant_weights)
         for event in self._retention.take_over(other._retention, self._is_retained, now_s):
             self._apply(event)
+        while (forgotten := self._jobs.get_first_to_forget()) is not None:
+            self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
         # The engine asks for the keys of all waiting turns anyway.
         self._to_reorder.clear()
         is_new = self.policy is not other.policy

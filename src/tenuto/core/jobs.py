@@ -303,12 +303,10 @@ class JobTable:
         return self.jobs.get(job_id)
 
     def take_over(self, other: JobTable) -> None:
-        """Take over the jobs of another table; forget some if it has more."""
+        """Take over the jobs of another table. If it has more, some are to be forgotten afterwards."""
         self.jobs, self.idle, self.lineage, self._kinds = other.jobs, other.idle, other.lineage, other._kinds
         self.ledger = other.ledger
         self.lineage.set_max_jobs(2 * self._max_idle)
-        while (job := self._get_first_to_forget()) is not None:
-            self.forget(job)
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
@@ -316,7 +314,7 @@ class JobTable:
             # None of the job's turns finished, so no later turn can extend one.
             return job
         self.idle.add(job.job_id, job.tenant)
-        return self._get_first_to_forget()
+        return self.get_first_to_forget()
 
     def forget(self, job: JobState) -> None:
         """Forget a job."""
@@ -325,7 +323,7 @@ class JobTable:
         self.lineage.forget(job.job_id)
         self.ledger.close(job.job_id, job.tenant or NOBODY, job.account)
 
-    def _get_first_to_forget(self) -> JobState | None:
+    def get_first_to_forget(self) -> JobState | None:
         """The job to forget now; None if the idle jobs are not too many."""
         first = self.idle.get_first_to_forget() if len(self.idle) > self._max_idle else None
         return None if first is None else self.jobs[first]
