@@ -132,6 +132,10 @@ def test_a_longer_wish_for_a_smaller_part_goes_on_with_that_part() -> None:
     assert engine.driver.expire(NOW_S + 50.0) == 0
     assert len(get_lease(engine).blocks) == 1 == engine.driver.get_num_leased_blocks()
     assert engine.driver.expire(NOW_S + 100.0) == 1
+    account = engine.driver.get_account("j")
+    assert account is not None
+    held_s = account.get_figures(NOW_S + 100.0)["gpu_block_seconds"]
+    assert held_s == 50.0 * whole + 50.0, "the job pays for what its lease held"
     assert engine.driver.stats.num_leases_ended[LeaseEnd.EXPIRED] == 1
 
 

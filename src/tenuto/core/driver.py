@@ -169,9 +169,9 @@ class Driver:
         self._order.enter(turn)
         if not turn.is_beside:
             self._apply(self._retention.claim(turn, now_s))
-        if (lease := self.leases.get(job.job_id)) is not None and not self.is_shadow:
+        if (lease := self.leases.get(job.job_id)) is not None:
             # The lease may be shorter now.
-            self._jobs.ledger.hold(job.job_id, job.account, "gpu", len(lease.blocks), now_s)
+            self._count_held(lease, now_s)
         if pause_s is not None:
             self.stats.tool_s.observe(pause_s)
             self._tell("on_tool_returned", turn, job.last_tool, pause_s)
@@ -438,8 +438,11 @@ class Driver:
         limit: a lease ends once, but it can be renewed any number of times.
         """
         num_ended = 0
-        for ended in self._retention.expire(now_s, max_renewals):
-            self._apply(ended)
+        for event in self._retention.expire(now_s, max_renewals):
+            if isinstance(event, LeaseState):
+                self._count_held(event, now_s)
+                continue
+            self._apply(event)
             self.settle()
             num_ended += 1
         return num_ended
@@ -824,11 +827,17 @@ class Driver:
         is_news = not isinstance(event, LeaseRefused) or job_id not in self.leases
         if (job := self._jobs.get(job_id)) is not None and is_news:
             job.lease_news = news
-        if not isinstance(event, LeaseRefused) and stats is self.stats:
-            account = None if job is None else job.account
-            self._jobs.ledger.hold(job_id, account, "gpu", len(event.lease.blocks), event.now_s)
+        if not isinstance(event, LeaseRefused):
+            self._count_held(event.lease, event.now_s)
         if self._history is not None:
             self._history.record_lease(event)
+
+    def _count_held(self, lease: LeaseState, now_s: float) -> None:
+        """Charge a job from now on for the blocks that its lease holds."""
+        if not self.is_shadow:
+            job = self._jobs.get(lease.job_id)
+            account = None if job is None else job.account
+            self._jobs.ledger.hold(lease.job_id, account, "gpu", len(lease.blocks), now_s)
 
     def _get_wish_refusal(self, turn: TurnState) -> LeaseRefusal | None:
         """The reason why nothing is kept for a turn, whatever its client wishes; None if there is none."""

@@ -689,8 +689,11 @@ class Retention:
 
     # Time.
 
-    def expire(self, now_s: float, max_renewals: float) -> Iterator[LeaseEnded]:
-        """End or renew leases whose deadline has passed."""
+    def expire(self, now_s: float, max_renewals: float) -> Iterator[LeaseEnded | LeaseState]:
+        """End or renew leases whose deadline has passed.
+
+        Yields those that keep only what their clients wish from now on, too: they may be shorter.
+        """
         num_renewed = 0
         view: EngineView | None = None
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
@@ -700,7 +703,7 @@ class Retention:
             is_wished = lease.terms.yields is Yields.FIRST
             answer: Decision
             answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
-            terms = None
+            terms, num_wished = None, None
             if isinstance(answer, Keep):
                 if now_s < answer.until_s < now_s + MIN_RENEWAL_S:
                     answer = dataclasses.replace(answer, until_s=now_s + MIN_RENEWAL_S)
@@ -716,9 +719,12 @@ class Retention:
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
+                if num_wished is None:
+                    continue
+                yield lease
             else:
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
-                view = None
+            view = None
 
     # Memory.
 
