@@ -222,6 +222,19 @@ def test_leases_that_new_limits_forbid_yield_the_oldest_first() -> None:
     assert engine.start_first(4.0) == "waits"
 
 
+def test_new_limits_of_a_tenant_hold_while_another_one_has_only_a_turn() -> None:
+    engine = ToyEngine(KeepFor(), 40)
+    for number in range(3):
+        run(engine, number, float(number), tenant="ann")
+    engine.arrive("other", 3.0, prompt_of(9), [1], Hints(job_id="other", tenant="bob"))
+    engine.start_first(3.0)
+    switch(engine, KeepFor(), 3.0, keeps_leases=True, limits=Limits(max_tenant_leases=1))
+    assert [lease.job_id for lease in engine.driver.leases] == ["j2"]
+    switch(engine, KeepFor(), 3.0, keeps_leases=True, limits=Limits(max_tenant_share=0.05))
+    assert engine.driver.get_num_leased_blocks() == 2
+    check_integrity(engine.pool, engine.driver.leases)
+
+
 def test_leases_of_jobs_that_leave_the_canary_end() -> None:
     engine = ToyEngine(KeepFor(), 30)
     for number, group in enumerate(("old", "new", None)):

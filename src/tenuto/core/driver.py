@@ -413,20 +413,22 @@ class Driver:
         # The engine's queue of waiting turns (`make_order`) looks at both of these.
         self._turns = other._turns
         self._fairness.take_over(other._fairness, self.limits.tenant_weights)
+        is_new = self.policy is not other.policy
+        if is_new:
+            for job in self._jobs.jobs.values():
+                job.runs_as_stock = None
+            self._order.forget_admissions(self._jobs.jobs.values(), self._turns.values())
+        # Before the leases, because some limits on these count only while another tenant is active.
+        for turn in self._turns.values():
+            self._adopt(turn, now_s)
         for event in self._retention.take_over(other._retention, self._is_retained, now_s):
             self._apply(event)
         while (forgotten := self._jobs.get_first_to_forget()) is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
         # The engine asks for the keys of all waiting turns anyway.
         self._to_reorder.clear()
-        is_new = self.policy is not other.policy
         if is_new:
-            for job in self._jobs.jobs.values():
-                job.runs_as_stock = None
-            self._order.forget_admissions(self._jobs.jobs.values(), self._turns.values())
-        for turn in self._turns.values():
-            self._adopt(turn, now_s)
-            if is_new:
+            for turn in self._turns.values():
                 self._introduce(turn, now_s)
 
     # Leases.
