@@ -264,6 +264,12 @@ def test_an_engine_is_busy_while_it_computes() -> None:
     assert chooser._get_work().busy == pytest.approx(0.4, rel=0.01)
 
 
+def test_a_first_step_that_took_next_to_no_time_says_nothing() -> None:
+    chooser = AdaptiveSteps()
+    chooser.observe_step(StepView(1e-15, 1e-15, 600, 2))
+    assert chooser._get_work() == Work(0.0, 0.0, 1.0)
+
+
 def make_turn(turn_id: str, num_tokens: int, *, kind: str = "agent", tool: ToolCall | None = None) -> Turn:
     return Turn(
         turn_id,

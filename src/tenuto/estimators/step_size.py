@@ -248,10 +248,10 @@ class AdaptiveSteps:
     def _get_work(self) -> Work:
         """The work of recently finished turns. About as much arrives, or a little more."""
         elapsed_s = self._now_s - self._since_s
-        if elapsed_s <= 0:
+        lately_s = RATE_S * (1 - math.exp(-max(0.0, elapsed_s) / RATE_S))
+        if lately_s <= 0:  # also after a tiny step: the exponential is 1 then
             return Work(0.0, 0.0, 1.0)
         left, busy_s = self._decay()
-        lately_s = RATE_S * (1 - math.exp(-elapsed_s / RATE_S))
         num_tokens = self._num_prompt_tokens + self._num_answer_tokens
         return Work(
             left * self._num_prompt_tokens / lately_s,
