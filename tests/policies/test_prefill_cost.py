@@ -192,6 +192,8 @@ def test_steps_too_few_to_learn_from_are_kept_too() -> None:
         {"weight": "x", "moments": []},
         {"weight": 9, "moments": [[float("nan")] * 5] * 4},
         {"weight": -1, "moments": [[1.0] * 5] * 4},
+        {"weight": 9, "moments": [[1.7e308] * 5] * 4},
+        {"weight": 9, "moments": [[5e-324, 0, 0, 0, 1.0], [0, 5e-324, 0, 0, 1.0], *[[0.0] * 5] * 2]},
     ],
 )
 def test_a_state_that_is_none_changes_nothing(state: dict) -> None:

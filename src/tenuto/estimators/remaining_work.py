@@ -14,6 +14,9 @@ MAX_ROWS = 256
 """Most kinds with a table, because clients can invent kinds. Also the largest turn number with statistics of
 its own: later turns count as this one."""
 
+MAX_SUM = 1e15
+"""More than any sum here: 500 turns of as many tokens as clients can send."""
+
 
 class Left(NamedTuple):
     """What a job is expected to have left, in prefill tokens."""
@@ -147,7 +150,9 @@ class TurnTable:
         rows = [get_numbers(row, 5) for row in state["turns"]]
         sizes = [[get_numbers(row, 3) for row in each] for each in state["sizes"]]
         counts = [count for row in (*rows, *(row for each in sizes for row in each)) for count in row]
-        if len(rows) > MAX_ROWS or any(row[0] <= 0 for row in rows) or min(counts, default=0) < 0:
+        # A row begins with one turn, and sums decay. Others would make means and shares that are no numbers.
+        are_sums = min(counts, default=0) >= 0 and max(counts, default=0) <= MAX_SUM
+        if len(rows) > MAX_ROWS or any(row[0] < 1 for row in rows) or not are_sums:
             raise ValueError(f"no more than {MAX_ROWS} kinds of turns expected, each seen, none negative")
         for row, each in zip(rows, sizes, strict=True):
             count, work, new, num_ended, num_followed = row

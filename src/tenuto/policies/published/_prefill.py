@@ -28,6 +28,9 @@ MIN_PREFILL_TOKENS = 256
 PRIOR_WEIGHT = 0.5
 """Weight of the assumed profile, in steps. It decides if the steps cannot, e.g. if all prompts are equal."""
 
+MAX_SUM = 1e15
+"""More than any decayed sum of steps, in the units below."""
+
 _UNITS = (1.0, 1e3, 1e7, 1e1)
 """Units of the features step, tokens, pairs, requests; they bring all features to a similar size."""
 _NUM_FEATURES = len(_UNITS)
@@ -117,17 +120,15 @@ class PrefillCost:
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         weight, moments = float(state["weight"]), [[float(each) for each in row] for row in state["moments"]]
-        is_finite = all(math.isfinite(each) for row in moments for each in (weight, *row))
-        if (
-            weight < 0
-            or not is_finite
-            or [len(row) for row in moments] != [len(row) for row in self._moments]
-        ):
+        are_sums = all(abs(each) <= MAX_SUM for row in moments for each in (weight, *row))
+        if weight < 0 or not are_sums or [len(row) for row in moments] != [len(row) for row in self._moments]:
             raise ValueError("the moments are not those of a prefill cost")
         if not self._learns:
             return
-        if weight >= MIN_STEPS:
-            self.profile = _fit(moments, weight)
+        profile = _fit(moments, weight) if weight >= MIN_STEPS else self.profile
+        if not math.isfinite(profile.get_s(MAX_SUM)):
+            raise ValueError("the moments give no prefill cost")
+        self.profile = profile
         self._weight, self._moments = weight, moments
 
     def __repr__(self) -> str:
