@@ -13,6 +13,7 @@ from tenuto.core.policy import Policy
 from tenuto.core.requests import Hints
 from tenuto.core.types import Decision, EngineView, Keep, Lease, LeaseEnd, LeaseRefusal, Release, Turn, Yields
 from tenuto.core.wishes import Span, Wish
+from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
 
 NOW_S = 5.0
@@ -81,6 +82,16 @@ def test_what_the_policy_gives_up_is_held_for_the_wish_and_no_longer_than_the_li
         assert engine.driver.expire(until_s - 0.1) == 0
         assert engine.driver.expire(until_s) == 1
         assert engine.driver.get_num_leased_blocks() == 0
+
+
+def test_what_the_policy_keeps_for_no_time_is_held_for_the_wish() -> None:
+    engine = make(KeepFor(ttl_s=0.0))
+    run(engine, "t", Hints(job_id="j", tool="ls", wish=HOUR))
+    assert (get_lease(engine).terms.until_s, get_lease(engine).terms.yields) == (NOW_S + 600.0, Yields.FIRST)
+    refused = make(KeepFor(ttl_s=0.0))
+    run(refused, "t", Hints(job_id="j", tool="ls", wish=HOUR, retain_s=0.0))
+    assert not len(refused.driver.leases)
+    assert refused.driver.stats.num_lease_refusals[LeaseRefusal.TOO_LATE] == 1
 
 
 def test_without_a_wish_nothing_is_held() -> None:

@@ -613,8 +613,9 @@ class Retention:
         retain_s = state.arrival.hints.retain_s
         terms = self._bound(answer, now_s, retain_s) if isinstance(answer, Keep) else None
         num_wished: int | None = None
-        if terms is None and wish is not None:
-            terms, num_wished = self._get_wished_terms(wish, answer, now_s, now_s, retain_s)
+        if wish is not None and (terms is None or terms.until_s <= now_s):
+            wished, num_wished = self._get_wished_terms(wish, answer, now_s, now_s, retain_s)
+            terms = wished or terms
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for the old lease. That turn has already arrived, and the turn
         # after this one has not. So the old lease has precedence.
@@ -627,8 +628,8 @@ class Retention:
             self._engine.store(cached, turn, wish)
         elif wish is not None and self._engine.can_store:
             cached = self._engine.get_cached_blocks(turn.turn_id, state.num_held_tokens)
-            if wished := self._cut(cached, wish.num_tokens):
-                self._engine.store(wished, turn, wish)
+            if part := self._cut(cached, wish.num_tokens):
+                self._engine.store(part, turn, wish)
         reason: LeaseRefusal | None
         if terms is None:
             reason = answer.why or LeaseRefusal.POLICY
