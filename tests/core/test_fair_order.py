@@ -14,6 +14,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.requests import Hints
+from tenuto.core.turn_work import MAX_NAMES
 from tests.support.small_policies import KeepFor
 from tests.support.toy_engine import ToyEngine, make_tokens
 
@@ -195,6 +196,16 @@ def test_tenants_that_left_are_forgotten() -> None:
         queue.serve()
     assert len(queue.shares._tenants) < 5
     assert queue.shares.num_live_tenants == 0
+
+
+def test_tenants_that_clients_invent_are_bounded_while_the_engine_is_busy() -> None:
+    queue = Queue()
+    queue.arrive("long", "long")
+    queue.start()
+    for number in range(MAX_NAMES + 100):
+        queue.arrive(f"t{number}", f"tenant{number}")
+        queue.serve()
+    assert len(queue.shares._tenants) == MAX_NAMES + 1
 
 
 @pytest.mark.parametrize("fair", [True, False])

@@ -30,7 +30,7 @@ from tenuto.core.jobs import NOBODY, UNVERIFIED, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
 from tenuto.core.stock_queue import StockQueue, make_stock_queue
-from tenuto.core.turn_work import MovingMean, get_work
+from tenuto.core.turn_work import MAX_NAMES, MovingMean, get_work
 from tenuto.core.types import LeaseRefusal
 
 UNVERIFIED_WEIGHT = 0.1
@@ -258,6 +258,9 @@ class Shares:
             self.num_live_tenants -= 1
             self._idle.push(name, (own.time,))
             self._forget_idle()
+            if len(self._idle) > MAX_NAMES:
+                # Clients may invent tenants. The one that goes first gains least by starting at `_now`.
+                del self._tenants[self._idle.pop()]
         if not self.num_live_tenants:
             # The engine is idle, so all tenants begin equal again.
             self._tenants.clear()
