@@ -189,6 +189,18 @@ def test_priorities_come_before_tenants_where_the_engine_uses_them() -> None:
         assert queue.order.get_first() == expected
 
 
+def test_urgent_turns_of_one_tenant_send_no_other_tenant_back() -> None:
+    """They go first whatever their tenant has received. Among the others, the least served goes first."""
+    queue = Queue(by_priority=True)
+    for number in range(50):
+        queue.arrive(f"urgent{number:02}", "urgent", 1000)
+        queue.arrive(f"old{number:02}", "old", 1000, priority=5)
+    for _ in range(50):
+        assert queue.serve().startswith("urgent")
+    queue.arrive("new", "new", 1000, key=1, priority=5)
+    assert "new" in (queue.serve(), queue.serve())
+
+
 def test_tenants_that_left_are_forgotten() -> None:
     queue = Queue()
     for number in range(1000):

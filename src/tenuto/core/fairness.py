@@ -155,7 +155,7 @@ class _Charge:
     work: float = 0.0
     """The work that is included in its tenant's virtual time, in prefill tokens."""
     begin: float = 0.0
-    """Its tenant's virtual time when it was taken off the queue."""
+    """The least virtual time of all tenants that waited when it was taken off the queue, its own included."""
     num_expected_tokens: float = 0.0
     """Tokens of its prompt and of an output of mean length; 0 before its start."""
 
@@ -170,7 +170,8 @@ class Shares:
         self._idle = IndexedHeap()
         """Tenants without a turn whose virtual time is still later than `_now`, by virtual time."""
         self._now = 0.0
-        """The virtual time of the tenant served last, when its turn started."""
+        """The virtual time of the tenant served last, when its turn started. If turns with a smaller priority
+        went first: of the tenant that waited then and had received the least."""
         self._output = MovingMean()
         """Mean output tokens of a turn."""
         self._waiting: OrderedDict[str, TurnState] = OrderedDict()
@@ -212,12 +213,15 @@ class Shares:
         own.num_waiting += 1
         own.num_live += 1
 
-    def take(self, turn: TurnState) -> None:
-        """A turn was taken off the queue. Its work counts at once, because one step may start many turns."""
+    def take(self, turn: TurnState, least: float = math.inf) -> None:
+        """A turn was taken off the queue. Its work counts at once, because one step may start many turns.
+
+        `least`: the least virtual time of the tenants in the queue.
+        """
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
-        self._charges[turn.turn_id].begin = own.time
+        self._charges[turn.turn_id].begin = min(own.time, least)
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
@@ -316,6 +320,8 @@ class FairOrder:
         self._lane_of: dict[str, str] = {}
         self._order = IndexedHeap()
         """Lanes by priority and virtual time. A lane's time may have increased since it was added."""
+        self._times = IndexedHeap()
+        """With priorities: the same by virtual time alone."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -340,6 +346,8 @@ class FairOrder:
             if name not in self._lanes:
                 lane = self._lanes[name] = _Lane(priority, tenant)
                 self._order.push(name, self._get_key(lane))
+                if self._by_priority:
+                    self._times.push(name, self._get_key(lane)[1:])
         self._lanes[name].turns.push(item, key)
 
     def get_key(self, item: str) -> Key:
@@ -374,9 +382,10 @@ class FairOrder:
         if not waiting:
             del self._lanes[name]
             self._order.discard(name)
+            self._times.discard(name)
         turn = self._turns.get(item)
         if turn is not None:
-            self._shares.take(turn)
+            self._shares.take(turn, self._get_least_time())
 
     def _get_first_lane(self) -> _Lane | None:
         if len(self._lanes) == 1:
@@ -389,6 +398,15 @@ class FairOrder:
             # The tenant was served since. Times only increase, so no other lane can be before its key.
             self._order.push(name, key)
         return None
+
+    def _get_least_time(self) -> float:
+        """With priorities, the least virtual time of the tenants here; else infinity: the first has it."""
+        while (name := self._times.get_first()) is not None:
+            key = self._get_key(self._lanes[name])[1:]
+            if key == self._times.get_first_key():
+                return key[0]
+            self._times.push(name, key)
+        return math.inf
 
     def _get_key(self, lane: _Lane) -> tuple[int, float]:
         return lane.priority, self._shares.get_time(lane.tenant)
