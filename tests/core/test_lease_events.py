@@ -46,6 +46,20 @@ def test_an_allocation_reorders_no_turn_before_it_has_returned() -> None:
     assert reordered == ["t0b"]
 
 
+def test_a_turn_whose_lease_made_room_for_another_is_reordered_before_the_next_step() -> None:
+    engine = ToyEngine(KeepFor(), 20, limits=Limits(max_leased_share=0.25, max_wait_over_stock=None))
+    run(engine, 0, 0)
+    engine.arrive("plain", 1, list(range(40)), [1])
+    engine.start_first(1)
+    come_back(engine, 0, 2)
+    [lease] = engine.driver.leases
+    assert (lease.next_turn_id, engine.waiting.get_key("t0b")) == ("t0b", (0, 2))
+    engine.finish("plain", 3)
+    assert lease not in list(engine.driver.leases)
+    assert not engine.driver.tick(4)
+    assert engine.waiting.get_key("t0b") == (1, 2)
+
+
 def test_blocks_that_others_use_too_go_in_the_same_cut() -> None:
     engine = ToyEngine(KeepFor(), 20)
     run(engine, 0, 0)

@@ -494,6 +494,7 @@ class Driver:
         for turn_id in self._order.pop_overdue(now_s):
             self.decided.num_overdue_turns += 1
             self._engine.reorder(turn_id)
+        self.settle()  # the end of a turn may have taken a waiting turn's lease
         if now_s < self.next_reorder_s:
             return False
         self.next_reorder_s = now_s + self._reorder_s
