@@ -328,6 +328,13 @@ FAULTS = (
         ("core/test_fair_order.py::test_a_flood_does_not_push_another_tenant_back",),
     ),
     Fault(
+        "clients: an aborted request moves where other tenants start",
+        "core/fairness.py",
+        "        self._charges[turn.turn_id].begin = min(own.time, least)\n",
+        "        self._charges[turn.turn_id].begin = self._now = max(self._now, own.time)\n",
+        ("core/test_fair_order.py::test_a_turn_that_is_aborted_sends_no_other_tenant_back",),
+    ),
+    Fault(
         "clients: cheap requests change what is known of agents",
         "estimators/returns.py",
         "PRIOR_TOKENS = 100_000.0",
