@@ -171,7 +171,7 @@ class Driver:
             self._apply(self._retention.claim(turn, now_s))
         if (lease := self.leases.get(job.job_id)) is not None:
             # The lease may be shorter now.
-            self._count_held(lease, now_s)
+            self._count_held(lease, job, now_s)
         if pause_s is not None:
             self.stats.tool_s.observe(pause_s)
             self._tell("on_tool_returned", turn, job.last_tool, pause_s)
@@ -442,7 +442,7 @@ class Driver:
         num_ended = 0
         for event in self._retention.expire(now_s, max_renewals):
             if isinstance(event, LeaseState):
-                self._count_held(event, now_s)
+                self._count_held(event, self._jobs.get(event.job_id), now_s)
                 continue
             self._apply(event)
             self.settle()
@@ -830,15 +830,15 @@ class Driver:
         is_news = not isinstance(event, LeaseRefused) or job_id not in self.leases
         if (job := self._jobs.get(job_id)) is not None and is_news:
             job.lease_news = news
-        if not isinstance(event, LeaseRefused):
-            self._count_held(event.lease, event.now_s)
+        if not isinstance(event, LeaseRefused) and stats is self.stats:
+            account = None if job is None else job.account
+            self._jobs.ledger.hold(job_id, account, "gpu", len(event.lease.blocks), event.now_s)
         if self._history is not None:
             self._history.record_lease(event)
 
-    def _count_held(self, lease: LeaseState, now_s: float) -> None:
-        """Charge a job from now on for the blocks that its lease holds."""
+    def _count_held(self, lease: LeaseState, job: JobState | None, now_s: float) -> None:
+        """Charge a job, if it is still known, for what its lease still holds after it was cut."""
         if not self.is_shadow:
-            job = self._jobs.get(lease.job_id)
             account = None if job is None else job.account
             self._jobs.ledger.hold(lease.job_id, account, "gpu", len(lease.blocks), now_s)
 
