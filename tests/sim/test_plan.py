@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,17 @@ def test_the_jobs_of_a_trace_come_again_as_new_jobs(write_trace: Callable[[], st
     arrivals_s = [job.arrival_s for job in workload.jobs]
     assert arrivals_s == sorted(arrivals_s)
     assert arrivals_s[-1] <= 20.0
+
+
+def test_a_recordings_names_do_not_collide_with_those_of_copies(tmp_path: Path) -> None:
+    # `tenuto record` calls a turn beside another of its job `ID~2`.
+    row = {"input_length": 120, "output_length": 10, "timestamp": 0}
+    path = tmp_path / "recording.jsonl"
+    rows = [{**row, "session": "a"}, {**row, "session": "a~2", "parent": "a"}, {**row, "session": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jobs = make_long_workload(LoadOptions(workload=str(path), jps=1.0, seed=3), 20.0).jobs
+    assert len({job.job_id for job in jobs}) == len(jobs) > 20
+    assert len({job.turns[0].prompt[0].content_id for job in jobs}) == len(jobs)
 
 
 @pytest.fixture

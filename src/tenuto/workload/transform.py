@@ -107,19 +107,25 @@ def repeat_jobs(workload: Workload, num_jobs: int, seed: int) -> Workload:
     for job in workload.jobs:
         families.setdefault(roots[job.job_id], []).append(job)
     shared = _find_shared(families)
-    jobs = []
+    jobs: list[Job] = []
+    taken = set(roots)
     for number, root in enumerate(_order(list(families), num_jobs, seed)):
-        suffix = f"~{number // len(families) + 1}" if number >= len(families) else ""
-        jobs += [_copy(job, suffix, shared) for job in families[root]]
+        family, suffix = families[root], ""
+        if (copy := number // len(families) + 1) > 1:
+            # `tenuto record` gives such names too, to turns beside others of their job.
+            free = (f"~{n}" for n in count(copy) if taken.isdisjoint(f"{job.job_id}~{n}" for job in family))
+            suffix = next(free)
+        taken.update(job.job_id + suffix for job in family)
+        jobs += [_copy(job, suffix, shared) for job in family]
     return replace(workload, jobs=tuple(jobs))
 
 
-def _order(names: list[str], count: int, seed: int) -> Iterator[str]:
+def _order(names: list[str], num: int, seed: int) -> Iterator[str]:
     rng = random.Random(f"repeat/{seed}")
-    while count > 0:
+    while num > 0:
         rng.shuffle(names)
-        yield from names[:count]
-        count -= len(names)
+        yield from names[:num]
+        num -= len(names)
 
 
 def _find_shared(families: dict[str, list[Job]]) -> frozenset[str]:
