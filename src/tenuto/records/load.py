@@ -6,7 +6,7 @@ Nothing else reads the files of runs. Every function raises DataError, which nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenuto.core.errors import DataError
@@ -198,11 +198,14 @@ def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
 def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
     numbers: dict[str, int] = {}
     ends_s: dict[str, float] = {}
+    parents: dict[str, str] = {}
     for fields in objects:
         if fields.values.get("kind") in _NO_TURNS:
             continue
         job = fields.text("session" if "session" in fields else "session_id")
         number = numbers[job] = numbers.get(job, 0) + 1
+        if (parent := fields.optional(fields.text, "parent")) is not None:
+            parents[job] = parent
         if "timestamp" in fields or job not in ends_s:
             due_s = fields.milliseconds("timestamp")
         else:
@@ -226,3 +229,13 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         )
     if not data.turns:
         raise DataError(f"{data.source}: no turn was recorded")
+    # A job's first row names its parent, and may come before the parent's own.
+    data.turns = [replace(turn, root=_find_root(turn.job, parents)) for turn in data.turns]
+
+
+def _find_root(job: str, parents: Mapping[str, str]) -> str | None:
+    """The job at the beginning of its chain of parents; None if no other job started it."""
+    seen = [job]
+    while (parent := parents.get(seen[-1])) is not None and parent not in seen:
+        seen.append(parent)
+    return None if len(seen) == 1 else seen[-1]

@@ -113,7 +113,7 @@ class TurnRecord:
     engine: Annotated[str | None, LeftOut] = None
     """The engine of a fleet that answered it. None where there is one engine."""
     root: Annotated[str | None, LeftOut] = None
-    """For a job that another one started: the job at the beginning of the chain. Only the bench writes it."""
+    """For a job that another one started: the job at the beginning of the chain. Traces do not know it."""
     failures: tuple[Failure, ...] = ()
     """Failed attempts in order; all except the last one were retried."""
     complaints: tuple[str, ...] = ()

@@ -110,14 +110,15 @@ def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[
 
 def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
     turns = [turn for job in jobs for turn in job.turns]
+    own = [job for job in jobs if not job.is_started_by_another]
     by_number = group_by(turns, lambda turn: turn.record.turn)
     report: dict[str, Any] = {
         "source": data.source,
         "kind": data.kind,
         "labels": _get_labels(data.record) if data.record else {"policy": data.policy} if data.policy else {},
         "notes": data.notes,
-        "jobs": _get_job_counts(jobs),
-        "job_s": describe(job.duration_s for job in jobs),
+        "jobs": _get_job_counts(own),
+        "job_s": describe(job.duration_s for job in own),
         "turns": {"total": len(turns), "aborted": sum(turn.record.status != "ok" for turn in turns)},
         "latency_s": describe(turn.latency_s for turn in turns),
         "queue_s": describe(turn.record.queue_s for turn in turns),

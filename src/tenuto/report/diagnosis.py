@@ -21,7 +21,7 @@ from functools import partial
 
 from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData, TurnFacts
-from tenuto.records.schema import TurnRecord
+from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.text import format_time_s
 
 _s = partial(format_time_s, digits=1)
@@ -95,11 +95,13 @@ class JobStory:
 
     job_id: str
     turns: tuple[TurnStory, ...]
+    duration_s: float | None
+    """Seconds from first arrival to last token, tools too; None if it did not finish."""
 
     @property
-    def duration_s(self) -> float | None:
-        """Seconds from first arrival to last token, tools too; None if a turn failed or did not end."""
-        return get_job_times_s(turn.record for turn in self.turns).get(self.job_id)
+    def is_started_by_another(self) -> bool:
+        """Whether another job started it. Its time is part of that job's."""
+        return self.turns[0].record.root is not None
 
 
 def make_stories(data: RunData) -> list[JobStory]:
@@ -112,9 +114,18 @@ def make_stories(data: RunData) -> list[JobStory]:
         JobStory(
             job_id,
             tuple(_make_story(data, turns, n, leases, offloads, block_size) for n in range(len(turns))),
+            _get_duration_s(data.record, job_id, turns),
         )
         for job_id, turns in data.jobs.items()
     ]
+
+
+def _get_duration_s(record: RunRecord | None, job_id: str, turns: Sequence[TurnRecord]) -> float | None:
+    # Only the run's record tells whether turns are missing that were never sent.
+    is_told = record is not None and (record.job_times_s or record.jobs == 0)
+    if record is not None and is_told and turns[0].root is None:
+        return record.job_times_s.get(job_id)
+    return get_job_times_s(turns).get(job_id)
 
 
 def get_policy(data: RunData) -> str | None:

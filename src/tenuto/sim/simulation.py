@@ -90,8 +90,8 @@ class LiveTurn:
         self.engine = self.start_s = self.first_token_s = None
         self.num_hit_tokens = self.num_recomputed_tokens = self.num_computed_tokens = 0
 
-    def make_record(self, now_s: float) -> TurnRecord:
-        """The record of a turn that finished now."""
+    def make_record(self, now_s: float, root: str | None) -> TurnRecord:
+        """The record of a turn that finished now. `root`: as in `TurnRecord`."""
         request, (job, index, due_s) = self.request, self.due
         assert self.start_s is not None and self.first_token_s is not None and self.engine is not None
         return TurnRecord(
@@ -111,6 +111,7 @@ class LiveTurn:
             tool=job.turns[index].tool,
             tool_s=job.turns[index].tool_s,
             engine=self.engine.name,
+            root=root,
             failures=self.failures,
         )
 
@@ -274,7 +275,8 @@ class Simulation:
         turn.engine = engine  # with a shared queue, another engine may have had it first
         del self.open[turn.turn_id], self._live[turn.request.turn_id]
         self._last_finished[job.job_id] = index
-        self.records.append(turn.make_record(now_s))
+        root = None if job.parent is None else self._turn_driver.get_root(job.job_id)
+        self.records.append(turn.make_record(now_s, root))
         self.front.finish(turn)
         for following in self._turn_driver.on_finished(job.job_id, index, now_s):
             self._plan_send(following)

@@ -116,6 +116,48 @@ def test_a_folder_adds_what_was_run(tmp_path: Path) -> None:
     assert report["engine"]["num_free_blocks"]["mean"] == 8
 
 
+def test_jobs_and_their_times_are_those_of_the_record(tmp_path: Path) -> None:
+    write_lines(
+        tmp_path / "turns.jsonl",
+        make_turn(1, 0.0),
+        {**make_turn(1, 2.0), "job": "helper", "root": "a"},  # a sub-agent of the job
+        make_turn(2, 8.0),
+        {**make_turn(1, 3.0), "job": "cut"},  # the run ended during its tool call
+    )
+    result = make_result(3, {"1": 2.0}, turns={"planned": 5, "ok": 4}, job_times_s={"a": 10.0})
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    report = analyze(tmp_path, jobs=["helper"])
+    assert report["jobs"] == {"total": 2, "finished": 1, "aborted": 0, "unfinished": 1}
+    assert (report["job_s"]["mean"], report["job_s"]["min"]) == (10.0, 10.0)
+    assert report["turns"]["total"] == 4
+    assert report["jobs_shown"][0]["job_s"] == 2.0
+    (tmp_path / "result.json").write_text(json.dumps({**result, "jobs": 0, "job_times_s": {}}))
+    assert analyze(tmp_path)["jobs"]["finished"] == 0
+
+
+def test_a_recordings_turns_beside_others_are_part_of_their_job(tmp_path: Path) -> None:
+    row = {"input_length": 9, "output_length": 9, "latency_ms": 2000}
+    path = write_lines(
+        tmp_path / "recording.jsonl",
+        {**row, "session": "a~2", "parent": "a", "timestamp": 1000},
+        {**row, "session": "a", "timestamp": 0},
+        {**row, "session": "a", "timestamp": 9000, "delay": 7000},
+    )
+    report = analyze(path)
+    assert (report["jobs"]["total"], report["job_s"]["mean"]) == (1, 11.0)
+
+
+def test_a_simulations_sub_agents_are_part_of_their_job(tmp_path: Path) -> None:
+    row = {"input_length": 90, "output_length": 9}
+    path = write_lines(
+        tmp_path / "trace.jsonl",
+        {**row, "session": "a", "timestamp": 0},
+        {**row, "session": "helper", "parent": "a", "timestamp": 0},
+    )
+    outcome = run(Setup(gpu="H100", model="llama-3.1-8b"), LoadOptions(workload=str(path)))
+    assert {turn.job: turn.root for turn in outcome.turns} == {"a": None, "helper": "a"}
+
+
 # Result records.
 
 
