@@ -395,6 +395,7 @@ def _get_best_share(record: RunRecord) -> float | None:
 
 def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | None) -> dict[str, Any]:
     latency_s = record.get_turn_latencies()
+    counts = {int(number): each.turns for number, each in record.by_turn.items()}
     # Where the client did not count turns, jobs are taken to be equal.
     num_turns = record.turns.ok or (record.jobs or 0) * len(record.by_turn)
     prompt, hit, preemptions = record.prompt_tokens, record.hit_tokens, record.preemptions
@@ -402,7 +403,7 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
     job_s = get_stat(record.job_s, "mean")
     evidence = Evidence(
         latency_s=latency_s,
-        last_turn=_get_last_turn(latency_s),
+        last_turn=_get_last_turn(latency_s, counts if all(counts.values()) else None),
         num_turns=num_turns,
         num_preemptions=preemptions,
         hit_share=hit_ratio,

@@ -238,6 +238,14 @@ def test_the_further_runs_of_a_split_are_told_apart_and_stand_for_no_stock(
     assert [line.split("H200")[0].strip() for line in table] == names
 
 
+def test_growth_is_that_of_turns_which_half_of_the_jobs_reach(tmp_path: Path) -> None:
+    numbers = {1: (100, 1.0), 2: (60, 1.2), 3: (10, 1.5), 8: (1, 40.0)}
+    by_turn = {str(n): {"turns": num, "latency_s": latency_s} for n, (num, latency_s) in numbers.items()}
+    path = write_lines(tmp_path / "results.jsonl", {**make_result(6, {}), "by_turn": by_turn})
+    [cell] = analyze(path)["records"]
+    assert (cell["growth"], cell["diagnosis"]) == ({"turn": 2, "ratio": 1.2}, [])
+
+
 def test_a_run_in_which_no_turn_succeeded(tmp_path: Path) -> None:
     cells = analyze(write_lines(tmp_path / "results.jsonl", make_result(6, {}, jobs=0)))["records"]
     assert (cells[0]["growth"], cells[0]["diagnosis"]) == (None, [])
