@@ -85,6 +85,14 @@ def test_figures_of_half_a_run() -> None:
     assert metrics.count_turns(make_outcome(WHOLE[0])).not_sent == 3
 
 
+def test_output_tokens_that_a_server_does_not_count_are_unknown() -> None:
+    uncounted = make_record("b", 2, 5.0, 9.0, output_tokens=None)
+    assert make_result(make_outcome(*WHOLE), {}, **FACTS).output_tokens == 44
+    result = make_result(make_outcome(*WHOLE[:3], uncounted), {}, **FACTS)
+    assert (result.output_tokens, result.prompt_tokens) == (None, 600)
+    assert "throughput   0.50 turns/s\n" in format_result(result.to_json())
+
+
 def test_reusable_tokens_as_far_as_the_client_knows_the_prompt() -> None:
     first, second = make_turns("a")
     exact = Sending(is_exact=True, quotes_answers=True, block_size=16)

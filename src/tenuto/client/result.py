@@ -316,7 +316,6 @@ def make_result(
         jobs_planned=sum(parent is None for parent in parents.values()),
         turns=count_turns(outcome),
         itl_s=outcome.itl_s,
-        output_tokens=sum(turn.output_tokens or 0 for turn in outcome.done),
         hit_tokens=get_hit_tokens(outcome),
         recomputed_tokens=get_recomputed_tokens(outcome),
         loaded_tokens=outcome.get_growth(LOADED),

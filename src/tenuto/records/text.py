@@ -141,13 +141,14 @@ def _format_rates(record: Mapping[str, Any]) -> list[str]:
         verdict = "; overloaded: the longer it runs, the longer jobs take" if is_overloaded(record) else ""
         arrived = f"offered {offered:.3g} jobs/s" if offered else "all jobs at once"
         lines.append(f"load         {arrived}, finished {finished:.3g} jobs/s{verdict}")
-    if makespan_s and record["output_tokens"] is not None:
+    if makespan_s:
         turns, output = record["turns"]["ok"], record["output_tokens"]
-        total = record["prompt_tokens"] + output
-        lines.append(
-            f"throughput   {turns / makespan_s:.2f} turns/s, {output / makespan_s:,.0f} output tokens/s, "
-            f"{total / makespan_s:,.0f} tokens/s with prompts"
-        )
+        line = f"throughput   {turns / makespan_s:.2f} turns/s"
+        if output is not None:
+            total = record["prompt_tokens"] + output
+            line += f", {output / makespan_s:,.0f} output tokens/s, "
+            line += f"{total / makespan_s:,.0f} tokens/s with prompts"
+        lines.append(line)
     return lines
 
 
