@@ -109,3 +109,10 @@ def test_times_stay_within_what_a_trace_may_have(scale):
 def test_scaling_the_rate_leaves_tool_times_alone():
     (job,) = scale_rate(Workload("w", (make_job("a", 10.0),)), 4.0).jobs
     assert (job.arrival_s, job.turns[1].at_s, job.turns[0].tool_s) == (2.5, 4.75, 2.0)
+
+
+@pytest.mark.parametrize(("loop", "starts_s"), [("closed", 2.5 + 6), ("open", 4.0)])
+def test_scaling_the_rate_leaves_sub_agents_where_they_are_in_their_session(loop, starts_s):
+    jobs = (make_job("a", 10.0), make_job("a~2", 16.0, parent="a"))
+    parent, child = scale_rate(Workload("w", jobs, loop), 4.0).jobs
+    assert (parent.arrival_s, child.arrival_s) == (2.5, starts_s)

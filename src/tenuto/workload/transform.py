@@ -226,11 +226,21 @@ def _extend(job: Job, num_turns: int) -> Job:
 def scale_rate(workload: Workload, factor: float) -> Workload:
     """Let jobs arrive `factor` times as fast, and in an open loop every turn too.
 
-    Tool times do not change. Raises ConfigError if the factor is not positive, or too small.
+    Tool times do not change; nor, in a closed loop, how long after its session a sub-agent starts. Raises
+    ConfigError if the factor is not positive, or too small.
     """
     _check_factor(factor)
+    roots = find_roots(workload.name, workload.jobs)
+    arrivals_s = {job.job_id: job.arrival_s for job in workload.jobs}
 
-    return replace(workload, jobs=tuple(_move(job, lambda at_s: at_s / factor) for job in workload.jobs))
+    def scale(job: Job) -> Job:
+        moved = _move(job, lambda at_s: at_s / factor)
+        if job.parent is None or workload.loop == "open":
+            return moved
+        start_s = arrivals_s[roots[job.job_id]]
+        return replace(moved, arrival_s=_check_time(max(0.0, job.arrival_s - start_s + start_s / factor)))
+
+    return replace(workload, jobs=tuple(map(scale, workload.jobs)))
 
 
 def scale_tools(workload: Workload, factor: float) -> Workload:
