@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.schema import Job, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens
 from tenuto.workload.transform import (
     arrival_times,
     reassign_arrivals,
@@ -116,3 +117,14 @@ def test_scaling_the_rate_leaves_sub_agents_where_they_are_in_their_session(loop
     jobs = (make_job("a", 10.0), make_job("a~2", 16.0, parent="a"))
     parent, child = scale_rate(Workload("w", jobs, loop), 4.0).jobs
     assert (parent.arrival_s, child.arrival_s) == (2.5, starts_s)
+
+
+def test_scaling_tools_scales_the_pause_after_sub_agents():
+    first, second = make_job("a", 0.0).turns
+    waits = replace(second, after=(After("a/b", 1, "finished", 3.0),))
+    child = make_job("a/b", 0.0, parent="a")
+    begins = replace(child.turns[0], after=(After("a", 0, "finished", 1.0),))
+    jobs = (Job("a", 0.0, (first, waits)), replace(child, turns=(begins, child.turns[1])))
+    parent, child = scale_tools(Workload("w", jobs), 10.0).jobs
+    assert (parent.turns[0].tool_s, parent.turns[1].after[0].delay_s) == (20.0, 30.0)
+    assert child.turns[0].after[0].delay_s == 1.0

@@ -170,7 +170,7 @@ def scale_lengths(workload: Workload, factor: float) -> Workload:
     def scale(span: Span) -> Span:
         return Span(span.content_id, max(1, round(span.num_tokens * factor)))
 
-    def scale_turn(turn: TurnSpec) -> TurnSpec:
+    def scale_turn(index: int, turn: TurnSpec) -> TurnSpec:
         return replace(turn, prompt=tuple(map(scale, turn.prompt)), output=scale(turn.output))
 
     return _change_turns(workload, scale_turn)
@@ -250,12 +250,24 @@ def scale_tools(workload: Workload, factor: float) -> Workload:
     """
     _check_factor(factor)
 
-    return _change_turns(workload, lambda turn: replace(turn, tool_s=_check_time(turn.tool_s * factor)))
+    def scale(time_s: float) -> float:
+        return _check_time(time_s * factor)
+
+    def scale_turn(index: int, turn: TurnSpec) -> TurnSpec:
+        # A pause after sub-agents is counted from their end. That of a first turn is no pause of its job.
+        after = (replace(event, delay_s=scale(event.delay_s)) if index else event for event in turn.after)
+        return replace(turn, tool_s=scale(turn.tool_s), after=tuple(after))
+
+    return _change_turns(workload, scale_turn)
 
 
-def _change_turns(workload: Workload, change: Callable[[TurnSpec], TurnSpec]) -> Workload:
-    jobs = tuple(replace(job, turns=tuple(map(change, job.turns))) for job in workload.jobs)
-    return replace(workload, jobs=jobs)
+def _change_turns(workload: Workload, change: Callable[[int, TurnSpec], TurnSpec]) -> Workload:
+    """`change` is called with a turn's index in its job, and the turn."""
+
+    def change_job(job: Job) -> Job:
+        return replace(job, turns=tuple(change(index, turn) for index, turn in enumerate(job.turns)))
+
+    return replace(workload, jobs=tuple(map(change_job, workload.jobs)))
 
 
 def _check_factor(factor: float) -> None:
