@@ -199,8 +199,10 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
     numbers: dict[str, int] = {}
     ends_s: dict[str, float] = {}
     parents: dict[str, str] = {}
+    num_failed = 0
     for fields in objects:
         if fields.values.get("kind") in _NO_TURNS:
+            num_failed += fields.values["kind"] == "failed"
             continue
         job = fields.text("session" if "session" in fields else "session_id")
         number = numbers[job] = numbers.get(job, 0) + 1
@@ -229,6 +231,10 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         )
     if not data.turns:
         raise DataError(f"{data.source}: no turn was recorded")
+    if num_failed:
+        data.notes.append(
+            f"{data.source}: left out are requests without a whole answer, or with several: {num_failed:,}"
+        )
     # A job's first row names its parent, and may come before the parent's own.
     data.turns = [replace(turn, root=_find_root(turn.job, parents)) for turn in data.turns]
 

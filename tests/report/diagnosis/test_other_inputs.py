@@ -147,6 +147,15 @@ def test_a_recordings_turns_beside_others_are_part_of_their_job(tmp_path: Path) 
     assert (report["jobs"]["total"], report["job_s"]["mean"]) == (1, 11.0)
 
 
+def test_a_recordings_failed_requests_are_said(tmp_path: Path) -> None:
+    row = {"session": "a", "timestamp": 0, "input_length": 9, "output_length": 9, "latency_ms": 2000}
+    failed = {"kind": "failed", "timestamp": 5000, "why": "client left", "session": "a"}
+    path = write_lines(tmp_path / "recording.jsonl", row, failed)
+    [note] = analyze(path)["notes"]
+    assert note.endswith("requests without a whole answer, or with several: 1")
+    assert not analyze(write_lines(path, row))["notes"]
+
+
 def test_a_simulations_sub_agents_are_part_of_their_job(tmp_path: Path) -> None:
     row = {"input_length": 90, "output_length": 9}
     path = write_lines(
