@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -328,6 +330,8 @@ TIMEOUT_S = 10.0
 """Seconds to wait for an answer. A server that computes a large step answers late."""
 OTHERS_WAIT_S = 1.5
 """The same for one of several servers: the others are shown after that, before the next look is due."""
+CLOCKS_AGREE_S = 2.0
+"""Clocks that differ by less count as equal: an answer takes a while, and its date has whole seconds."""
 _NUM_HISTORY = 120
 WIDTH = 80
 _LABEL_WIDTH = 10
@@ -541,9 +545,33 @@ def _ask_all(ask: Callable[[httpx.Client], T], clients: Sequence[httpx.Client]) 
 
 def _read_page(client: httpx.Client, timeout_s: float) -> _Answer:
     try:
-        return parse_page(client.get("/metrics", timeout=timeout_s).raise_for_status().text, time.time())
+        answer = client.get("/metrics", timeout=timeout_s).raise_for_status()
+        now_s = time.time()
+        return _shift_times(parse_page(answer.text, now_s), _get_lead_s(answer, now_s))
     except (httpx.HTTPError, DataError) as error:
         return error
+
+
+def _get_lead_s(answer: httpx.Response, now_s: float) -> float:
+    """Seconds by which this clock is ahead of the server's; 0 if they agree, or if that is unknown."""
+    try:
+        # The header has whole seconds, rounded down.
+        lead_s = now_s - parsedate_to_datetime(answer.headers["date"]).timestamp() - 0.5
+    except (KeyError, ValueError, OverflowError):
+        return 0.0
+    return lead_s if abs(lead_s) > CLOCKS_AGREE_S else 0.0
+
+
+def _shift_times(page: Page, lead_s: float) -> Page:
+    """The page with the server's times, such as a deadline, on this machine's clock."""
+    if not lead_s:
+        return page
+    moved = {
+        name: [(labels, value + lead_s if value > 0 else value) for labels, value in page.samples[name]]
+        for name in page.samples
+        if name.endswith("_timestamp_seconds")
+    }
+    return replace(page, samples={**page.samples, **moved})
 
 
 def _ask_version(client: httpx.Client) -> str | None:

@@ -170,6 +170,21 @@ def test_once_without_a_server(server: FakeServer) -> None:
         watch([server.url], once=True)
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -3600.0])
+def test_times_of_a_server_whose_clock_differs(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ahead_s: float
+) -> None:
+    server.metrics.of("tenuto:oldest_waiting_timestamp_seconds").set(time.time() - 30)
+    server.metrics.of("tenuto:next_lease_deadline_timestamp_seconds").set(time.time() + 60)
+    clock = _Clock(time.sleep)
+    clock.time = lambda: time.time() + ahead_s  # type: ignore[attr-defined]
+    monkeypatch.setattr(top, "time", clock)
+    assert main(["top", "--url", server.url, "--once", "--interval", "0.1", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["requests"]["longest_wait_s"] == pytest.approx(30, abs=5)
+    assert state["leases"]["next_deadline_in_s"] == pytest.approx(60, abs=5)
+
+
 def stop_after(monkeypatch: pytest.MonkeyPatch, looks: int, before: Callable[[int], None]) -> None:
     """Ctrl-C after that many looks; `before` each pause it may change the world."""
     pauses = iter(range(1, looks + 1))
