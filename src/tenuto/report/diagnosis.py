@@ -83,10 +83,9 @@ class TurnStory:
 
     @property
     def tool_s(self) -> float | None:
-        """Seconds from the end of the previous turn to the due time of this one."""
-        if self.before is None or self.before.last_token_s is None:
-            return None
-        return max(0.0, self.record.due_s - self.before.last_token_s)
+        """Seconds from the end of the previous turn to the due time of this one; None if it still ran."""
+        end_s = self.before.last_token_s if self.before else None
+        return None if end_s is None or self.record.due_s < end_s else self.record.due_s - end_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,12 @@ def test_jobs_and_their_times_are_those_of_the_record(tmp_path: Path) -> None:
     assert analyze(tmp_path)["jobs"]["finished"] == 0
 
 
+def test_a_turn_that_came_while_another_ran_followed_no_tool_call(tmp_path: Path) -> None:
+    turns = [make_turn(1, 0.0), make_turn(2, 0.5), make_turn(3, 1.0), make_turn(4, 9.0)]
+    tool_s = analyze(write_lines(tmp_path / "turns.jsonl", *turns))["tool_s"]
+    assert (tool_s["min"], tool_s["mean"]) == (6.0, 6.0)
+
+
 def test_a_recordings_turns_beside_others_are_part_of_their_job(tmp_path: Path) -> None:
     row = {"input_length": 9, "output_length": 9, "latency_ms": 2000}
     path = write_lines(
