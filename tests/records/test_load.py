@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_a_file_is_read_or_the_error_names_the_command(files: Path, name: str, r
     said = str(error.value)
     assert said.startswith(f"{path}: is ")
     assert "`tenuto " in said or "no command reads" in said or "perfetto" in said
+
+
+@pytest.mark.parametrize("name", ["run", "sweep"])
+def test_a_folder_of_compressed_files_reads_the_same(files: Path, name: str) -> None:
+    whole = analyze(files / name)
+    for path in list((files / name).iterdir()):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert analyze(files / name) == whole
 
 
 def test_what_is_of_no_kind_is_said(tmp_path: Path) -> None:

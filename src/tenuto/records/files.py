@@ -55,6 +55,11 @@ _LINES_PER_LOOK = 20_000
 _HEADER = b'{"step":0,"kind":"header"'
 
 
+def find_in(folder: Path, name: str) -> Path | None:
+    """A folder's file, or its compressed copy; None if there is neither."""
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+
+
 def read_objects(path: Path, note: Say | None = None, *, exact: bool = False) -> list[Fields]:
     """Read all objects of a file. The whole file is read before the first object is used.
 

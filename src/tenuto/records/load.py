@@ -12,7 +12,7 @@ from pathlib import Path
 from tenuto.core.errors import DataError
 from tenuto.records import codec, files
 from tenuto.records.codec import Fields, T
-from tenuto.records.files import RESULTS, Say, read_first, read_objects, stream_objects
+from tenuto.records.files import RESULTS, Say, find_in, read_first, read_objects, stream_objects
 from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord, ValidationRecord
@@ -90,9 +90,9 @@ _BY_WORD = {
 def identify(path: Path) -> Kind:
     """Identify a file or folder; UNKNOWN if Tenuto did not write it. Raises DataError if it is unreadable."""
     if path.is_dir():
-        if (path / files.TURNS).exists():
+        if find_in(path, files.TURNS):
             return RUN_FOLDER
-        return RESULTS_FOLDER if (path / RESULTS).exists() else UNKNOWN
+        return RESULTS_FOLDER if find_in(path, RESULTS) else UNKNOWN
     return identify_object(read_first(path).values)
 
 
@@ -185,12 +185,15 @@ LOADABLE = tuple(_NAMES)
 
 def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
     """Read one run from its folder: turns.jsonl, completed by result.json and occupancy.jsonl."""
-    turns, result, occupancy = (folder / name for name in (files.TURNS, files.RESULT, files.OCCUPANCY))
+    turns, result, occupancy = (
+        find_in(folder, name) for name in (files.TURNS, files.RESULT, files.OCCUPANCY)
+    )
     data = RunData(str(folder))
-    if result.exists():
+    if result:
         data.record = read_run(read_first(result))
+    turns = turns or folder / files.TURNS
     data.turns = [read_turn(fields) for fields in stream_objects(turns, data.notes.append, say)]
-    if occupancy.exists():
+    if occupancy:
         data.samples = [read_sample(fields) for fields in read_objects(occupancy, data.notes.append)]
     return data
 

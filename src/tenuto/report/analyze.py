@@ -19,7 +19,7 @@ from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.types import WORDS
 from tenuto.records import load
-from tenuto.records.files import RESULTS, Say, read_objects
+from tenuto.records.files import RESULTS, Say, find_in, read_objects
 from tenuto.records.load import LOADABLE, identify, load_file, load_folder, make_error, read_run
 from tenuto.records.metrics import get_known_mean, group_by, summarise
 from tenuto.records.prototype import write_prototype
@@ -81,7 +81,7 @@ def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say) -> dict[st
     kind = identify(path)
     if kind in (load.RUN, load.RESULTS_FOLDER):
         notes: list[str] = []
-        file = path if kind is load.RUN else path / RESULTS
+        file = path if kind is load.RUN else find_in(path, RESULTS) or path / RESULTS
         records = [read_run(fields) for fields in read_objects(file, notes.append)]
         return _summarise_results(str(path), records, notes)
     data = _load(path, kind, say)
