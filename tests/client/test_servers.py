@@ -180,6 +180,25 @@ def test_a_server_that_answers_late_counts_from_then_on() -> None:
     asyncio.run(work())
 
 
+def test_what_a_server_loads_it_does_not_compute() -> None:
+    class Loading(Counting):
+        async def get_text(self, path: str) -> str:
+            number = next(self.counts) or 0
+            parts = {"queries": 1000, "hits": 600}
+            lines = [f"vllm:prefix_cache_{name}_total {number * parts[name]}" for name in parts]
+            return "\n".join([*lines, f"vllm:external_prefix_cache_hits_total {number * 300}"])
+
+    async def work() -> None:
+        engines = Engines([Loading(f"http://{name}", 1, 3) for name in "ab"])
+        for _ in range(2):
+            await engines.get_totals()
+        fleet = engines.summarise()
+        assert fleet is not None
+        assert [each["computed_tokens"] for each in fleet["engines"]] == [200, 200]
+
+    asyncio.run(work())
+
+
 def test_bench_routes_over_several_servers(trace: Any, tmp_path: Any) -> None:
     from tenuto.client.bench import measure
     from tenuto.records.files import RunFiles

@@ -33,7 +33,14 @@ from tenuto.client.metrics import (
 )
 from tenuto.client.options import BenchOptions
 from tenuto.client.probe import Server, check_lengths, probe_server
-from tenuto.client.result import Outcome, Sending, format_result, make_result, read_simulated_server
+from tenuto.client.result import (
+    LOADED,
+    Outcome,
+    Sending,
+    format_result,
+    make_result,
+    read_simulated_server,
+)
 from tenuto.core import console
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import (
@@ -432,7 +439,8 @@ async def ask_engines(client: Client) -> tuple[str, ...]:
 def _describe(url: str, first: Totals, last: Totals) -> dict[str, Any]:
     growth = get_growth(first, last)
     looked_up = growth.get("vllm:prefix_cache_queries_total")
-    hits = growth.get("vllm:prefix_cache_hits_total", 0.0)
+    # What host memory, a disk or another engine had is loaded, not computed.
+    hits = growth.get("vllm:prefix_cache_hits_total", 0.0) + growth.get(LOADED, 0.0)
     return {
         "name": url,
         "turns": round(growth.get("vllm:request_success_total", 0.0)),
