@@ -47,12 +47,17 @@ def test_a_bench_knows_less() -> None:
     assert "an engine's turns" in chart.caption
     assert "does not say what the router did" in chart.caption
     assert chart.table.rows[1] == ("http://b:8000", "–", "2", "–", "–", "–", "")
+    (chart,) = plot_fleets([make({"engines": engines, "moves": 1, "moved_tokens": 5000, "resent": 0})])
+    assert chart.caption.endswith(
+        "1 move of jobs, with 5,000 tokens of context; 0 turns sent again because an engine failed."
+    )
 
 
 def test_what_makes_no_sense_draws_nothing_or_little() -> None:
     assert plot_fleets([make({"engines": 3}), make({}), make({"engines": [1, "x"]})]) == []
     (chart,) = plot_fleets([make({"engines": [{}, {}]})])
     assert draw(chart).axes
+    assert chart.title == "2 engines"
 
 
 def make_behind(policy: str, router: str, seed: int, mean_s: float, **fleet: Any) -> dict[str, Any]:

@@ -627,7 +627,8 @@ def _plot_fleet(run: Run, engines: Sequence[Mapping[str, Any]]) -> Chart:
     x = Axis(label="multiple of the mean", ends=(0, 1.05 * max(1.05, *shares)))
     return Chart(
         name="fleet",
-        title=f"{count(len(engines), 'engine')}: the busiest did {max(values) / mean:.2f} times the mean",
+        title=count(len(engines), "engine")
+        + (f": the busiest did {max(values) / mean:.2f} times the mean" if any(values) else ""),
         caption=f"{', '.join((shorten(run.policy), format_load(run.jps), *run.doubts))}. "
         f"Each bar is an engine's {_ENGINE_MEASURES.get(measure, 'nothing known')}, as a multiple of the "
         f"mean. {_describe_router(run.record.fleet or {})}",
@@ -649,11 +650,11 @@ def _describe_router(fleet: Mapping[str, Any]) -> str:
     numbers = {key: int(number) for key, number in fleet.items() if is_number(number)}
     parts = []
     if "moves" in numbers:
-        tokens, copied = (numbers.get(key, 0) for key in ("moved_tokens", "copied_tokens"))
-        parts.append(
-            f"{count(numbers['moves'], 'move')} of jobs, with {tokens:,} tokens of context, "
-            f"{copied:,} of them copied and the others computed again"
-        )
+        moves, tokens = count(numbers["moves"], "move"), numbers.get("moved_tokens", 0)
+        words = f"{moves} of jobs, with {tokens:,} tokens of context"
+        if "copied_tokens" in numbers:  # a client does not know it
+            words += f", {numbers['copied_tokens']:,} of them copied and the others computed again"
+        parts.append(words)
     for key, words in (("held", "held back at first"), ("resent", "sent again because an engine failed")):
         if key in numbers:
             parts.append(f"{count(numbers[key], 'turn')} {words}")
