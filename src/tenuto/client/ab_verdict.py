@@ -133,7 +133,8 @@ def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
 
     A job that failed on one arm is left out on all arms, with the jobs that it started. Its time on that arm
     is unknown, and leaving it out on one arm only would bias the result, because long jobs fail more often.
-    Throughput counts all answered turns. Raises DataError if a file cannot be read.
+    So is a turn that failed on one arm, of a sub-agent for which its job does not wait. Throughput counts all
+    answered turns. Raises DataError if a file cannot be read.
     """
     runs = {arm: _read_run(folder) for arm, folder in folders.items()}
     times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
@@ -144,7 +145,15 @@ def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
         arm: [turn for turn in get_ok(turns) if (turn.root or turn.job) in common]
         for arm, (_, turns) in runs.items()
     }
+    shared = frozenset.intersection(*(frozenset(map(_get_place, turns)) for turns in counted.values()))
+    if shared:  # else a file lacks its turns, which `_measure` says
+        for arm, turns in counted.items():
+            counted[arm] = [turn for turn in turns if _get_place(turn) in shared]
     return {arm: _measure(record, counted[arm], common, folders[arm]) for arm, (record, _) in runs.items()}
+
+
+def _get_place(turn: TurnRecord) -> tuple[str, int]:
+    return turn.job, turn.turn
 
 
 def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:

@@ -140,6 +140,15 @@ def test_a_pair_counts_the_jobs_that_finished_on_both(tmp_path: Path) -> None:
     assert read_pair({"x": one, "y": write_run(tmp_path / "three", {"d": 1.0}, lines)}) is None
 
 
+def test_a_sub_agents_turn_that_failed_on_one_arm_counts_on_none(tmp_path: Path) -> None:
+    own, helper = make_line("a", 0, 2), {**make_line("h", 0, 9), "root": "a"}
+    one = write_run(tmp_path / "one", {"a": 2.0}, [own, helper])
+    two = write_run(tmp_path / "two", {"a": 2.0}, [own, {**helper, "status": "failed"}])
+    pair = read_pair({"x": one, "y": two})
+    assert pair is not None
+    assert pair["x"] == pair["y"]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
