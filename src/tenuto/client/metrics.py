@@ -69,10 +69,14 @@ class Page:
 
     def buckets(self, name: str) -> Buckets:
         """A histogram's cumulative counts. Raises DataError if a bound is not a number."""
+        counts = self.by_label(f"{name}_bucket", "le")
         try:
-            return {float(bound): count for bound, count in self.by_label(f"{name}_bucket", "le").items()}
+            bounds = [float(bound) for bound in counts]
         except ValueError as error:
             raise DataError(f"/metrics: {name}_bucket: le: {error}") from None
+        if any(math.isnan(bound) for bound in bounds):
+            raise DataError(f"/metrics: {name}_bucket: le: must be a number, got NaN")
+        return dict(zip(bounds, counts.values(), strict=True))
 
 
 def parse_page(text: str, at_s: float) -> Page:

@@ -795,12 +795,12 @@ def _show_tools(tools: Mapping[str, Any]) -> Text:
     counts = [bucket["count"] for bucket in tools["buckets"]]
     if not any(counts):
         return Text("no tool call returned", style="dim")
-    first, last = tools["buckets"][0]["up_to_s"], tools["buckets"][-2]["up_to_s"]
+    bounds_s = [bucket["up_to_s"] for bucket in tools["buckets"] if bucket["up_to_s"] is not None]
     return Text.assemble(
         f"p50 {_s(tools['p50_s'])} p95 {_s(tools['p95_s'])}  ",
-        (f"≤{first:g} s ", "dim"),
+        (f"≤{bounds_s[0]:g} s " if bounds_s else "", "dim"),
         (make_spark(counts), "cyan"),
-        (f" >{last:g} s", "dim"),
+        (f" >{bounds_s[-1]:g} s" if bounds_s else "", "dim"),
     )
 
 

@@ -172,8 +172,9 @@ def test_what_is_no_page_of_ours(text: str) -> None:
         parse_page(text, 0.0)
 
 
-def test_a_bound_that_is_no_number() -> None:
-    page = parse_page('vllm:x_bucket{le="wide"} 1\n', 0.0)
+@pytest.mark.parametrize("bound", ["wide", "NaN"])
+def test_a_bound_that_is_no_number(bound: str) -> None:
+    page = parse_page(f'vllm:x_bucket{{le="{bound}"}} 1\n', 0.0)
     with pytest.raises(DataError, match="vllm:x_bucket: le:"):
         page.buckets("vllm:x")
 

@@ -140,6 +140,16 @@ def test_the_picture_shows_what_became_of_wishes_if_there_were_any() -> None:
     assert "wishes 6 accepted, 8 clipped, 2 malformed" in text
 
 
+@pytest.mark.parametrize("bounds", [["+Inf"], ["1.0"], ["-Inf", "+Inf"]])
+def test_tool_times_with_hardly_any_bucket(bounds: list[str]) -> None:
+    gauge = 'vllm:num_requests_running{engine="0"} 1\ntenuto:info{policy="p",version="1"} 1\n'
+    lines = [f'tenuto:tool_time_seconds_bucket{{le="{bound}"}} 5\n' for bound in bounds]
+    window = Window(60)
+    window.add(parse_page(gauge, 0.0))
+    window.add(parse_page(gauge + "".join(lines), 2.0))
+    assert "tools" in render(make_state(window, {"url": "u", "vllm": None}))
+
+
 def test_sparks() -> None:
     assert make_spark([0, 1, 2, None, 4]) == "▁▂▄ █"
     assert make_spark([0.5, 2.0], highest=1.0) == "▄█"
