@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -205,6 +206,8 @@ def test_turns_that_keep_all_limits() -> None:
     both = measure_goodput(TURNS, parse_limits(["e2el:1000"]), None)
     assert (both.turns, both.turns_per_s) == (3, None)  # type: ignore[union-attr]
     assert measure_goodput(TURNS, {}, 4.0) is None
+    uncounted = replace(TURNS[0], output_tokens=None)
+    assert measure_goodput([uncounted], limits, 4.0).turns == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

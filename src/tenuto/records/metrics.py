@@ -328,7 +328,7 @@ def _is_good(turn: TurnRecord, limits_ms: Mapping[str, float]) -> bool:
         return False
     for name, limit_ms in limits_ms.items():
         seconds = getattr(turn, LIMITS[name])
-        if seconds is None and name == "tpot":
+        if seconds is None and name == "tpot" and turn.output_tokens is not None:
             seconds = 0.0  # an answer of one token has no time between tokens
         if seconds is None or seconds * 1000 > limit_ms:
             return False
