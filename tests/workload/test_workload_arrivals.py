@@ -18,6 +18,7 @@ from tenuto.workload.transform import (
     scale_lengths,
     scale_rate,
     scale_tools,
+    take_first_jobs,
     within,
 )
 
@@ -78,6 +79,12 @@ def test_new_arrivals_move_a_job_with_all_it_started():
     arrivals_s = {job.job_id: job.arrival_s for job in moved}
     assert arrivals_s == {"a/b/c": 4.0, "a": 1.0, "a/b": 3.0, "d": 100.0}
     assert [job.turns[1].at_s for job in moved] == [13.0, 10.0, 12.0, 109.0]
+
+
+def test_the_first_jobs_are_those_that_arrive_first():
+    jobs = (make_job("b", 4.0), make_job("a", 0.0), make_job("a/c", 9.0, parent="a"), make_job("d", 5.0))
+    assert [job.job_id for job in take_first_jobs(Workload("w", jobs), 1).jobs] == ["a", "a/c"]
+    assert [job.job_id for job in take_first_jobs(Workload("w", jobs), 2).jobs] == ["b", "a", "a/c"]
 
 
 def test_jobs_without_an_arrival_are_left_out():

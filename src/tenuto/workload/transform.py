@@ -89,9 +89,11 @@ def _parse_cv(text: str) -> float:
 
 
 def take_first_jobs(workload: Workload, num_jobs: int) -> Workload:
-    """Only the first jobs that no other job started, and all the jobs that they started."""
+    """Only the first jobs to arrive that no other job started, and all the jobs that they started."""
     roots = find_roots(workload.name, workload.jobs)
-    kept = frozenset([job.job_id for job in workload.jobs if job.parent is None][:num_jobs])
+    # A recording has them in the order in which their first turns ended.
+    by_arrival = sorted((job for job in workload.jobs if job.parent is None), key=lambda job: job.arrival_s)
+    kept = frozenset(job.job_id for job in by_arrival[:num_jobs])
     return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))
 
 
