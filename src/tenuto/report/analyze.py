@@ -409,7 +409,7 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
         hit_share=hit_ratio,
         best_share=_get_best_share(record),
         num_moved_tokens=_count_moved(record),
-        light_first_s=light.get_turn_latencies().get(1) if light and light is not record else None,
+        light_first_s=light.get_turn_latencies().get(1) if light and light.jps != record.jps else None,
         policy=record.policy,
         job_s=job_s,
         stock_job_s=get_stat(stock.job_s, "mean") if stock and stock is not record else None,

@@ -219,6 +219,14 @@ def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
     assert cells[4]["preemptions_per_turn"] == pytest.approx(50 / 30)
 
 
+def test_another_seed_at_the_same_load_is_no_lighter_load(tmp_path: Path) -> None:
+    moving = {"policy": "offload-sync", "loaded_tokens": 5}
+    slow, quick = {"1": 12.0, "2": 20.0, "8": 60.0}, {"1": 2.0, "2": 3.0, "8": 4.0}
+    runs = [make_result(6, quick, **moving), make_result(6, slow, **moving) | {"seed": 2}]
+    cells = analyze(write_lines(tmp_path / "results.jsonl", *runs))["records"]
+    assert [get_modes(cell) for cell in cells] == [[], ["linear growth"]]
+
+
 def test_an_explosion_is_set_against_stock_at_the_same_load(tmp_path: Path) -> None:
     exploding = make_result(6, {"1": 9.0, "2": 20.0, "8": 0.8}, policy="p", mean_s=41.0)
     others = make_result(6, GROWING, mean_s=190.0), make_result(3, GROWING, mean_s=28.0)
