@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -91,6 +91,17 @@ def test_output_tokens_that_a_server_does_not_count_are_unknown() -> None:
     result = make_result(make_outcome(*WHOLE[:3], uncounted), {}, **FACTS)
     assert (result.output_tokens, result.prompt_tokens) == (None, 600)
     assert "throughput   0.50 turns/s\n" in format_result(result.to_json())
+
+
+def test_a_recording_of_several_models_is_said() -> None:
+    def make(*models: str) -> Outcome:
+        turns = [replace(make_turns("a")[0], extra={"model": model}, tool_s=0.0) for model in models]
+        jobs = tuple(Job(f"job-{number}", 0.0, (turn,)) for number, turn in enumerate(turns))
+        return replace(make_outcome(), workload=Workload("w", jobs))
+
+    assert metrics.get_notes(make("small", "small")) == ()
+    (note,) = metrics.get_notes(make("small", "large\n", "small"))
+    assert note == "turns of 2 recorded models were all sent to one: small (2), large (1)"
 
 
 def test_reusable_tokens_as_far_as_the_client_knows_the_prompt() -> None:

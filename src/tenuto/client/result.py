@@ -20,6 +20,7 @@ from tenuto.client.commands import CommandRecord
 from tenuto.client.http import Answer
 from tenuto.client.metrics import Totals
 from tenuto.core import __version__
+from tenuto.core.errors import clean
 from tenuto.core.reuse import count_missed_tokens
 from tenuto.records import metrics
 from tenuto.records.metrics import get_percentile
@@ -262,10 +263,18 @@ def get_recomputed_tokens(outcome: Outcome) -> int | None:
 
 def get_notes(outcome: Outcome) -> tuple[str, ...]:
     """Notes that a reader of the record must know."""
+    notes = []
     preemptions = outcome.get_growth(PREEMPTIONS)
     if preemptions and outcome.get_growth(RECOMPUTED) is None:
-        return (f"recomputed tokens lack the losses of {preemptions} preemptions: the server reports none",)
-    return ()
+        notes.append(
+            f"recomputed tokens lack the losses of {preemptions} preemptions: the server reports none"
+        )
+    named = (turn.extra.get("model") for job in outcome.workload.jobs for turn in job.turns)
+    counts = Counter(model for model in named if isinstance(model, str))
+    if len(counts) > 1:
+        most = ", ".join(f"{clean(model)[:80]} ({count:,})" for model, count in counts.most_common(5))
+        notes.append(f"turns of {len(counts)} recorded models were all sent to one: {most}")
+    return tuple(notes)
 
 
 def count_turns(outcome: Outcome) -> TurnCounts:
