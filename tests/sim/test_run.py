@@ -16,7 +16,7 @@ from tenuto.records.load import read_run
 from tenuto.records.schema import RunRecord
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.run import Occupancy, run, truncate_to_fit, write_run
+from tenuto.sim.run import Extras, Occupancy, run, truncate_to_fit, write_run
 from tenuto.sim.setup import Setup
 from tenuto.workload import Job, Workload
 from tenuto.workload.load import LoadOptions, make_workload
@@ -124,6 +124,15 @@ def test_jobs_do_not_wait_for_what_was_left_out() -> None:
     assert num_cut == 3
     assert [(job.job_id, len(job.turns)) for job in workload.jobs] == [("job", 1), ("child", 1)]
     assert workload.jobs[1].turns[0].after == (After("job", 0, "finished"),)
+
+
+def test_a_turn_as_long_as_the_context_runs_as_in_vllm() -> None:
+    setup = Setup(step_cost="roofline", max_model_len=700)
+    turns = [TurnSpec((Span(f"p{num}", 650),), Span(f"o{num}", num)) for num in (50, 51)]
+    workload = Workload("w", tuple(Job(f"j{n}", float(n), (turn,)) for n, turn in enumerate(turns)))
+    outcome = run(setup, LoadOptions(), extras=Extras(workload=workload))
+    assert [(turn.job, turn.output_tokens) for turn in outcome.turns] == [("j0", 50)]
+    assert outcome.record["turns"]["refused"] == 1
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:

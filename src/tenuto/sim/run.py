@@ -254,7 +254,7 @@ def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
 def _count_fitting(job: Job, kv: KvCache) -> int:
     for index, turn in enumerate(job.turns):
         num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
-        if num_tokens >= kv.config.max_model_len or kv.count_most_blocks(num_tokens) > kv.pool.num_blocks:
+        if num_tokens > kv.config.max_model_len or kv.count_most_blocks(num_tokens) > kv.pool.num_blocks:
             return index
     return len(job.turns)
 
