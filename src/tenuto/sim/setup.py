@@ -62,7 +62,10 @@ class Setup(Options):
         shown_default="tables where there are some, else roofline",
     )
     step_cost_factor: float = option(
-        1.0, "multiply the time of every step by X, to see what an error of the model would change", above=0
+        1.0,
+        "multiply the time of every step by X, to see what an error of the model would change",
+        above=0,
+        maximum=1e6,
     )
     gpu_memory_utilization: float | None = option(
         None,
