@@ -204,6 +204,8 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
             "must be a multiple of the block size \\(16\\), or None; got 40",
         ),
         ({"step_cost_factor": 1e308}, ConfigError, "--step-cost-factor must be at most"),
+        ({"max_model_len": 1}, ConfigError, "--max-model-len must be at least 2"),
+        ({"block_size": 10**6}, ConfigError, "fewer than two blocks of 1,000,000 tokens; lower --block-size"),
         ({"kv_tokens": 17}, ConfigError, "--kv-tokens must be at least 32, two blocks; got 17"),
         ({"offload": "async", "host_gb": math.nan}, ConfigError, "--host-gb must be finite"),
         ({"offload": "async", "host_gb": math.inf}, ConfigError, "--host-gb must be finite"),

@@ -86,10 +86,16 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     host_gb = _get_host_gb(setup, gpu, offload, notes)
     profile = _get_profile(setup, gpu)
     block_size = model.get_block_size(setup.block_size, setup.tp)
+    num_blocks = _get_num_blocks(setup, gpu, model, wanted, notes)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache of {model.name} on {gpu.name} (tp {setup.tp}) holds fewer than two blocks of "
+            f"{block_size:,} tokens; lower --block-size, or give it more memory"
+        )
     config = EngineConfig(
         kv=KvConfig(
             vllm_release=setup.vllm,
-            num_blocks=_get_num_blocks(setup, gpu, model, wanted, notes),
+            num_blocks=num_blocks,
             block_size=block_size,
             windows=tuple(group.window for group in model.kv_groups()),
             retention_interval=setup.prefix_cache_retention_interval,

@@ -129,7 +129,7 @@ class Setup(Options):
         None, "most requests that run at a time, as in vLLM", minimum=1, shown_default="vLLM's for this GPU"
     )
     max_model_len: int | None = option(
-        None, "longest prompt with its answer, in tokens", minimum=1, shown_default="the model's"
+        None, "longest prompt with its answer, in tokens", minimum=2, shown_default="the model's"
     )
     block_size: int = option(16, "tokens in a KV block", minimum=1)
     prefix_cache_retention_interval: int | None = option(
