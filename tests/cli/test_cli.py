@@ -101,6 +101,20 @@ def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    ['api-key: "sk-secret\n', "api-key: [sk-secret\nport: 1\n", "api-key: *sk-secret\n", "api-key: sk-secret\x01"],
+)
+def test_a_broken_config_file_is_not_shown(text: str, tmp_path: Path) -> None:
+    """It may hold API keys."""
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is not YAML") as caught:
+        build_command("M", {}, ["--config", str(file)])
+    assert "sk-secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "other",
     [
         ["--additional-config", "{}"],

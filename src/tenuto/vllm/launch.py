@@ -197,7 +197,12 @@ def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
             for name, value in options.items()
             if value is not False  # vLLM leaves such flags out
         }
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        # Its text quotes the file, which may hold an API key.
+        mark = getattr(error, "problem_mark", None)
+        problem = "it is not YAML" if mark is None else f"line {mark.line + 1} is not YAML"
+        raise ConfigError(f"--config: cannot read options from {file!r}: {problem}") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--config: cannot read options from {file!r}: {error}") from error
 
 
