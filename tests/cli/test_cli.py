@@ -102,7 +102,12 @@ def test_a_config_file_counts_like_the_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['api-key: "sk-secret\n', "api-key: [sk-secret\nport: 1\n", "api-key: *sk-secret\n", "api-key: sk-secret\x01"],
+    [
+        'api-key: "sk-secret\n',
+        "api-key: [sk-secret\nport: 1\n",
+        "api-key: *sk-secret\n",
+        "api-key: sk-secret\x01",
+    ],
 )
 def test_a_broken_config_file_is_not_shown(text: str, tmp_path: Path) -> None:
     """It may hold API keys."""
@@ -112,6 +117,12 @@ def test_a_broken_config_file_is_not_shown(text: str, tmp_path: Path) -> None:
         build_command("M", {}, ["--config", str(file)])
     assert "sk-secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_date_in_a_config_file_is_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("revision: 2026-01-31\n")
+    assert build_command("M", {}, ["--config", str(file)])[-2:] == ["--config", str(file)]
 
 
 @pytest.mark.parametrize(

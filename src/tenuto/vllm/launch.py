@@ -193,7 +193,7 @@ def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
     try:
         options = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         return {
-            "--" + name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value)
+            "--" + name.replace("_", "-"): value if isinstance(value, str) else json.dumps(value, default=str)
             for name, value in options.items()
             if value is not False  # vLLM leaves such flags out
         }
