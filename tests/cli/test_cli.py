@@ -339,6 +339,15 @@ def test_ranks_are_known() -> None:
     assert get_environment(["--data-parallel-size", "1"]) == {}
 
 
+def test_of_several_numbers_of_ranks_the_one_that_vllm_takes_counts(tmp_path: Path) -> None:
+    """vLLM refuses requests for ranks that it does not have."""
+    assert get_environment(["-dp", "4", "--data-parallel-size=2"]) == {"TENUTO_DP_SIZE": "2"}
+    file = tmp_path / "c.yaml"
+    file.write_text("data-parallel-size: 4\napi-server-count: 1\n")
+    passed = ["--config", str(file), "-dp", "2", "-asc", "2"]
+    assert get_environment(passed) == {"TENUTO_DP_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

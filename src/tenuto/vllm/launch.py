@@ -145,28 +145,25 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
     if given & _ONE_RANK:
         return environment
     names = ("--data-parallel-size-local", "-dpl") if given & _OWN_RANKS else ("--data-parallel-size", "-dp")
-    for name in names:
-        size = _find_option(passed, name)
-        if size is not None and size.isdecimal() and int(size) > 1:
-            environment[DP_SIZE_VARIABLE] = size
-            # By load if only one process answers requests, because that process counts open turns. By default
-            # vLLM starts one API server for each rank.
-            counts = (_find_option(passed, each) for each in ("--api-server-count", "-asc"))
-            if "1" in counts:
-                environment[DP_CHOICE_VARIABLE] = "load"
-            break
+    size = _find_option(passed, *names)
+    if size is not None and size.isdecimal() and int(size) > 1:
+        environment[DP_SIZE_VARIABLE] = size
+        # By load if only one process answers requests, because that process counts open turns. By default
+        # vLLM starts one API server for each rank.
+        if _find_option(passed, "--api-server-count", "-asc") == "1":
+            environment[DP_CHOICE_VARIABLE] = "load"
     return environment
 
 
-def _take_option(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
-    for index, argument in enumerate(arguments):
+def _take_option(arguments: list[str], *names: str) -> tuple[str | None, list[str]]:
+    for index, argument in reversed(list(enumerate(arguments))):  # the last one counts
         key, equals, value = argument.partition("=")
-        if key.replace("_", "-") != name:
+        if key.replace("_", "-") not in names:
             continue
         if equals:
             return value, arguments[:index] + arguments[index + 1 :]
         if index + 1 == len(arguments):
-            raise ConfigError(f"{name} needs a value")
+            raise ConfigError(f"{key} needs a value")
         return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
     return None, arguments
 
@@ -177,10 +174,10 @@ def _is_for(flag: str, option: str) -> bool:
     return option.startswith(name) and len(name) > len("--a")
 
 
-def _find_option(arguments: Sequence[str], name: str) -> str | None:
-    """An option's value: from the line, or else from vLLM's `--config` file."""
-    given = _take_option(list(arguments), name)[0]
-    return _read_config_file(arguments).get(name) if given is None else given
+def _find_option(arguments: Sequence[str], *names: str) -> str | None:
+    """The value of an option with these names: from the line, or else from vLLM's `--config` file."""
+    given = _take_option(list(arguments), *names)[0]
+    return _read_config_file(arguments).get(names[0]) if given is None else given
 
 
 def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
