@@ -353,6 +353,8 @@ def test_of_several_numbers_of_ranks_the_one_that_vllm_takes_counts(tmp_path: Pa
     [
         (["--data-parallel-rank", "1"], None),
         (["-dpn=0"], None),
+        (["--data-parallel-ext"], None),
+        (["--data-parallel-hybrid", "-dpl", "2"], "2"),
         (["--data_parallel_external_lb", "--data-parallel-size-local", "1"], None),
         (["--data-parallel-hybrid-lb", "--data-parallel-size-local=2"], "2"),
         (["-dpr", "2", "-dpl", "2"], "2"),

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,10 @@ def get_environment(passed: Sequence[str]) -> dict[str, str]:
         environment["VLLM_PLUGINS"] = f"{plugins},tenuto".strip(",")
     given = {argument.partition("=")[0].replace("_", "-") for argument in passed}
     given |= _read_config_file(passed).keys()
-    if given & _ONE_RANK:
+    has_one, has_own = (any(_is_for(*pair) for pair in product(given, of)) for of in (_ONE_RANK, _OWN_RANKS))
+    if has_one:
         return environment
-    names = ("--data-parallel-size-local", "-dpl") if given & _OWN_RANKS else ("--data-parallel-size", "-dp")
+    names = ("--data-parallel-size-local", "-dpl") if has_own else ("--data-parallel-size", "-dp")
     size = _find_option(passed, *names)
     if size is not None and size.isdecimal() and int(size) > 1:
         environment[DP_SIZE_VARIABLE] = size
