@@ -263,6 +263,15 @@ def test_an_engine_keeps_what_it_cannot_verify_apart_counts_it_and_says_so_once(
         (["vllm", "serve", "--config", "quoted.yaml", "m"], None, True),
         (["vllm", "serve", "m", "--config", "none.yaml"], None, False),
         (["vllm", "serve", "m", "--config", "not-there.yaml"], None, False),
+        (["vllm", "serve", "m", "--config", "abbreviated.yaml"], None, True),
+        # vLLM takes an empty key for none, and a key for another system is none of its own.
+        (["vllm", "serve", "m", "--api-key", ""], None, False),
+        (["vllm", "serve", "m", "--api-key=", "--port", "1"], "VLLM_API_KEY", False),
+        (["vllm", "serve", "m", "--api-key", "", "k"], None, True),
+        (["vllm", "serve", "m", "--api-key", "", "--api-key=k"], None, True),
+        (["vllm", "serve", "m", "--config", "empty.yaml"], None, False),
+        (["vllm", "serve", "m", "--config", "nested.yaml"], None, False),
+        (["vllm", "serve", "m", "--config", "broken.yaml"], None, False),
         (["/x/api_server.py", "--api-key", "k"], None, True),
         (["vllm", "serve", "m"], "VLLM_API_KEY", True),
         (["vllm", "serve", "m"], HEADER_VARIABLE, True),
@@ -279,6 +288,10 @@ def test_a_server_with_tenants_and_without_a_secret_does_not_start(
     (tmp_path / "keys.yaml").write_text("port: 8000\napi-key:\n  - k1\n  - k2\n")
     (tmp_path / "quoted.yaml").write_text('"api_key" : k1\n')
     (tmp_path / "none.yaml").write_text("api-server-count: 2\nserved-model-name: api-key\n# api-key: k1\n")
+    (tmp_path / "abbreviated.yaml").write_text("api-k: k1\n")
+    (tmp_path / "empty.yaml").write_text('api-key: ""\n')
+    (tmp_path / "nested.yaml").write_text("kv-transfer-config:\n  kv_connector_extra_config:\n    api_key: k1\n")
+    (tmp_path / "broken.yaml").write_text("api-key: [\n")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     if variable is not None:
         monkeypatch.setenv(variable, "x")

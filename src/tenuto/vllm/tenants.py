@@ -16,12 +16,11 @@ import hmac
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -42,8 +41,6 @@ INTRODUCE = "tenuto_tenants"
 """The name under which an API server tells the engines that it has tenants."""
 LOG_EVERY_S = 60.0
 
-_KEY_LINE = re.compile(r"""^[\s"']*api[-_]key["']?\s*:""", re.MULTILINE)
-"""A line with API keys in vLLM's config file."""
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
 _MADE = "made-at-start-"
@@ -284,12 +281,38 @@ def _is_started_with_tenants() -> bool:
         return True
     program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
     is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
-    return is_server and (bool(os.environ.get("VLLM_API_KEY")) or _names_keys(arguments))
+    return is_server and _has_keys(arguments)
 
 
-def _names_keys(arguments: Sequence[str]) -> bool:
-    """Whether API keys are in a server's arguments (maybe abbreviated) or in its `--config` file."""
-    if any(is_flag(each, KEY_FLAG) for each in arguments):
-        return True
+def _has_keys(arguments: Sequence[str]) -> bool:
+    """Whether a server checks API keys: those of its arguments (maybe abbreviated), else of its `--config`
+    file, else of the environment. As in vLLM, an empty one is none, and lets everybody in.
+    """
+    keys: list[str] = []
+    for index, argument in enumerate(arguments):
+        if is_flag(argument, KEY_FLAG):
+            _, equals, value = argument.partition("=")
+            keys += [value] if equals else takewhile(_is_value, arguments[index + 1 :])
+    if keys:
+        return any(keys)
     files = [Path(file) for name, file in pairwise(arguments) if name == "--config"]
-    return any(_KEY_LINE.search(each.read_text(errors="replace")) for each in files if each.is_file())
+    for options in (_read_options(each) for each in files if each.is_file()):
+        for name, value in options.items():
+            if is_flag(f"--{name}", KEY_FLAG) and value is not False and value != []:
+                return any(map(str, value if isinstance(value, list) else [value]))
+    return bool(os.environ.get("VLLM_API_KEY"))
+
+
+def _is_value(argument: str) -> bool:
+    return not argument.startswith("-")
+
+
+def _read_options(file: Path) -> Mapping[Any, Any]:
+    """The options in vLLM's `--config` file; none if it cannot be read, as vLLM does not start then."""
+    import yaml  # vLLM needs it too
+
+    try:
+        options = yaml.safe_load(file.read_text(errors="replace"))
+    except yaml.YAMLError:
+        return {}
+    return options if isinstance(options, dict) else {}
