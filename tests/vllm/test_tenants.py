@@ -290,7 +290,7 @@ def test_a_server_with_tenants_and_without_a_secret_does_not_start(
     (tmp_path / "none.yaml").write_text("api-server-count: 2\nserved-model-name: api-key\n# api-key: k1\n")
     (tmp_path / "abbreviated.yaml").write_text("api-k: k1\n")
     (tmp_path / "empty.yaml").write_text('api-key: ""\n')
-    (tmp_path / "nested.yaml").write_text("kv-transfer-config:\n  kv_connector_extra_config:\n    api_key: k1\n")
+    (tmp_path / "nested.yaml").write_text("kv-transfer-config:\n  extra:\n    api_key: k1\n")
     (tmp_path / "broken.yaml").write_text("api-key: [\n")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     if variable is not None:

@@ -285,8 +285,9 @@ def _is_started_with_tenants() -> bool:
 
 
 def _has_keys(arguments: Sequence[str]) -> bool:
-    """Whether a server checks API keys: those of its arguments (maybe abbreviated), else of its `--config`
-    file, else of the environment. As in vLLM, an empty one is none, and lets everybody in.
+    """Whether a server has API keys. As in vLLM, an empty one is none.
+
+    They are in its arguments (maybe abbreviated), or else in its `--config` file, or else in the environment.
     """
     keys: list[str] = []
     for index, argument in enumerate(arguments):
