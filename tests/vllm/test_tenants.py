@@ -273,6 +273,7 @@ def test_an_engine_keeps_what_it_cannot_verify_apart_counts_it_and_says_so_once(
         (["vllm", "serve", "m", "--config", "nested.yaml"], None, False),
         (["vllm", "serve", "m", "--config", "broken.yaml"], None, False),
         (["/x/api_server.py", "--api-key", "k"], None, True),
+        (["/x/launchers/api_server/entry.py", "--api-key", "k"], None, True),
         (["vllm", "serve", "m"], "VLLM_API_KEY", True),
         (["vllm", "serve", "m"], HEADER_VARIABLE, True),
         (["vllm", "serve", "m"], None, False),

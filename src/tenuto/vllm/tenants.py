@@ -279,8 +279,9 @@ def _is_started_with_tenants() -> bool:
     """
     if _get_header_name():
         return True
-    program, arguments = PurePath(sys.argv[0]).name if sys.argv else "", sys.argv[1:]
-    is_server = arguments[:1] == ["serve"] or program.startswith("api_server")
+    # `python -m` runs vLLM's `…/openai/api_server.py`, or `…/launchers/api_server/entry.py` since 0.32.
+    program, arguments = PurePath(*sys.argv[:1]).parts[-2:], sys.argv[1:]
+    is_server = arguments[:1] == ["serve"] or any(each.startswith("api_server") for each in program)
     return is_server and _has_keys(arguments)
 
 
