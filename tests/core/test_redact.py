@@ -19,6 +19,8 @@ from tenuto.core.errors import redact
         ("--hf-token s3 --hf_tok=s4 --hf-overrides {}", "--hf-token *** --hf_tok=*** --hf-overrides {}"),
         ("--hf-token s3 -tp 2", "--hf-token *** -tp 2"),
         ("--api-key -123 -.5 -tp=2", "--api-key *** *** -tp=2"),
+        ("--api-key -s3 --port 1", "--api-key *** --port 1"),
+        ("--api-key --s3 s4 -tp 2", "--api-key *** *** -tp 2"),
         ("serve s3 --port 80", "serve s3 --port 80"),
     ],
 )

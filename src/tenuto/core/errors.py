@@ -88,13 +88,17 @@ def is_flag(argument: str, flag: str) -> bool:
 def redact(arguments: Sequence[str]) -> list[str]:
     """The arguments of vLLM with the values of keys and tokens hidden; an option may have several values."""
     shown: list[str] = []
-    is_key = False
+    is_key = wants_value = False
     for argument in arguments:
         # Of what begins with one dash, argparse takes negative numbers for values.
-        if argument.startswith("--") or (argument[:1] == "-" and argument[1:2].isalpha()):
+        looks_like_flag = argument.startswith("--") or (argument[:1] == "-" and argument[1:2].isalpha())
+        if looks_like_flag and not wants_value:
             name, equals, _ = argument.partition("=")
             is_key = any(is_flag(argument, flag) for flag in _SECRET_FLAGS)
+            # vLLM refuses a key that begins with a dash, but it is a key.
+            wants_value = is_flag(argument, KEY_FLAG) and not equals
             shown.append(f"{name}={HIDDEN}" if is_key and equals else argument)
         else:
             shown.append(HIDDEN if is_key else argument)
+            wants_value = False
     return shown
