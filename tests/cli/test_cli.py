@@ -297,6 +297,7 @@ def test_tiers_that_contradict_are_refused(
         ({"own_policies": [5, None]}, [], ConfigError, "'own_policies'"),
         ({"own_policies": ["stock", "no.such:Thing"]}, [], PolicyError, "no.such:Thing"),
         ({}, ["--additional-config", '{"tenuto": {"polcy": "stock"}}'], ConfigError, "'polcy'"),
+        ({}, ["--config=c.yaml"], ConfigError, "write --config FILE"),
     ],
 )
 def test_mistakes_are_found_before_vllm_starts(

@@ -183,6 +183,8 @@ def _find_option(arguments: Sequence[str], *names: str) -> str | None:
 
 def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
     """The options in vLLM's `--config` file, by flag. Raises ConfigError if it cannot be read."""
+    if any(each.startswith("--config=") for each in arguments):
+        raise ConfigError("vLLM ignores --config=FILE without a word: write --config FILE")
     file = next((file for name, file in pairwise(arguments) if name == "--config"), None)
     if file is None:
         return {}
