@@ -285,6 +285,8 @@ def test_tiers_that_contradict_are_refused(
         ({}, ["--scheduler-cls", "x.Y"], ConfigError, "--scheduler-cls"),
         ({}, ["--scheduler-cl", "x.Y"], ConfigError, "sets --scheduler-cls itself"),
         ({}, ["--additional-config", "{"], ConfigError, "not JSON"),
+        ({}, ["--additional-config", "9" * 5000], ConfigError, "not JSON"),
+        ({}, ["--additional-config", "[" * 100_000], ConfigError, "not JSON"),
         ({}, ["--additional-config", "[]"], ConfigError, "JSON object"),
         ({}, ["--additional-config"], ConfigError, "needs a value"),
         ({}, ["--additional-config", '{"tenuto": 1}'], ConfigError, "tenuto"),

@@ -209,7 +209,7 @@ def _read_config_file(arguments: Sequence[str]) -> dict[str, str]:
 def _parse_config(text: str | None) -> dict[str, Any]:
     try:
         config = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--additional-config is not JSON: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("tenuto", {}), dict):
         raise ConfigError("--additional-config must be a JSON object, and `tenuto` in it too")
