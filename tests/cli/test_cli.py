@@ -379,6 +379,13 @@ def test_a_list_of_plug_ins_has_ours_too(monkeypatch: pytest.MonkeyPatch) -> Non
         assert get_environment([]).get("VLLM_PLUGINS") == expected
 
 
+@pytest.mark.parametrize("flag", ["--policy", "--trace", "--state"])
+def test_an_empty_value_is_not_taken_for_none(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of `--policy "$POLICY"` where nobody set it."""
+    assert cli.main(["serve", "M", "--dry-run", flag, ""]) == 2
+    assert f"{flag} is empty" in capsys.readouterr().err
+
+
 def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "M", "--dry-run", "--policy", "nope"]) == 2
     told = capsys.readouterr().err
