@@ -174,6 +174,7 @@ def test_a_job_that_a_header_names_keeps_to_its_rank_where_no_body_is_read(monke
     monkeypatch.setenv(middleware.DP_CHOICE_VARIABLE, choice)
     monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 1000)
     large = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    assert "/invocations" in middleware._UNREAD_PATHS  # SageMaker's way to all of vLLM's paths
     requests = [
         (middleware._PATHS[0], REQUEST),
         *((path, large) for path in middleware._PATHS),

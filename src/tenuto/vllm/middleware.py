@@ -79,7 +79,7 @@ DP_CHOICE_VARIABLE = "TENUTO_DP_CHOICE"
 """How a job's rank is chosen: `name` (the default) by a hash of its name, `load` by the ranks' work."""
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-_UNREAD_PATHS = ("/inference/v1/generate", "/v1/chat/completions/batch", "/cohere/v2/chat")
+_UNREAD_PATHS = ("/inference/v1/generate", "/v1/chat/completions/batch", "/cohere/v2/chat", "/invocations")
 """Other ways to generate. Their bodies are not read, so only headers name their jobs."""
 _RANK_HEADER = "x-data-parallel-rank"
 _SENT_ON = ("vllm_xargs", "kv_transfer_params")
