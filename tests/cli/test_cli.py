@@ -379,6 +379,19 @@ def test_a_list_of_plug_ins_has_ours_too(monkeypatch: pytest.MonkeyPatch) -> Non
         assert get_environment([]).get("VLLM_PLUGINS") == expected
 
 
+def test_a_front_end_without_middleware_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def get_told(*passed: str) -> str:
+        assert cli.main(["serve", "M", "--dry-run", *passed]) == 0
+        return capsys.readouterr().err
+
+    assert "no middleware" not in get_told()
+    assert "[serve] --grpc: vLLM runs no middleware" in get_told("--grpc")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert "[serve] VLLM_USE_RUST_FRONTEND: vLLM runs no middleware" in get_told()
+
+
 @pytest.mark.parametrize("flag", ["--policy", "--trace", "--state"])
 def test_an_empty_value_is_not_taken_for_none(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As of `--policy "$POLICY"` where nobody set it."""

@@ -85,6 +85,12 @@ def get_hints(command: Sequence[str]) -> list[str]:
         hints.append(
             "optional: --host-gb GIB also keeps KV in host memory, for jobs that the GPU cannot hold"
         )
+    is_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+    if is_rust or "--grpc" in (*command, *_read_config_file(command)):
+        hints.append(
+            f"{'VLLM_USE_RUST_FRONTEND' if is_rust else '--grpc'}: vLLM runs no middleware there. Headers name "
+            "no job, nothing answers under /tenuto/, and with API keys or a tenant header nothing is kept"
+        )
     return hints
 
 
