@@ -87,9 +87,10 @@ def get_hints(command: Sequence[str]) -> list[str]:
         )
     is_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
     if is_rust or "--grpc" in (*command, *_read_config_file(command)):
+        name = "VLLM_USE_RUST_FRONTEND" if is_rust else "--grpc"
         hints.append(
-            f"{'VLLM_USE_RUST_FRONTEND' if is_rust else '--grpc'}: vLLM runs no middleware there. Headers name "
-            "no job, nothing answers under /tenuto/, and with API keys or a tenant header nothing is kept"
+            f"{name}: vLLM runs no middleware there. Headers name no job, nothing answers under /tenuto/, "
+            "and with API keys or a tenant header nothing is kept"
         )
     return hints
 
