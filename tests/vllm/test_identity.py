@@ -49,7 +49,8 @@ def test_xargs_win_over_all_else():
 @pytest.mark.parametrize("value", ["", " ", [1]])
 def test_an_unusable_id_in_xargs_hides_no_other(value):
     body = {**REQUEST, "vllm_xargs": {"job_id": value, "x": 1}}
-    assert get_xargs(body, {"x-dynamo-session-id": "e"}) == {"job_id": "e", "x": 1}
+    # A title that is sent under this id does not end the job.
+    assert get_xargs(body, {"x-dynamo-session-id": "e"}) == {"job_id": "e", "x": 1, "tenuto_session": 1}
     named = json.loads(post(body).body)["vllm_xargs"]
     assert named == {"job_id": value, "x": 1, CONVERSATION_FIELD: get_conversation_id(REQUEST)}
 
