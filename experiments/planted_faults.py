@@ -57,13 +57,20 @@ FAULTS = (
     Fault(
         "tenants: a request does not carry its tenant",
         "vllm/middleware.py",
-        "with tenants.carry(self._tenants.get(get_headers(scope))):",
+        'with tenants.carry(self._tenants.get(get_headers(scope), scope.get("headers", ()))):',
         "with tenants.carry(None):",
         (
             "vllm/test_tenants.py::test_neither_the_path_nor_the_form_of_a_body_hides_the_tenant",
             "vllm/test_server_tenants.py::test_no_path_and_no_body_leads_out_of_the_tenant",
             "fuzzing: bodies",
         ),
+    ),
+    Fault(
+        "tenants: the client's own header counts beside the proxy's",
+        "vllm/tenants.py",
+        "if name.lower() == counting}) > 1:",
+        "if name.lower() == counting}) > 2:",
+        ("vllm/test_tenants.py::test_a_tenant_that_a_client_names_beside_its_proxy_is_not_believed",),
     ),
     Fault(
         "tenants: what is not verified counts as everybody's",

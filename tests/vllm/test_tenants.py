@@ -149,6 +149,19 @@ def test_a_trusted_proxy_s_header_names_the_tenant_and_wins_over_the_key(monkeyp
     assert read_tenant(Server().post(bearer("k1"))) == tenants.get_key_name("k1")
 
 
+@pytest.mark.parametrize("own_first", [True, False])
+@pytest.mark.parametrize("header", ["X-Tenant", "Authorization"])
+def test_a_tenant_that_a_client_names_beside_its_proxy_is_not_believed(header, own_first, monkeypatch):
+    """A proxy may add its header instead of replacing the client's."""
+    monkeypatch.setenv(HEADER_VARIABLE, header)
+    sent = [(header, "Bearer victim"), (header, "Bearer ann")][:: 1 if own_first else -1]
+    server = Server()
+    assert read_tenant(server.post(sent)) is None
+    assert read_tenant(server.post([sent[0], sent[0]])) == read_tenant(server.post(sent[:1])) is not None
+    scope = {**make_scope(sent, "/tenuto/jobs/j", "GET"), "query_string": b""}
+    assert server.call(scope)[0]["status"] == 403
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 def test_a_proxy_names_a_tenant_with_any_letters(encoding, monkeypatch):
     monkeypatch.setenv(HEADER_VARIABLE, "X-Tenant")

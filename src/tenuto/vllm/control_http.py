@@ -153,7 +153,7 @@ class ControlAddresses:
         elif not self._tenants.has_valid_key(headers):
             return 401, {"error": "Unauthorized"}
         else:
-            tenant = self._tenants.get(headers)
+            tenant = self._tenants.get(headers, scope["headers"])
             if tenant is None and self._tenants.has_tenants:
                 return 403, {"error": "only its own tenant may use a job, and this request names no tenant"}
         # Without a signature, the engine accepts the client's tenant only if the settings let clients name

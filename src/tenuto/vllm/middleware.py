@@ -118,7 +118,7 @@ class Middleware:
         elif problem := problem or self._watch(scope):
             await _refuse(scope, send, problem)
             return
-        with tenants.carry(self._tenants.get(get_headers(scope))):
+        with tenants.carry(self._tenants.get(get_headers(scope), scope.get("headers", ()))):
             await self._handle(scope, receive, send)
 
     def _watch(self, scope: Scope) -> str | None:
