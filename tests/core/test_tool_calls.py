@@ -84,6 +84,26 @@ SHELL_CALLS = {
     ),
     "gpt-oss, block": "<|channel|>final<|message|>Look:\n```bash\nls -la /src\n```<|return|>",
     "Mistral": '[TOOL_CALLS]bash[ARGS]{"command": "ls -la /src"}</s>',
+    "Hunyuan 3": (
+        "<tool_calls:x9>\n<tool_call:x9>bash<tool_sep:x9>\n<arg_key:x9>command</arg_key:x9>\n"
+        "<arg_value:x9>ls -la /src</arg_value:x9>\n</tool_call:x9>\n</tool_calls:x9>"
+    ),
+    "Hunyuan 4": (
+        "<tool_calls:x9>\n<tool_call:x9>bash\n<arg_key:x9>command</arg_key:x9>\n"
+        "<arg_value:x9>ls -la /src</arg_value:x9>\n</tool_call:x9>\n</tool_calls:x9>"
+    ),
+    "K2 Horizon": (
+        "<ifm|tool_calls><ifm|tool_call>bash<ifm|arg_key>command</ifm|arg_key>"
+        "<ifm|arg_type>string</ifm|arg_type><ifm|arg_value>ls -la /src</ifm|arg_value></ifm|tool_call>"
+        "</ifm|tool_calls>"
+    ),
+    "PLaMo 3": (
+        "<|plamo:begin_tool_requests:plamo|><|plamo:begin_tool_request:plamo|>"
+        "<|plamo:begin_tool_name:plamo|>bash<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|>"
+        '<|plamo:constrain|>json<|plamo:msg|>{"command": "ls -la /src"}<|plamo:end_tool_arguments:plamo|>'
+        "<|plamo:end_tool_request:plamo|><|plamo:end_tool_requests:plamo|><|plamo:tag|>"
+    ),
+    "Apertus": 'So: <|tools_prefix|>[{"bash": {"command": "ls -la /src"}}]<|tools_suffix|><|assistant_end|>',
     "Gemma 4": '<|tool_call>call:bash{command:<|"|>ls -la /src<|"|>,timeout:3}<tool_call|><turn|>',
     "FunctionGemma": "<start_function_call>call:bash{command:<escape>ls -la /src<escape>}<end_function_call>",
     "Llama 4": '[think(), bash(why="x", command="ls -la /src")]<|eot|>',
@@ -119,6 +139,16 @@ OTHER_CALLS = {
     "gpt-oss": (
         "<|start|>assistant to=functions.get_weather<|channel|>commentary json"
         '<|message|>{"city": "Oslo"}<|call|>'
+    ),
+    "K2 Horizon, JSON": (
+        '<ifm|tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</ifm|tool_call>'
+        "</ifm|tool_calls>"
+    ),
+    "Apertus, two": '<|tools_prefix|>[{"a": {}}, {"get_weather": {"city": "Oslo"}}]<|tools_suffix|>',
+    "Dots": '<dots_function_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</dots_function_call>',
+    "GigaChat 3": 'So:<|function_call|>{"name": "get_weather", "arguments": {"city": "Oslo"}}</s>',
+    "GigaChat 3, before": (
+        'function call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}</s>'
     ),
     "Granite 3": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|end_of_text|>',
     "Jamba": '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>',
@@ -213,6 +243,9 @@ def test_no_call(text):
         ("<seed:think>", "</seed:think>"),
         ("[THINK]", "[/THINK]"),
         ("<|channel>thought\n", "<channel|>"),
+        ("<think:x9>", "</think:x9>"),
+        ("<ifm|think_fast>", "</ifm|think_fast>"),
+        ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     ],
 )
 def test_thinking_is_not_calling(opening, closing):

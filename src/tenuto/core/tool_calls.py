@@ -38,6 +38,7 @@ _JSON_NEXT = re.compile(r"[\s;,]*+(?=[\[{])")
 _NAME = re.compile(r"[\s\"'=:]*+([\w.:/-]++)")
 _MISTRAL_NAME = re.compile(r"\s*+[\w.-]++\s*+(?:\[ARGS\]|\[CALL_ID\]|\{)")
 _GLM_NAME = re.compile(r"\s*+([\w.:/-]++)\s*+(?:<arg_key>|<tool_sep>|\Z)")
+_ARG_TYPE = re.compile(r"<arg_type>[^<>]{0,48}</arg_type>")
 _PYTHON_LIST = re.compile(r"\[\s*+[A-Za-z_][\w.]*+\(")
 _PYTHON_NAME_AT_END = re.compile(r"[A-Za-z_][\w.]*\Z")
 _PYTHON_TOKEN = re.compile(r"\"(?:[^\"\\]++|\\.)*+\"?|'(?:[^'\\]++|\\.)*+'?|[()\[\]{}]", re.DOTALL)
@@ -104,6 +105,24 @@ def _read_hermes(text: str) -> Found | None:
     return read_json(text) if match is None else (match[1], text[match.end(1) :])
 
 
+def _read_k2_horizon(text: str) -> Found | None:
+    """Read JSON or GLM's syntax, in tags of their own, in which arguments may have a type."""
+    return _read_hermes(_ARG_TYPE.sub("", text.replace("ifm|", "")))
+
+
+def _read_apertus(text: str) -> Found | None:
+    """Read a list of `{name: arguments}`."""
+    value = decode_json(text)
+    last = value[-1] if isinstance(value, list) and value else None
+    return next(iter(last.items())) if isinstance(last, dict) and last else None
+
+
+def _read_plamo(text: str) -> Found | None:
+    """Read a name, its end, a declaration of the arguments' syntax, and the arguments in JSON."""
+    name, end, rest = text.partition("<|plamo:end_tool_name:plamo|>")
+    return (name, rest.partition("<|plamo:msg|>")[2]) if end else None
+
+
 def _read_tag(text: str) -> Found | None:
     """Read a name at the end of a tag, then one tag per argument."""
     match = _NAME.match(text)
@@ -155,7 +174,13 @@ FORMS = (
     Form("invoke name=", "invoke>", _read_tag),  # Anthropic, DeepSeek V3.2 and V4, MiniMax, Step 3, Muse
     Form("<function=", "</function>", _read_tag),  # Qwen3-Coder, Seed-OSS, Nemotron 3, OpenHands
     Form("<function name=", "</function>", _read_tag),  # MiniCPM 5
-    Form("<tool_call>", "</tool_call>", _read_hermes),  # Hermes, Qwen, Granite 4; GLM 4.5 and later
+    Form("<tool_call>", "</tool_call>", _read_hermes),  # Hermes, Qwen, Granite 4; GLM 4.5 ff., Hunyuan 3 ff.
+    Form("<ifm|tool_call>", "</ifm|tool_call>", _read_k2_horizon),
+    Form("<|plamo:begin_tool_name:plamo|>", "<|plamo:end_tool_arguments:plamo|>", _read_plamo),
+    Form("<|tools_prefix|>", "<|tools_suffix|>", _read_apertus),
+    Form("<dots_function_call>", "</dots_function_call>", read_json),
+    Form("<|function_call|>", None, read_json),  # GigaChat 3
+    Form("function call<|role_sep|>", None, read_json),  # GigaChat 3, older templates
     Form("<longcat_tool_call>", "</longcat_tool_call>", read_json),
     Form("<tool_calls>", "</tool_calls>", read_json),  # Jamba, Hunyuan
     Form("<|content_invoke_tool_json|>", None, read_json),  # Inkling
@@ -202,7 +227,11 @@ _THINKING = (
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
+    ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    *((f"<ifm|{name}>", f"</ifm|{name}>") for name in ("think", "think_fast", "think_faster")),  # K2 Horizon
 )
+_SUFFIX = re.compile(r"(</?(?:think|tool_calls?|tool_sep|arg_key|arg_value)):[^\s<>]{1,32}(?=>)")
+"""What Hunyuan 3 and 4 write at the end of the tags that other models have too: `<tool_call:x9>`."""
 _END_TOKENS = re.compile(r"(?:\s|<[|｜][^<>]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>|<turn\|>|\[e~\[)+\Z")
 _MAX_END_CHARS = 200
 
@@ -296,6 +325,7 @@ def _drop_thinking(text: str) -> tuple[str, bool]:
 
     Markers inside a call stay: arguments may quote them.
     """
+    text = _SUFFIX.sub(r"\1", text)
     if not any(marker in text for markers in _THINKING for marker in markers):
         return text, False
     kept: list[str] = []
