@@ -148,19 +148,23 @@ def test_a_lease_yields_in_steps_and_what_is_left_is_hit(clock: Clock) -> None:
 def test_leases_yield_to_a_prompt_that_needs_many_small_blocks(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks of the first layer group are four times as large as the others."""
-    monkeypatch.setitem(LAYOUTS, "large full blocks", [attention(), attention(64, heads=4)])
-    tokens: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
-    engine = start("large full blocks", num_blocks=262, **tokens)
+    """The blocks of the first layer group are 16 times as large as the others, and no request waits."""
+    monkeypatch.setitem(LAYOUTS, "large full blocks", [attention(), attention(2048, heads=16)])
+    tokens: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 1024}
+    engine = start("large full blocks", num_blocks=400, scheduler_reserve_full_isl=False, **tokens)
     rng = random.Random(0)
-    for job in range(6):
+    for job in range(4):
         send(engine, f"{job}", make_text(rng, 1000, 1001), max_tokens=2, xargs={"job_id": f"{job}"})
         engine.run()
-    # 2,000 tokens are 32 blocks of 64 and 125 of 16.
-    assert 130 < engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < 157
-    send(engine, "big", make_text(rng, 2000, 2001), xargs={"is_last_step": 1})
+    for name in ("first", "second"):
+        send(engine, name, make_text(rng, 1900, 1901), xargs={"is_last_step": 1})
     engine.step()
-    assert engine.outputs["big"]
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    # The second prompt's next 1,024 tokens are 4 blocks of 256 and 64 of 16.
+    assert 35 < engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < 68
+    engine.step()
+    assert not any(each.num_preemptions for each in engine.scheduler.requests.values())
     check(engine)
 
 
