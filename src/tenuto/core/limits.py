@@ -17,7 +17,7 @@ class Limits:
     max_lease_s: float = setting(600.0, "longest lease, whatever the policy or a hint says", minimum=0)
     max_leased_share: float = setting(
         0.95,
-        "share of the KV cache that leases may cover; leases that yield earlier make room for a new one",
+        "share of the KV cache that leases may cover; at this limit, the oldest make room for a new one",
         minimum=0,
         maximum=1,
     )
