@@ -177,6 +177,17 @@ def test_the_command_shows_and_writes_it(
     assert "tenant" in capsys.readouterr().out.splitlines()[0]
 
 
+def test_a_job_that_the_server_does_not_know_is_no_empty_table(
+    live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ledger", "--url", live.url, "--job", "never seen"]) == 1
+    told = capsys.readouterr()
+    assert (told.out, "no job of this name" in told.err) == ("", True)
+    file = tmp_path / "ledger.csv"
+    assert main(["ledger", "--url", live.url, "--job", "never seen", "--csv", str(file)]) == 1
+    assert read_csv(file) == []
+
+
 def test_a_name_is_no_formula(tmp_path: Path) -> None:
     figures = dict.fromkeys(FIGURES, 1.0)
     rank = {

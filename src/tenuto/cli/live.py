@@ -133,11 +133,12 @@ def _run_ledger(given: Given) -> int:
     rows, note = read_ledger(options)
     if note:
         say("ledger", note)
-    if options.csv is None:
-        print(format_rows(rows))
-    else:
+    if options.csv is not None:
         write_rows(options.csv, rows)
-    return 0
+    elif rows:
+        print(format_rows(rows))
+    # Without a row, the server does not know the job.
+    return 0 if rows else 1
 
 
 LEDGER = Command(
@@ -157,6 +158,8 @@ The figures are totals since the server started. Only jobs that it still remembe
 have been started with the environment variable TENUTO_ADMIN_KEY, and this command needs the same key. A
 client does not need it to ask for its own job. `tenuto simulate --ledger FILE` writes the same table, so that
 a price can be tried before it is charged.
+
+Exit status: 0; 1 if the server does not know the job; 2 if it refused, or does not answer.
 """,
 )
 
