@@ -196,8 +196,8 @@ class Tenuto(Router):
       once for each turn that they delay. So sub-agents go where the prompt that they share is.
     - *A job stays with its KV.* After a tool call it moves only if the first tokens of all affected turns
       come sooner, in sum, by more than `move_cost` times what it costs to compute the context again on the
-      other engine, or to copy it. An engine without open turns still has jobs in tool calls, and some of them come back before that
-      prefill is done.
+      other engine, or to copy it. An engine without open turns still has jobs in tool calls, and some of them
+      come back before that prefill is done.
     - *Admission*: a new job is held back while no engine has room for its jobs' contexts at their joint peak.
       So no engine holds more jobs than it can finish without recomputing. The job goes to the first engine
       that has room.
