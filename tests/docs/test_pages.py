@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import tenuto
+
 ROOT = Path(__file__).parents[2]
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "docs").rglob("*.md")}
 LOGS = {"docs/results.md", "docs/lab.md"}
@@ -51,6 +53,11 @@ def test_a_long_page_lists_its_sections(name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_paragraphs_are_short(name: str) -> None:
     assert find_long_paragraphs((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def test_the_page_on_the_python_api_has_every_public_name() -> None:
+    named = re.findall(r"^::: tenuto\.(\w+)$", PAGES["docs/api.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(set(tenuto.__all__) - {"__version__"})
 
 
 def test_the_glossary_has_at_most_forty_words() -> None:

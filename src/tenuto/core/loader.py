@@ -292,6 +292,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
+"""The presets: a policy with settings of the engine, under a name of their own."""
 
 
 _POLICIES = ClassLoader(Policy, "policy", "tenuto.policies")

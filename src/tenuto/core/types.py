@@ -320,6 +320,7 @@ class Release:
 
 
 Decision = Keep | Offload | Release
+"""What `Policy.retain` and `Policy.reconsider` answer."""
 
 
 class ShortHit(NamedTuple):
