@@ -192,6 +192,28 @@ def test_the_last_turn_of_a_job_keeps_what_its_client_wishes_unless_it_said_so_i
     assert engine.ended == ["j"], "its copies below the GPU go too"
 
 
+class Holding(ToyEngine):
+    """With three blocks of the job `j` below the GPU, which the end of the job drops."""
+
+    def end_job(self, job_id: str) -> None:
+        super().end_job(job_id)
+        self.driver.hold_below(job_id, "host", -3, NOW_S)
+
+
+def test_a_client_ends_its_wish_below_the_gpu_too_once_no_lease_is_left() -> None:
+    engine = Holding(Giving(), 20)
+    engine.arrive("t", NOW_S, make_tokens(0, 18), [99], Hints(job_id="j", wish=HOUR))
+    engine.start_first(NOW_S)
+    engine.finish("t", NOW_S, is_last=True)
+    engine.driver.hold_below("j", "host", 3, NOW_S)
+    assert engine.driver.expire(NOW_S + 600.0) == 1
+    assert engine.ended == [], "in host memory, the hour is not over"
+    assert engine.driver.release("j", NOW_S + 700.0)
+    assert engine.ended == ["j"]
+    assert not engine.driver.release("j", NOW_S + 701.0), "nothing is left"
+    assert not engine.driver.release("nobody", NOW_S)
+
+
 def test_the_jobs_next_turn_takes_over_what_a_wish_kept() -> None:
     engine = make(Giving())
     engine.arrive("t", NOW_S, make_tokens(0, 18), [99], Hints(job_id="j", wish=HOUR))

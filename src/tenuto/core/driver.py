@@ -377,19 +377,21 @@ class Driver:
                 self._step_chooser.observe_turn(view, turn.num_missed_tokens, turn.pause_s)
 
     def release(self, job_id: str, now_s: float) -> bool:
-        """The client says that a job is complete; return whether the job was known.
+        """The client says that a job is complete; return whether the job was known, or anything held for it.
 
         The job's lease ends, and its waiting and running turns will get none. The job ends with the last of
         these turns. A turn that arrives later begins a new job of this id.
         """
         job = self._jobs.get(job_id)
         if job is None:
-            # The job has ended; only its client's wish keeps blocks.
+            # The job has ended, or is not known. Its client's wish may keep blocks, below the GPU even longer
+            # than its lease.
             ended = self._retention.end(job_id, LeaseEnd.JOB_ENDED, now_s)
             self._apply(ended)
-            if ended is not None:
-                self._engine.end_job(job_id)
-            return ended is not None
+            account = self.ledger.get_closed(job_id)
+            num_held = 0 if account is None else account.num_held_blocks
+            self._engine.end_job(job_id)
+            return ended is not None or (account is not None and account.num_held_blocks < num_held)
         job.is_released = True
         if not job.live_turn_ids:
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED)
