@@ -380,7 +380,8 @@ class Driver:
         """The client says that a job is complete; return whether the job was known, or anything held for it.
 
         The job's lease ends, and its waiting and running turns will get none. The job ends with the last of
-        these turns. A turn that arrives later begins a new job of this id.
+        these turns. A turn that arrives later begins a new job of this id; if it arrives before, the job goes
+        on.
         """
         job = self._jobs.get(job_id)
         if job is None:
