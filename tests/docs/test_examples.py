@@ -94,6 +94,10 @@ def prepare(page: str, folder: Path, servers: list[Live]) -> None:
         body = {"mode": "on", "policy": "tenuto"}
         changed = server.post("/tenuto/control", body, headers={"Authorization": "Bearer secret"})
         assert changed.status_code == 200, changed.text
+    if page == "docs/control.md":
+        for number, whose in enumerate(({}, {"tenant": "ann"})):
+            servers[0].complete([number] * 40, max_tokens=2, job_id="task-17", tool="ls", **whose)
+        return
     if page == "docs/traces.md":
         made = run_line("tenuto simulate --gpu H100 --jps 1 --window 4 --trace scheduler.jsonl", folder)
         (folder / "runs" / "trajectories").mkdir(parents=True)
