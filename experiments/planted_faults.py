@@ -745,10 +745,17 @@ FAULTS = (
     ),
     Fault(
         "disk: KV of other weights",
+        "vllm/tiers/disk.py",
+        '_Space(engine / (origin or f"once-{number}")',
+        '_Space(engine / "any"',
+        ("vllm/test_tier_copies.py::test_kv_of_other_weights_is_not_found",),
+    ),
+    Fault(
+        "disk: a file of other weights that was moved",
         "vllm/tiers/files.py",
         "if found != origin:",
         "if False:",
-        ("vllm/test_tier_copies.py::test_kv_of_other_weights_is_not_found",),
+        ("vllm/test_tier_copies.py::test_a_file_of_other_weights_is_not_read",),
     ),
     Fault(
         "disk: everybody may open the folder",
