@@ -250,9 +250,9 @@ MAX_KAPPA = 200.0
 """Maximum weight in samples. Beyond it old samples fade, so that a change of a tool is learned."""
 
 
-_MAX_WEIGHT = 1e6
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-6, 1e6
 _MAX_SIZE = 1e18
-"""Samples in seconds never lead here. Beyond it, drawing a number overflows or never ends."""
+"""Samples in seconds never lead beyond these. There, drawing a number overflows or never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class NormalInverseGamma:
 
     def __post_init__(self) -> None:
         """Refuse parameters that are no distribution, from a damaged file or a bad setting."""
-        are_weights = all(0 < weight <= _MAX_WEIGHT for weight in (self.kappa, self.alpha))
+        are_weights = all(_MIN_WEIGHT <= weight <= _MAX_WEIGHT for weight in (self.kappa, self.alpha))
         if not (are_weights and 0 < self.beta <= _MAX_SIZE and abs(self.mean) <= _MAX_SIZE):
             raise ValueError(f"not a Normal-Inverse-Gamma distribution: {self}")
 
