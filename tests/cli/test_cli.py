@@ -656,14 +656,16 @@ def test_where_nothing_listens_one_line_says_what_to_look_at(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TENUTO_ADMIN_KEY", "k")
-    assert cli.main([*command, "--url", "http://127.0.0.1:9"]) == 2
-    said = "tenuto: no answer from http://127.0.0.1:9: [Errno 111] Connection refused; "
-    assert capsys.readouterr().err == said + "is the server up, and is this its address?\n"
+    assert cli.main([*command, "--url", "http://127.0.0.1:9/behind/a-path"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tenuto: no answer from http://127.0.0.1:9/behind/a-path")
+    assert said.endswith(": [Errno 111] Connection refused; is the server up, and is this its address?\n")
+    assert said.count("\n") == 1
 
 
 def test_verify_names_the_engine_that_does_not_answer(liar: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--url", liar, "--engine-url", "http://127.0.0.1:9"]) == 2
-    assert "no answer from http://127.0.0.1:9:" in capsys.readouterr().err
+    assert "no answer from http://127.0.0.1:9/" in capsys.readouterr().err
 
 
 def test_python_runs_the_package() -> None:

@@ -382,14 +382,16 @@ def connect(url: str, api_key: str | None, timeout_s: float = 10.0) -> httpx.Cli
     )
 
 
-def explain(error: httpx.HTTPError) -> str:
-    """What a failed request means, in one line. Of a status, httpx itself writes two, without advice."""
+def explain(error: httpx.HTTPError, where: str = "") -> str:
+    """What a failed request means, in one line. Of a status, httpx itself writes two, without advice.
+
+    `where`: what gave no answer, if it is not only the page that was asked for.
+    """
     url = error.request.url
     if isinstance(error, httpx.HTTPStatusError):
         status = error.response.status_code
         return f"{url} answers with status {status}{advise(status)}"
-    where = str(url.copy_with(raw_path=b"/")).removesuffix("/")
-    return f"no answer from {where}: {error or type(error).__name__}; {SILENT}"
+    return f"no answer from {where or url}: {error or type(error).__name__}; {SILENT}"
 
 
 def try_get_json(client: httpx.Client, path: str) -> dict[str, Any]:

@@ -438,7 +438,7 @@ def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
 
 
 def _explain(error: Exception, url: str) -> str:
-    return explain(error) if isinstance(error, httpx.HTTPError) else f"{url}: {error}"
+    return explain(error, url) if isinstance(error, httpx.HTTPError) else f"{url}: {error}"
 
 
 class Watch:

@@ -431,7 +431,7 @@ def test_a_full_disk_leaves_no_half_of_a_run(
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("http://127.0.0.1:9", r"--arm b: no answer from http://127.0.0.1:9: .*is the server up"),
+        ("http://127.0.0.1:9", r"--arm b: no answer from http://127.0.0.1:9/.*is the server up"),
         ("sim:nobody", "--arm b: no policy 'nobody'; choose one of"),
         ("policy:continuum-fixed,ttl=3", "--arm b: .*'ttl'"),
     ],
