@@ -172,7 +172,7 @@ def test_once(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
 def test_once_without_a_server(server: FakeServer) -> None:
     with pytest.raises(TenutoError, match="no answer from"):
         watch(["http://127.0.0.1:1"], once=True)
-    with pytest.raises(TenutoError, match="from http://127[.]0[.]0[.]1:1/a, http://127[.]0[.]0[.]1:1/b: "):
+    with pytest.raises(TenutoError, match=r"from http://127[.]0[.]0[.]1:1/a, http://127[.]0[.]0[.]1:1/b: "):
         watch(["http://127.0.0.1:1/a", "http://127.0.0.1:1/b"], once=True)
     server.metrics.status = 503
     with pytest.raises(TenutoError, match="status 503"):
