@@ -5,7 +5,7 @@ Nothing else reads the files of runs. Every function raises DataError, which nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -238,13 +238,16 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         data.notes.append(
             f"{data.source}: left out are requests without a whole answer, or with several: {num_failed:,}"
         )
-    # A job's first row names its parent, and may come before the parent's own.
-    data.turns = [replace(turn, root=_find_root(turn.job, parents)) for turn in data.turns]
+    roots = _find_roots(parents, numbers)
+    data.turns = [replace(turn, root=roots.get(turn.job)) for turn in data.turns]
 
 
-def _find_root(job: str, parents: Mapping[str, str]) -> str | None:
-    """The job at the beginning of its chain of parents; None if no other job started it."""
-    seen = [job]
-    while (parent := parents.get(seen[-1])) is not None and parent not in seen:
-        seen.append(parent)
-    return None if len(seen) == 1 else seen[-1]
+def _find_roots(parents: Mapping[str, str], jobs: Container[str]) -> dict[str, str]:
+    """By job that another one of these started: the job at the beginning of its chain of parents."""
+    roots: dict[str, str] = {}
+    for job in parents:
+        chain = {job: None}  # a dict keeps the order of insertion; a set does not
+        while job not in roots and (parent := parents.get(job, job)) in jobs and parent not in chain:
+            chain[job := parent] = None
+        roots.update(dict.fromkeys(chain, roots.get(job, job)))
+    return {job: root for job, root in roots.items() if root != job}

@@ -153,6 +153,17 @@ def test_a_recordings_turns_beside_others_are_part_of_their_job(tmp_path: Path) 
     assert (report["jobs"]["total"], report["job_s"]["mean"]) == (1, 11.0)
 
 
+def test_a_recordings_turns_whose_job_failed_are_a_job(tmp_path: Path) -> None:
+    row = {"input_length": 9, "output_length": 9, "latency_ms": 2000, "timestamp": 0}
+    path = tmp_path / "recording.jsonl"
+    report = analyze(write_lines(path, {**row, "session": "a~2", "parent": "a"}))
+    assert (report["jobs"]["total"], report["job_s"]["mean"]) == (1, 2.0)
+    # Nor does a long or a closed chain of parents stop the reader.
+    chain = [{**row, "session": f"a{number}", "parent": f"a{number + 1}"} for number in range(20_000)]
+    assert analyze(write_lines(path, *chain))["jobs"]["total"] == 1
+    assert analyze(write_lines(path, *chain[:2], {**chain[2], "parent": "a0"}))["jobs"]["total"] == 1
+
+
 def test_a_recordings_failed_requests_are_said(tmp_path: Path) -> None:
     row = {"session": "a", "timestamp": 0, "input_length": 9, "output_length": 9, "latency_ms": 2000}
     failed = {"kind": "failed", "timestamp": 5000, "why": "client left", "session": "a"}
