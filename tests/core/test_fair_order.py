@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.core.fairness import FairOrder, Shares
+from tenuto.core.fairness import MAX_PRIORITIES, FairOrder, Shares
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import Arrival, JobState, TurnState
 from tenuto.core.limits import Limits
@@ -24,7 +24,7 @@ class Queue:
 
     def __init__(self, weights: dict[str, float] | None = None, *, by_priority: bool = False) -> None:
         self.turns: dict[str, TurnState] = {}
-        self.shares = Shares(weights)
+        self.shares = Shares(weights, by_priority=by_priority)
         self.order = FairOrder(self.turns, self.shares, by_priority=by_priority)
         self.began: dict[str | None, float] = {}
 
@@ -199,6 +199,30 @@ def test_urgent_turns_of_one_tenant_send_no_other_tenant_back() -> None:
         assert queue.serve().startswith("urgent")
     queue.arrive("new", "new", 1000, key=1, priority=5)
     assert "new" in (queue.serve(), queue.serve())
+
+
+def test_a_turn_that_waits_behind_urgent_ones_does_not_let_newcomers_go_before_these() -> None:
+    queue = Queue(by_priority=True)
+    queue.arrive("batch", "batch", 1000, priority=5)
+    for number in range(40):
+        queue.arrive(f"ann{number:02}", "ann", 1000)
+        queue.arrive(f"bob{number:02}", "bob", 1000)
+    for _ in range(50):
+        queue.serve()
+    for number in range(9):
+        queue.arrive(f"new{number}", "new", 1000)
+    served = [queue.serve()[:3] for _ in range(9)]
+    assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["new"] * 3
+
+
+def test_priorities_that_clients_invent_are_bounded_while_the_engine_is_busy() -> None:
+    queue = Queue(by_priority=True)
+    queue.arrive("long", "long")
+    queue.start()
+    for number in range(2 * MAX_PRIORITIES):
+        queue.arrive(f"t{number}", "other", priority=number)
+        queue.serve()
+    assert len(queue.shares._now) == MAX_PRIORITIES
 
 
 def test_tenants_that_left_are_forgotten() -> None:

@@ -110,7 +110,9 @@ class Driver:
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
         self._by_priority = by_priority
-        self._fairness = Fairness(policy, self.limits, view.num_blocks, view.block_size)
+        self._fairness = Fairness(
+            policy, self.limits, view.num_blocks, view.block_size, by_priority=by_priority
+        )
         self._retention = Retention(
             engine, self._caller, self.limits, self._fairness, self.decided, by_priority=by_priority
         )

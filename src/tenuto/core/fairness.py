@@ -5,8 +5,9 @@
     memory    each tenant's part of the KV cache (`Quota`), by which `tenuto.core.leases` chooses who yields
 
 *Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. An idle
-tenant collects no credit: when it comes back, it starts at the virtual time of the tenant served last. Within
-a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's. Source:
+tenant collects no credit: when it comes back, it starts at the virtual time of the tenant served last. With
+priorities, of those with a turn of the same priority: tenants that wait behind others' urgent turns have received
+less. Within a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's. Source:
 start-time fair queueing (Goyal, Vin and Cheng, 1996), with work counted in tokens as in the virtual token
 counter (Sheng et al., OSDI 2024).
 
@@ -39,13 +40,18 @@ SLACK = 1.25
 """How many fair shares a tenant may use before its leases yield first. While tenants use about the same, the
 policy decides the order of leases."""
 
+MAX_PRIORITIES = 64
+"""Most priorities with a start of their own for tenants that come back."""
+
 
 class Fairness:
     """The fairness rules of one engine. The driver tells it each event of a turn once."""
 
-    def __init__(self, policy: Policy, limits: Limits, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, policy: Policy, limits: Limits, num_blocks: int, block_size: int, *, by_priority: bool = False
+    ) -> None:
         """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
-        self.shares = Shares(limits.tenant_weights)
+        self.shares = Shares(limits.tenant_weights, by_priority=by_priority)
         self.quota = Quota(limits, num_blocks, block_size)
         self._waits: StockQueue | None = make_stock_queue(policy, limits, num_blocks * block_size)
         """None if no limit bounds how long turns wait."""
@@ -155,7 +161,7 @@ class _Charge:
     work: float = 0.0
     """The work that is included in its tenant's virtual time, in prefill tokens."""
     begin: float = 0.0
-    """The least virtual time of all tenants that waited when it was taken off the queue, its own included."""
+    """The virtual time of its tenant when it was taken off the queue."""
     num_expected_tokens: float = 0.0
     """Tokens of its prompt and of an output of mean length; 0 before its start."""
 
@@ -163,15 +169,16 @@ class _Charge:
 class Shares:
     """The virtual times of the tenants, and which tenants have turns in the engine."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, *, by_priority: bool = False) -> None:
         """`weights`: the weights of some tenants; all others have weight 1."""
+        self._by_priority = by_priority
         self._tenants: dict[str, _Share] = {}
         self.set_weights(weights)
         self._idle = IndexedHeap()
-        """Tenants without a turn whose virtual time is still later than `_now`, by virtual time."""
-        self._now = 0.0
-        """The virtual time of the tenant served last, when its turn started. If turns with a smaller priority
-        went first: of the tenant that waited then and had received the least."""
+        """Tenants without a turn that would gain by starting anew (`_forget_idle`), by virtual time."""
+        self._now: dict[int, float] = {}
+        """By priority, if the engine has them: the virtual time of the tenant served last, when its turn
+        started."""
         self._output = MovingMean()
         """Mean output tokens of a turn."""
         self._waiting: OrderedDict[str, TurnState] = OrderedDict()
@@ -184,7 +191,7 @@ class Shares:
     def get_time(self, tenant: str) -> float:
         """The tenant's virtual time. It never decreases while the tenant has a turn in the engine."""
         own = self._tenants.get(tenant)
-        return own.time if own is not None else self._now
+        return own.time if own is not None else 0.0
 
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
         """Use these weights from now on; all tenants that are not named have weight 1."""
@@ -202,26 +209,23 @@ class Shares:
         name = turn.job.tenant or NOBODY
         own = self._tenants.get(name)
         if own is None:
-            own = self._tenants[name] = _Share(get_weight(self._weights, name), self._now)
+            own = self._tenants[name] = _Share(get_weight(self._weights, name))
         if not own.num_live:
             self._idle.discard(name)
             self.num_live_tenants += 1
         if not own.num_waiting:
-            own.time = max(own.time, self._now)
+            own.time = max(own.time, self._now.get(self._get_priority(turn), 0.0))
         self._waiting[turn.turn_id] = turn
         self._charges[turn.turn_id] = _Charge()
         own.num_waiting += 1
         own.num_live += 1
 
-    def take(self, turn: TurnState, least: float = math.inf) -> None:
-        """A turn was taken off the queue. Its work counts at once, because one step may start many turns.
-
-        `least`: the least virtual time of the tenants in the queue.
-        """
+    def take(self, turn: TurnState) -> None:
+        """A turn was taken off the queue. Its work counts at once, because one step may start many turns."""
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
-        self._charges[turn.turn_id].begin = min(own.time, least)
+        self._charges[turn.turn_id].begin = own.time
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
@@ -235,8 +239,11 @@ class Shares:
         if not charge.work:
             self.take(turn)
         # Not when it was taken: it may have been aborted, far behind the turns that go first.
-        if charge.begin > self._now:
-            self._now = charge.begin
+        priority = self._get_priority(turn)
+        if charge.begin > self._now.get(priority, 0.0):
+            self._now[priority] = charge.begin
+            if len(self._now) > MAX_PRIORITIES:  # clients may invent them too
+                del self._now[min(self._now, key=self._now.__getitem__)]
             self._forget_idle()
         own = self._tenants[turn.job.tenant or NOBODY]
         own.num_waiting -= 1
@@ -263,16 +270,20 @@ class Shares:
             self._idle.push(name, (own.time,))
             self._forget_idle()
             if len(self._idle) > MAX_NAMES:
-                # Clients may invent tenants. The one that goes first gains least by starting at `_now`.
+                # Clients may invent tenants. The one that goes first gains least by starting anew.
                 del self._tenants[self._idle.pop()]
         if not self.num_live_tenants:
             # The engine is idle, so all tenants begin equal again.
             self._tenants.clear()
             self._idle = IndexedHeap()
+            self._now.clear()
 
     def get_expected_tokens(self, turn_id: str) -> float:
         """The total number of tokens that a running turn is expected to reach."""
         return self._charges[turn_id].num_expected_tokens
+
+    def _get_priority(self, turn: TurnState) -> int:
+        return turn.arrival.priority if self._by_priority else 0
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
         """The expected work of a turn whose output length is not known yet."""
@@ -291,8 +302,9 @@ class Shares:
             own.credit = -due
 
     def _forget_idle(self) -> None:
-        """Forget tenants that would start at `_now` anyway, so that idle tenants use no memory."""
-        while (key := self._idle.get_first_key()) is not None and float(key[0]) <= self._now:
+        """Forget tenants that would start there anyway, so that idle tenants use no memory."""
+        now = min(self._now.values(), default=0.0)
+        while (key := self._idle.get_first_key()) is not None and float(key[0]) <= now:
             del self._tenants[self._idle.pop()]
 
 
@@ -320,8 +332,6 @@ class FairOrder:
         self._lane_of: dict[str, str] = {}
         self._order = IndexedHeap()
         """Lanes by priority and virtual time. A lane's time may have increased since it was added."""
-        self._times = IndexedHeap()
-        """With priorities: the same by virtual time alone."""
 
     def __len__(self) -> int:
         return len(self._lane_of)
@@ -346,8 +356,6 @@ class FairOrder:
             if name not in self._lanes:
                 lane = self._lanes[name] = _Lane(priority, tenant)
                 self._order.push(name, self._get_key(lane))
-                if self._by_priority:
-                    self._times.push(name, self._get_key(lane)[1:])
         self._lanes[name].turns.push(item, key)
 
     def get_key(self, item: str) -> Key:
@@ -382,10 +390,9 @@ class FairOrder:
         if not waiting:
             del self._lanes[name]
             self._order.discard(name)
-            self._times.discard(name)
         turn = self._turns.get(item)
         if turn is not None:
-            self._shares.take(turn, self._get_least_time())
+            self._shares.take(turn)
 
     def _get_first_lane(self) -> _Lane | None:
         if len(self._lanes) == 1:
@@ -398,15 +405,6 @@ class FairOrder:
             # The tenant was served since. Times only increase, so no other lane can be before its key.
             self._order.push(name, key)
         return None
-
-    def _get_least_time(self) -> float:
-        """With priorities, the least virtual time of the tenants here; else infinity: the first has it."""
-        while (name := self._times.get_first()) is not None:
-            key = self._get_key(self._lanes[name])[1:]
-            if key == self._times.get_first_key():
-                return key[0]
-            self._times.push(name, key)
-        return math.inf
 
     def _get_key(self, lane: _Lane) -> tuple[int, float]:
         return lane.priority, self._shares.get_time(lane.tenant)
