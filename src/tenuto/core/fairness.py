@@ -6,10 +6,10 @@
 
 *Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. An idle
 tenant collects no credit: when it comes back, it starts at the virtual time of the tenant served last. With
-priorities, of those with a turn of the same priority: tenants that wait behind others' urgent turns have received
-less. Within a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's. Source:
-start-time fair queueing (Goyal, Vin and Cheng, 1996), with work counted in tokens as in the virtual token
-counter (Sheng et al., OSDI 2024).
+priorities, that is the last one of the same priority, because those that wait behind urgent turns received
+less. Within a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's.
+Source: start-time fair queueing (Goyal, Vin and Cheng, 1996), with work counted in tokens as in the virtual
+token counter (Sheng et al., OSDI 2024).
 
 *Memory.* A tenant is *active* while it has a turn in the engine or a lease. Its fair share of the cache is
 its weight, divided by the weights of all active tenants. A tenant that uses more than `SLACK` times its fair
