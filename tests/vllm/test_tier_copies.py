@@ -355,7 +355,7 @@ def test_reads_do_not_wait_for_writes_that_hang(
     tier = make_tier(tmp_path, view)
     store(tier, b"a")
     go_on = threading.Event()
-    monkeypatch.setattr(disk, "write_chunk", lambda *_: go_on.wait(30))
+    monkeypatch.setattr(disk, "write_chunk", lambda *_: go_on.wait(300))
     monkeypatch.setattr(disk, "MAX_WAITING_SHARE", 10)
     for number in range(2 * disk.NUM_THREADS):
         tier.submit_store(make_transfer([b"b%d" % number], [1], is_promotion=False))
