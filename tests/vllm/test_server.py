@@ -112,7 +112,7 @@ def test_verify_fails_against_stock(stock_server: LocalServer, capsys: pytest.Ca
 
 def test_verify_says_what_is_wrong_with_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--url", f"http://127.0.0.1:{get_free_port()}"]) == 2
-    assert "tenuto: http://127.0.0.1" in capsys.readouterr().err
+    assert "tenuto: no answer from http://127.0.0.1" in capsys.readouterr().err
 
 
 def test_a_job_over_plain_headers_hits_what_it_left(server: LocalServer) -> None:
