@@ -108,7 +108,7 @@ def test_a_key_that_was_checked_names_the_tenant_without_telling_the_key(monkeyp
 
 def test_where_no_key_is_checked_a_key_says_nothing():
     assert FIELD not in (Server().post(bearer("made-up")) or {})
-    assert tenants.TenantReader(None).get(bearer("made-up")) is None
+    assert tenants.TenantReader(None).get(bearer("made-up"), ()) is None
 
 
 def test_a_server_whose_check_of_keys_is_hidden_does_not_start():

@@ -63,11 +63,11 @@ class TenantReader:
         self._check_key = find_key_check(app)
         self.has_tenants = bool(self._header) or self._check_key is not None
 
-    def get(self, headers: Mapping[str, str], pairs: Iterable[tuple[bytes, bytes]] = ()) -> str | None:
+    def get(self, headers: Mapping[str, str], pairs: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The tenant, or None. Header names must be in lower case. A key is replaced by its name.
 
-        `pairs`: the headers as they were sent. None if the one that counts was sent with several values: a
-        proxy may add its own beside its client's.
+        `pairs`: the same headers as they were sent. If the one that counts has several values, there is no
+        tenant: a proxy may have added its own beside its client's.
 
         None on a server without tenants, whatever a client sends: an engine takes the first tenant that is
         signed as a sign that all requests have one.

@@ -653,7 +653,7 @@ def _fail_stores(scheduler: Any, meta: Any) -> Iterator[None]:
         for job_id in [each for each in meta.completed_jobs if each < 0]:
             del meta.completed_jobs[job_id]
             failed.add(-1 - job_id)
-    failed.difference_update([each for each in failed if each not in jobs])
+    failed.intersection_update(jobs)
     if not failed:
         yield
         return
