@@ -7,15 +7,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import FADE, MAX_NAMES, PRIOR_CASES, forget_some, get_work
+from tenuto.core.turn_work import FADE, MAX_NAMES, MAX_SUM, PRIOR_CASES, forget_some, get_work
 from tenuto.core.types import Job, Turn
 
 MAX_ROWS = 256
 """Most kinds with a table, because clients can invent kinds. Also the largest turn number with statistics of
 its own: later turns count as this one."""
-
-MAX_SUM = 1e15
-"""More than any sum here: 500 turns of as many tokens as clients can send."""
 
 
 class Left(NamedTuple):

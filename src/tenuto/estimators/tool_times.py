@@ -8,11 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.core.turn_work import MAX_NAMES, MEMORY, PRIOR_CASES, forget_some
+from tenuto.core.turn_work import MAX_NAMES, MAX_SUM, MEMORY, PRIOR_CASES, forget_some
 from tenuto.core.types import Job
-
-MAX_S = 1e15
-"""Longer than any time. Sums of times up to this are numbers."""
 
 
 class RecentTimes:
@@ -30,8 +27,8 @@ class RecentTimes:
 
     def observe(self, time_s: float) -> None:
         """Add one sample; raises ValueError if it is not a time. Moves at most `max_times` pointers."""
-        if not 0 <= time_s <= MAX_S:
-            raise ValueError(f"a time must be from 0 to {MAX_S:g} s, got {time_s!r}")
+        if not 0 <= time_s <= MAX_SUM:
+            raise ValueError(f"a time must be from 0 to {MAX_SUM:g} s, got {time_s!r}")
         if len(self._recent) == self._max_times:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(time_s)

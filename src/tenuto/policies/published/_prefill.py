@@ -16,6 +16,7 @@ from typing import Any
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Learns, Policy, setting
+from tenuto.core.turn_work import MAX_SUM
 from tenuto.core.types import EngineView, StepView, Turn
 from tenuto.records.files import read_first
 
@@ -27,9 +28,6 @@ MIN_PREFILL_TOKENS = 256
 """Steps with fewer prefill tokens take as long as one pass over the weights, so they show nothing."""
 PRIOR_WEIGHT = 0.5
 """Weight of the assumed profile, in steps. It decides if the steps cannot, e.g. if all prompts are equal."""
-
-MAX_SUM = 1e15
-"""More than any decayed sum of steps, in the units below."""
 
 _UNITS = (1.0, 1e3, 1e7, 1e1)
 """Units of the features step, tokens, pairs, requests; they bring all features to a similar size."""
