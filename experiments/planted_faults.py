@@ -724,14 +724,14 @@ FAULTS = (
     # Tiers and pinned prefixes.
     Fault(
         "tiers: a failed store is loaded",
-        "vllm/compat/offload.py",
-        "            failed.add(-1 - job_id)\n",
+        "vllm/compat/specs.py",
+        "            failed |= _find_failed(meta)\n",
         "",
         ("vllm/test_tiers.py::test_a_failed_store_is_never_loaded", "vllm/test_tier_chaos.py"),
     ),
     Fault(
         "tiers: a copy that was given up writes",
-        "vllm/tiers/worker.py",
+        "vllm/tiers/copies.py",
         "            if job.has_failed:\n                return\n            if rows is None:",
         "            if rows is None:",
         ("vllm/test_tier_copies.py::test_a_copy_that_hangs_is_given_up_and_writes_nothing_afterwards",),
@@ -846,8 +846,8 @@ FAULTS = (
     ),
     Fault(
         "tiers: what could not be loaded is told as loaded",
-        "vllm/compat/offload.py",
-        "results.failed_recving.add(request_ids[job_id])",
+        "vllm/compat/specs.py",
+        "results.failed_recving.update(request_ids[each] for each in failed & request_ids.keys())",
         "pass",
         (
             "vllm/test_tiers.py::test_failed_loads_are_computed_again",
@@ -913,7 +913,7 @@ FAULTS = (
     ),
     Fault(
         "tiers: a process that may not be looked at keeps the memory of killed servers",
-        "vllm/compat/offload.py",
+        "vllm/compat/specs.py",
         "            if name in maps.read_text():\n                return True",
         "            if name in maps.read_text():\n                return True\n            continue\n"
         "        return True",

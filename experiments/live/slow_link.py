@@ -10,8 +10,8 @@ import os
 import time
 from typing import Any
 
-from tenuto.vllm.tiers import worker
-from tenuto.vllm.tiers.worker import Array, Copies, HostWorker, Part, read_rows
+from tenuto.vllm.compat import specs
+from tenuto.vllm.tiers.copies import Array, Copies, Part, read_rows
 
 SPEED = "LINK_GB_S"
 
@@ -22,10 +22,10 @@ def read_slowly(part: Part) -> Array:
     return read_rows(part)
 
 
-class HostSpec(worker.HostSpec):
+class HostSpec(specs.HostSpec):
     """Tenuto's own spec, with this worker."""
 
-    def make_cpu_worker(self, kv_caches: Any) -> HostWorker:
+    def get_worker(self, kv_caches: Any) -> specs.HostWorker:
         """The worker of a CPU build."""
         copies = Copies(read=read_slowly)
-        return HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, copies=copies)
+        return specs.HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, copies=copies)

@@ -46,7 +46,7 @@ CALLED = {
     name: PUBLIC[name] for name in ("request", "scheduler", "output", "block", "adapter", "sampling_params")
 }
 CALLED |= {name: PUBLIC[name] for name in PUBLIC if name.endswith("_config")}
-"""What our code calls objects of vLLM's; `job`, `tier` and `memory` are names of ours too."""
+"""What our code calls objects of vLLM's; `job` and `tier` are names of ours too."""
 
 
 def find_names(source: str) -> Iterator[tuple[int, str | None, str]]:

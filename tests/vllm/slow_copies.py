@@ -6,7 +6,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Collection
 
-from tenuto.vllm.tiers.worker import Done, Job
+from tenuto.vllm.tiers.copies import Job
 
 
 class SlowCopies:
@@ -19,7 +19,7 @@ class SlowCopies:
         self.share_failed = share_failed
         self.num_bytes = 0
         self._jobs: OrderedDict[int, Job] = OrderedDict()
-        self._done: list[Done] = []
+        self._done: list[Job] = []
 
     def submit(self, job: Job) -> None:
         self._jobs[job.job_id] = job
@@ -37,7 +37,7 @@ class SlowCopies:
                     break
                 self._finish(self._jobs.pop(job_id))
 
-    def take_done(self) -> list[Done]:
+    def take_done(self) -> list[Job]:
         done, self._done = self._done, []
         return done
 
@@ -49,5 +49,7 @@ class SlowCopies:
         for part in job.parts:
             rows = part.source[part.sources]
             part.target[part.targets] = -rows if fails else rows
-        self.num_bytes += sum(part.num_bytes for part in job.parts)
-        self._done.append(Done(job.job_id, job.is_load, 1_000_000, 0.001, fails))
+        job.num_done, job.has_failed = len(job.parts), fails
+        job.busy_s = job.num_bytes / 1e9
+        self.num_bytes += job.num_bytes
+        self._done.append(job)

@@ -20,13 +20,13 @@ from vllm.v1.kv_offload.base import ReqContext
 import tenuto.vllm.tiers.disk as disk
 from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import Use
-from tenuto.vllm.compat import offload
+from tenuto.vllm.compat import offload, specs
 from tenuto.vllm.compat.offload import Adapter, LookupResult
 from tenuto.vllm.complaints import COMPLAIN_EVERY_S
 from tenuto.vllm.launch import Tiers
+from tenuto.vllm.tiers.copies import Copies, Job, Part, get_rows, make_part, read_rows
 from tenuto.vllm.tiers.disk import DiskTier
 from tenuto.vllm.tiers.files import HEADER, DamagedError, is_chunk, read_chunk, write_chunk
-from tenuto.vllm.tiers.worker import Copies, Job, Part, get_rows, make_part, read_rows
 
 
 def make_job(job_id: int, *, is_load: bool, chunk: int = 0, num_parts: int = 1) -> Job:
@@ -733,7 +733,7 @@ def test_kv_of_an_adapter_is_found_with_its_weights_only(tmp_path: Path, view: m
 
 def test_memory_that_killed_servers_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although there are processes that may not be looked at, or that end meanwhile; what is mapped stays."""
-    monkeypatch.setattr(offload, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(specs, "SHARED_MEMORY", tmp_path)
     files = {name: tmp_path / f"vllm_offload_{name}.mmap" for name in ("left", "used", "new")}
     for file in files.values():
         file.write_bytes(b"x" * mmap.PAGESIZE)
@@ -750,7 +750,7 @@ def test_memory_that_killed_servers_left_is_removed(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "read_text", read)
     with open(files["used"], "r+b") as file, mmap.mmap(file.fileno(), 0):
-        offload.remove_left_memory()
+        specs.remove_left_memory()
     assert [name for name, file in files.items() if file.exists()] == ["used", "new"]
-    offload.remove_left_memory()
+    specs.remove_left_memory()
     assert [name for name, file in files.items() if file.exists()] == ["new"]

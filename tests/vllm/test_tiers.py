@@ -299,7 +299,7 @@ def test_a_failed_store_is_never_loaded(has_disk: bool, tmp_path: Path) -> None:
             assert not list(tmp_path.rglob("*.kv"))
         engine.scheduler.reset_prefix_cache()
     assert engine.hits == {"failed": (0, 0), "stored": (0, 0), "again": (0, 160)}
-    assert not engine.scheduler.connector.connector_scheduler.tenuto_failed_stores
+    assert not engine.scheduler.connector.connector_scheduler.tenuto_failed
     engine.assert_clean()
     if has_disk:
         engine.shutdown()

@@ -28,8 +28,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tenuto.vllm.compat.offload import find_connector
 from tenuto.vllm.compat.scheduler import get_hit_tokens
+from tenuto.vllm.compat.specs import HostSpec, HostWorker
 from tenuto.vllm.scheduler import Scheduler
-from tenuto.vllm.tiers.worker import HostSpec, HostWorker
 from tests.vllm.other_connector import Load
 from tests.vllm.slow_copies import SlowCopies
 from tests.vllm.workerless import Engine, make_config, make_scheduler

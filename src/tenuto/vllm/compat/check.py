@@ -32,6 +32,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:
 _HOST = "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager"
 _TIER = "vllm.v1.kv_offload.tiering.base:SecondaryTierManager"
 _WORKER = "vllm.v1.kv_offload.base:OffloadingWorker"
+_SHARED = "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion"
 
 
 def _list(owner: str, names: str) -> dict[str, str]:
@@ -147,6 +148,7 @@ OFFLOADING_NAMES = {
     f"{_WORKER}.submit_load": "job_id src_spec dst_spec",
     **_list(_WORKER, "get_finished shutdown"),
     f"{_WORKER}.wait": "job_ids",
+    **_list(_SHARED, "cleanup create_next_worker_view"),
 }
 """As `NAMES`, for servers that use the OffloadingConnector."""
 
@@ -158,10 +160,6 @@ OFFLOADING_PUBLIC = {
     ),
     "LookupResult": ("vllm.v1.kv_offload.base:LookupResult", "HIT MISS"),
     "Medium": ("vllm.v1.kv_offload.base:Medium", "STORAGE"),
-    "memory": (
-        "vllm.v1.kv_offload.cpu.shared_offload_region:SharedOffloadRegion",
-        "cleanup create_next_worker_view",
-    ),
 }
 """As `PUBLIC`, for offloading."""
 

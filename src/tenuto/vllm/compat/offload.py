@@ -1,6 +1,6 @@
-"""vLLM's internals for offloading: keys, cache policies, managers, specs and the OffloadingConnector.
+"""vLLM's internals for offloading: keys, the cache policy, managers and the OffloadingConnector.
 
-Needs vLLM 0.31 or later. The connector's calls in the scheduler's process:
+Needs vLLM 0.31 or later. `specs` makes the managers. The connector's calls in the scheduler's process:
 
     request arrives ─► get_num_new_matched_tokens ─► update_state_after_alloc ─► (worker loads) ─► starts
     step            ─► build_connector_meta: stores what was computed ─► (worker stores) ─► complete
@@ -8,17 +8,14 @@ Needs vLLM 0.31 or later. The connector's calls in the scheduler's process:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -28,28 +25,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
     Medium,
     OffloadingEvent,
-    OffloadingWorker,
     ReqContext,
     RequestOffloadingContext,
-    TransferResult,
     get_offload_group_idx,
     make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.tiering import spec as tiering_spec
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tenuto.core.tier_order import Room, TierOrder, Use
 from tenuto.core.windows import STATE_WINDOW, count_loaded_blocks
@@ -59,18 +49,11 @@ __all__ = [
     "JobResult",
     "LookupResult",
     "Medium",
-    "OffloadingWorker",
     "RequestOffloadingContext",
-    "TransferResult",
 ]
-
-logger = logging.getLogger("vllm.tenuto")
 
 MAX_PENDING_S = 30.0
 """The longest that a request waits for a chunk that is being written; then it computes the tokens."""
-SHARED_MEMORY = Path("/dev/shm")
-MIN_LEFT_S = 120.0
-"""From this age on, a shared memory file that no process maps counts as abandoned."""
 ORDER = ("OrderedChunks", __name__)
 """The name and the module of the cache policy that our specs give to vLLM's managers."""
 
@@ -460,30 +443,6 @@ class PrimaryManager(HostManagerHooks, CPUPrimaryTierOffloadingManager):  # type
         return found if found is not None and found.keys_to_store else None
 
 
-def get_tensors(kv_caches: Any) -> list[tuple[Any, int]]:
-    """The tensors of a worker's KV cache, for all layers, each with the bytes of one block."""
-    return [(each.tensor, each.page_size_bytes) for each in kv_caches.tensors]
-
-
-def get_group_layers(kv_caches: Any) -> list[list[int]]:
-    """The tensors of each layer group's layers."""
-    return [[each.tensor_idx for each in group] for group in kv_caches.group_data_refs]
-
-
-def get_copied_blocks(spec: Any) -> list[tuple[int, Any]]:
-    """For each layer group of a copy: the index of its first block in the request, and its block ids."""
-    found, first = [], 0
-    for number, index in zip(spec.group_sizes, spec.block_indices, strict=True):
-        found.append((index, spec.block_ids[first : first + number]))
-        first += number
-    return found
-
-
-def get_copied_chunks(spec: Any) -> Any:
-    """The ids of the chunks that a copy moves, one layer group after the other."""
-    return spec.block_ids
-
-
 class SecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     """A tier below host memory."""
 
@@ -497,176 +456,6 @@ def get_host_manager(manager: Any) -> HostManagerHooks | None:
     """Our manager of host memory behind a connector's manager; None if it is not ours."""
     found = getattr(manager, "primary_tier", manager)
     return found if isinstance(found, HostManagerHooks) else None
-
-
-# Specs, which vLLM loads by name.
-
-
-class _SpecHooks:
-    """What both of our specs add to vLLM's."""
-
-    _worker: Any
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.eviction_policy, self.cache_policy_module_path = ORDER
-        report_failures()
-
-    def make_cpu_worker(self, kv_caches: Any) -> Any:
-        """The worker for a CPU build."""
-        raise NotImplementedError
-
-    def get_worker(self, kv_caches: Any) -> Any:
-        """The worker: vLLM's own on a GPU, ours on a CPU build."""
-        if not current_platform.is_cpu():
-            return super().get_worker(kv_caches)  # type: ignore[misc]
-        if not self._worker:
-            self._worker = self.make_cpu_worker(kv_caches)
-        return self._worker
-
-
-class HostSpecBase(_SpecHooks, CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's own spec for host memory, with our order, and with a worker for CPU builds too."""
-
-    _manager: Any
-
-    def get_manager(self) -> Any:
-        """The manager, made once."""
-        if not self._manager:
-            self._manager = HostManager(
-                num_chunks=self.num_chunks,
-                cache_policy=self.eviction_policy,
-                cache_policy_module_path=self.cache_policy_module_path,
-                enable_events=self.kv_events_config.enable_kv_cache_events,
-            )
-            _describe(self._manager, self)
-        return self._manager
-
-
-class DiskSpecBase(_SpecHooks, TieringOffloadingSpec):  # type: ignore[misc]
-    """As `HostSpecBase`, for vLLM's spec with further tiers below host memory."""
-
-    def get_manager(self) -> Any:
-        """The manager, made once. vLLM looks up the class of its first tier in its own module."""
-        if not self._manager:
-            remove_left_memory()
-            tiering_spec.CPUPrimaryTierOffloadingManager = PrimaryManager
-            try:
-                super().get_manager()
-            finally:
-                tiering_spec.CPUPrimaryTierOffloadingManager = CPUPrimaryTierOffloadingManager
-            _describe(self._manager.primary_tier, self)
-        return self._manager
-
-    def open_shared_memory(self) -> Any:
-        """The host memory that the scheduler's process shares, for the worker of a CPU build."""
-        return SharedOffloadRegion(
-            engine_id=self._engine_id,
-            num_chunks=self.num_chunks,
-            rank=self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
-
-
-def _describe(host: HostManagerHooks, spec: Any) -> None:
-    """Give a manager the facts of its spec: layer groups, bytes of a chunk, and the number of workers."""
-    host.num_groups = len(spec.config.groups)
-    host.sizes = (int(spec.kv_bytes_per_chunk), int(spec.config.parallel.world_size))
-
-
-def remove_left_memory() -> None:
-    """Remove shared memory files that killed servers left: those that no process maps.
-
-    vLLM names the file by the engine's id, which is new at every start, so no later start would reuse it.
-    """
-    for path in SHARED_MEMORY.glob("vllm_offload_*.mmap"):
-        # It belongs to another user, or is gone meanwhile.
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > MIN_LEFT_S and not _is_mapped(path.name):
-                path.unlink()
-                logger.info("removed %s, which a killed server left", path)
-
-
-def _is_mapped(name: str) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        # The process has ended, or may not be inspected. If it maps the file, it keeps the memory even after
-        # the file is removed.
-        with contextlib.suppress(OSError):
-            if name in maps.read_text():
-                return True
-    return False
-
-
-def report_failures() -> None:
-    """Let vLLM's connector report failed copies; of loads, as `kv_load_failure_policy` wants it.
-
-    The connector itself stops the engine at the first failure. A worker that can report failures has
-    `take_failed`. The scheduler then drops the chunks: of a failed load, because it would load them again and
-    again; of a failed store, because they have wrong content, which a disk below would keep.
-
-    vLLM's report has no place for a failed store. So its job n is reported as a completed job -1 - n too.
-    """
-    if hasattr(OffloadingConnector, "tenuto_reports_failures"):
-        return
-    OffloadingConnector.tenuto_reports_failures = True
-    get_results, update = (
-        OffloadingConnector.get_transfer_results,
-        OffloadingConnector.update_connector_output,
-    )
-
-    def get_transfer_results(self: Any, finished_req_ids: set[str]) -> Any:
-        connector = self.connector_worker
-        request_ids = dict(connector._load_jobs)
-        results = get_results(self, finished_req_ids)
-        take = getattr(connector.worker, "take_failed", None)
-        for job_id in take() if take is not None else ():
-            if job_id in request_ids:
-                results.failed_recving.add(request_ids[job_id])
-            else:
-                connector._connector_worker_meta.mark_completed(-1 - job_id)
-        return results
-
-    def update_connector_output(self: Any, connector_output: Any) -> None:
-        scheduler, keys = self.connector_scheduler, set()
-        for request_id in connector_output.failed_recving or ():
-            status = scheduler._req_status.get(request_id)
-            for job_id in status.transfer_jobs if status is not None else ():
-                if not scheduler._jobs[job_id].is_store:
-                    keys |= scheduler._jobs[job_id].keys
-        with _fail_stores(scheduler, connector_output.kv_connector_worker_meta):
-            update(self, connector_output)
-        host = get_host_manager(scheduler.manager) if keys else None
-        if host is not None:
-            host.forget(keys)
-
-    OffloadingConnector.get_transfer_results = get_transfer_results
-    OffloadingConnector.update_connector_output = update_connector_output
-
-
-@contextlib.contextmanager
-def _fail_stores(scheduler: Any, meta: Any) -> Iterator[None]:
-    """While this lasts, stores that a worker reported as failed end so, once all workers have ended them."""
-    jobs, manager = scheduler._jobs, scheduler.manager
-    failed = scheduler.__dict__.setdefault("tenuto_failed_stores", set())
-    if isinstance(meta, OffloadingWorkerMetadata):
-        for job_id in [each for each in meta.completed_jobs if each < 0]:
-            del meta.completed_jobs[job_id]
-            failed.add(-1 - job_id)
-    failed.intersection_update(jobs)
-    if not failed:
-        yield
-        return
-    complete, failed_keys = manager.complete_store, [jobs[each].keys for each in failed]
-
-    def complete_store(keys: Any, req_context: Any) -> None:
-        complete(keys, req_context, not any(keys is each for each in failed_keys))
-
-    manager.complete_store = complete_store
-    try:
-        yield
-    finally:
-        del manager.complete_store
 
 
 # The connector.
