@@ -131,7 +131,8 @@ def make_context(keys: list[bytes], use: Use = NOBODY, adapter: Any = None) -> A
     for number, key in enumerate(keys):
         # vLLM's keys end with the layer group.
         context.set_offload_key_position(key, 16 * (number + 1))
-    offload.get_chains(context, 1).use = use
+    offload.get_chains(context, 1)
+    context.set_state(use)
     if adapter is not None:
         context.set_state(adapter)
     return context

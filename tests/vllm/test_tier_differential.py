@@ -60,10 +60,7 @@ class Both:
     def get_use(self, request_id: str) -> Use:
         return self._turns[request_id].use
 
-    def end_use(self, request_id: str) -> None:
-        """Nothing."""
-
-    def count_stored(self, request_id: str, num_chunks: int) -> None:
+    def count_stored(self, request_id: str, job_id: str | None, num_chunks: int) -> None:
         """Nothing."""
 
     # Events.
@@ -97,6 +94,7 @@ class Both:
 
     def finish(self, turn: Turn, key: tuple[int, ...]) -> None:
         turn.use = Use(key, turn.use.owner)
+        turn.context.set_state(turn.use)
         has_used = turn.num_stored > 0
         self.manager.on_request_finished(turn.context)
         if has_used:

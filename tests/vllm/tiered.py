@@ -192,7 +192,6 @@ class TieredEngine(Engine):
         assert not connector._req_status
         assert not connector._block_id_to_pending_jobs
         assert not self.tier._port._loads
-        assert not self.tier._uses
         assert not len(self.tier.later)
         assert not len(self.tier.prefetch)
         self.assert_host_whole()

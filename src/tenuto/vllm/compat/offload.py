@@ -69,8 +69,6 @@ class Chains:
     """The order of a request's chunks, for all its layer groups."""
 
     def __init__(self, num_groups: int = 1) -> None:
-        self.use = Use()
-        """The chunks' rank and their job, as far as known."""
         self.has_ended = False
         """Whether the request has ended. Its stores to a disk may end later."""
         self._has_groups = num_groups > 1
@@ -118,6 +116,12 @@ def try_get_chains(req_context: Any) -> Chains | None:
     """A request's chains of chunks; None if host memory, which vLLM asks first, was asked about none."""
     chains: Chains | None = req_context.get_state(Chains)
     return chains
+
+
+def get_use(req_context: Any) -> Use:
+    """What ranks a request's chunks, as far as known."""
+    use: Use | None = req_context.get_state(Use)
+    return Use() if use is None else use
 
 
 @dataclass(frozen=True)
@@ -265,10 +269,7 @@ class Asker(Protocol):
     def get_use(self, request_id: str) -> Use:
         """What ranks the chunks of this request."""
 
-    def end_use(self, request_id: str) -> None:
-        """The manager will not ask for this request again."""
-
-    def count_stored(self, request_id: str, num_chunks: int) -> None:
+    def count_stored(self, request_id: str, job_id: str | None, num_chunks: int) -> None:
         """`num_chunks` chunks of the request will be stored; a chunk counts once for all layer groups."""
 
 
@@ -299,7 +300,8 @@ class HostManagerHooks:
         """Make room for those of these chunks that may be stored, and let vLLM's manager store them."""
         found = self._make_room(keys, req_context)
         if self.asker is not None and found is not None:
-            self.asker.count_stored(req_context.req_id, self._policy.count_new(found.keys_to_store))
+            num_new, owner = self._policy.count_new(found.keys_to_store), get_use(req_context).owner
+            self.asker.count_stored(req_context.req_id, owner, num_new)
         return found
 
     def take_changes(self) -> dict[Hashable, int]:
@@ -336,8 +338,6 @@ class HostManagerHooks:
         super().on_request_finished(req_context)  # type: ignore[misc]
         if has_used:
             self._policy.touch(chains, req_context)
-        if self.asker is not None:
-            self.asker.end_use(req_context.req_id)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a chunk is stored or being written, unless that takes too long."""
@@ -395,10 +395,10 @@ class HostManagerHooks:
     # Internal.
 
     def _begin(self, req_context: Any) -> Chains:
-        use = self.asker.get_use(req_context.req_id) if self.asker is not None else Use()
+        if req_context.get_state(Use) is None and self.asker is not None:
+            req_context.set_state(self.asker.get_use(req_context.req_id))
         chains = get_chains(req_context, self.num_groups)
-        chains.use = use
-        self._policy.begin(chains, use)
+        self._policy.begin(chains, get_use(req_context))
         return chains
 
     def _free(self, key: Hashable) -> None:
@@ -475,11 +475,6 @@ def _get_window(group: Any) -> int | None:
     spec = group.kv_cache_spec
     size = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return STATE_WINDOW if size is None else int(size)
-
-
-def make_copy_id() -> str:
-    """An id for a copy, where vLLM expects a request id. No request can have it, whatever clients send."""
-    return f"tenuto-{secrets.token_hex(16)}"
 
 
 @dataclass
@@ -582,11 +577,16 @@ class ConnectorPort:
 
         whole.update_state_after_alloc = update_state_after_alloc
 
-    def set_adapter(self, request_id: str, adapter: Adapter) -> None:
-        """Set the LoRA adapter of a request."""
+    def describe(self, request_id: str, fact: Adapter | Use) -> None:
+        """Set the LoRA adapter of a request, or what ranks its chunks from now on."""
         status = self._scheduler._req_status.get(request_id)
         if status is not None:
-            status.req_context.set_state(adapter)
+            status.req_context.set_state(fact)
+
+    def forget_uses(self) -> None:
+        """Ask again what ranks the chunks of each request."""
+        for status in self._scheduler._req_status.values():
+            status.req_context._state.pop(Use, None)
 
     # Steps.
 
@@ -749,24 +749,23 @@ class ConnectorPort:
         return max(0, chunk * size - first)
 
     def begin_load(
-        self, load_id: str, hashes: Sequence[Any], blocks: Sequence[Any], first: int, meta: Any
+        self, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, use: Use
     ) -> Copy:
-        """Load `blocks` from number `first` on. Host memory must have them. `load_id`: see `make_copy_id`."""
+        """Load `blocks` from number `first` on. Host memory must have them."""
         scheduler, size = self._scheduler, self.blocks_per_chunk
-        context, keys = self._name_chunks(load_id, hashes, len(blocks) // size)
+        context, keys = self._begin_copy(hashes, len(blocks) // size, use)
         keys = keys[first // size :]
-        self._manager.on_new_request(context)
         source = self._manager.prepare_load(keys, context)
         ids = [block.block_id for block in blocks[first:]]
         target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
         for block_id in ids:
             # As for a request's blocks: a store that still reads them must finish first.
             meta.jobs_to_flush |= scheduler._block_id_to_pending_jobs.get(block_id, set())
-        load = self._loads[load_id] = self._begin(context, set(keys), ids, is_store=False)
+        load = self._loads[context.req_id] = self._register(context, set(keys), ids, is_store=False)
         if scheduler._chunks_being_loaded is not None:
             # A request that needs the same chunks waits for this load.
             scheduler._chunks_being_loaded.update(keys)
-        meta.load_jobs[load.job_id] = TransferJob(req_id=load_id, src_spec=source, dst_spec=target)
+        meta.load_jobs[load.job_id] = TransferJob(context.req_id, source, target)
         self._manager.on_request_finished(context)
         return load
 
@@ -784,23 +783,19 @@ class ConnectorPort:
 
     def begin_store(
         self,
-        store_id: str,
         blocks: Sequence[Any],
         hashes: Sequence[Any],
         meta: Any,
         *,
         chunks: range,
-        adapter: Adapter | None,
+        facts: Iterable[Adapter | Use],
     ) -> int | None:
-        """Store these chunks of the blocks of a request with this adapter.
+        """Store these chunks of the blocks of a request, with what `describe` would be told of it.
 
         Returns the number of the copy; None if host memory already has the chunks, or has no room for them.
         """
         size = self.blocks_per_chunk
-        context, keys = self._name_chunks(store_id, hashes, chunks.stop)
-        if adapter is not None:
-            context.set_state(adapter)
-        self._manager.on_new_request(context)
+        context, keys = self._begin_copy(hashes, chunks.stop, *facts)
         found = self._manager.prepare_store(keys[chunks.start :], context)
         wanted = set(found.keys_to_store) if found is not None else set()
         numbers = [number for number in chunks if keys[number] in wanted]
@@ -808,22 +803,28 @@ class ConnectorPort:
         if numbers:
             ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
             source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
-            job_id = self._begin(context, wanted, ids, is_store=True).job_id
-            meta.store_jobs[job_id] = TransferJob(req_id=store_id, src_spec=source, dst_spec=found.store_spec)
+            job_id = self._register(context, wanted, ids, is_store=True).job_id
+            meta.store_jobs[job_id] = TransferJob(context.req_id, source, found.store_spec)
         self._manager.on_request_finished(context)
         return job_id
 
     # Internal.
 
-    def _name_chunks(self, copy_id: str, hashes: Sequence[Any], end: int) -> tuple[Any, list[Any]]:
-        """A substitute for a request's context, and the keys of the first `end` chunks."""
-        size, context = self.blocks_per_chunk, ReqContext(req_id=copy_id)
+    def _begin_copy(self, hashes: Sequence[Any], end: int, *facts: Adapter | Use) -> tuple[Any, list[Any]]:
+        """A substitute for a request's context, and the keys of the first `end` chunks.
+
+        No request can have its id, whatever clients send.
+        """
+        size, context = self.blocks_per_chunk, ReqContext(req_id=f"tenuto-{secrets.token_hex(16)}")
+        for each in facts:
+            context.set_state(each)
         keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
         for number, key in enumerate(keys):
             context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
+        self._manager.on_new_request(context)
         return context, keys
 
-    def _begin(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
+    def _register(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
         """Register a copy with vLLM, so that its blocks are not reused before it ends."""
         scheduler = self._scheduler
         job_id = int(scheduler._generate_job_id())

@@ -24,7 +24,7 @@ from typing import Any
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
-from tenuto.vllm.compat.offload import Adapter, ConnectorPort, Copy, make_copy_id
+from tenuto.vllm.compat.offload import Adapter, ConnectorPort, Copy
 
 FIRST_BYTES_PER_S = 10e9
 """Assumed until the first copy has been measured. PCIe gives 20 GB/s or more, a CPU's memory several GB/s."""
@@ -80,18 +80,15 @@ class _Wanted:
 
     blocks: Sequence[Any]
     hashes: list[Hashable]
-    use: Use
-    adapter: Adapter | None
+    facts: list[Use | Adapter]
     next_chunk: int = 0
 
 
 class LaterStores:
     """The queue of later stores. It holds a reference to each block in it."""
 
-    def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: the job of each store by the store's id, for the host manager."""
+    def __init__(self, port: ConnectorPort) -> None:
         self._port = port
-        self._uses = uses
         self._queue: deque[_Wanted] = deque()
         self._moving: dict[int, Sequence[Any]] = {}
         self.num_held_blocks = 0
@@ -115,7 +112,8 @@ class LaterStores:
             return
         self._port.hold_blocks(blocks)
         self.num_held_blocks += len(blocks)
-        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), use, adapter))
+        facts: list[Use | Adapter] = [use] if adapter is None else [use, adapter]
+        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), facts))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
         """Begin copies for one step, while `may_go_on` allows it."""
@@ -123,15 +121,9 @@ class LaterStores:
         while self._queue and may_go_on():
             wanted = self._queue[0]
             end = min(wanted.next_chunk + MAX_AT_ONCE, len(wanted.blocks) // size)
-            store_id = make_copy_id()
-            self._uses[store_id] = wanted.use
+            chunks = range(wanted.next_chunk, end)
             job_id = self._port.begin_store(
-                store_id,
-                wanted.blocks,
-                wanted.hashes,
-                meta,
-                chunks=range(wanted.next_chunk, end),
-                adapter=wanted.adapter,
+                wanted.blocks, wanted.hashes, meta, chunks=chunks, facts=wanted.facts
             )
             done = wanted.blocks[wanted.next_chunk * size : end * size]
             wanted.next_chunk = end
@@ -189,10 +181,8 @@ class _Load:
 class Prefetch:
     """Loads the KV of jobs that are about to return, one load at a time."""
 
-    def __init__(self, port: ConnectorPort, uses: dict[str, Use]) -> None:
-        """`uses`: the job of each load by the load's id, for the host manager."""
+    def __init__(self, port: ConnectorPort) -> None:
         self._port = port
-        self._uses = uses
         self._away: OrderedDict[str, _Away] = OrderedDict()
         self._num_hashes = 0
         self._due: list[tuple[float, int, str]] = []
@@ -300,9 +290,7 @@ class Prefetch:
         # Otherwise `take_blocks` could return these.
         self._port.hold_blocks(front)
         blocks = [*front, *self._port.take_blocks(num_loadable)]
-        load_id = make_copy_id()
-        self._uses[load_id] = away.use
-        copy = self._port.begin_load(load_id, away.hashes, blocks, first, meta)
+        copy = self._port.begin_load(blocks, away.hashes, meta, first=first, use=away.use)
         self._moving = _Load(copy, away, blocks, first)
         away.is_fetched = True
         away.num_blocks = len(blocks)

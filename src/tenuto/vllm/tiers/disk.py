@@ -36,6 +36,7 @@ from tenuto.vllm.compat.offload import (
     Medium,
     RequestOffloadingContext,
     SecondaryTier,
+    get_use,
     try_get_chains,
     try_get_name,
 )
@@ -208,7 +209,8 @@ class DiskTier(SecondaryTier):
         if chains is None:
             return
         chains.has_ended = True
-        use, keeps = chains.use, bool(chains.use.wished) and self._kept.max_chunks > 0
+        use = get_use(req_context)
+        keeps = bool(use.wished) and self._kept.max_chunks > 0
         # Tails first, so that they go before what they continue.
         for key, end in sorted(chains.list_ends(), key=lambda each: each[1], reverse=True):
             name = try_get_name(key, req_context)
@@ -429,8 +431,7 @@ class DiskTier(SecondaryTier):
         known = {key: name for key, name in names.items() if name is not None}
         if self._space is None or len(known) < len(names):
             return None
-        chains = try_get_chains(job.req_context)
-        return _Job(job, self._space, known, None if chains is None else chains.use.owner)
+        return _Job(job, self._space, known, get_use(job.req_context).owner)
 
     def _refuse(self, job: Any) -> None:
         with self._lock:

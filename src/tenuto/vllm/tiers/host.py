@@ -67,9 +67,8 @@ class HostTier:
         chunk_bytes, num_workers = port.host.sizes
         self.loads = LinkSpeed(chunk_bytes, num_workers)
         self.stores = LinkSpeed(chunk_bytes, num_workers)
-        self._uses: dict[str, Use] = {}
-        self.later = LaterStores(port, self._uses)
-        self.prefetch = Prefetch(port, self._uses)
+        self.later = LaterStores(port)
+        self.prefetch = Prefetch(port)
         self._is_followed = self._stores_all = True
         self.follow_policy(settings, policy)
         self.num_declined_loads = 0
@@ -99,7 +98,7 @@ class HostTier:
         lora = self._scheduler.requests[request_id].lora_request if self._port.disks else None
         if lora is not None:
             adapter = Adapter(self._get_digest(lora.lora_name, lora.lora_path))
-            self._port.set_adapter(request_id, adapter)
+            self._port.describe(request_id, adapter)
             # For a store when the turn's lease ends.
             self._turn_adapters[request_id] = adapter
             if len(self._turn_adapters) > MAX_ADAPTED:
@@ -116,7 +115,8 @@ class HostTier:
         wish = None if turn.is_aborted else self._scheduler.driver.get_wish(request.request_id)
         if (turn.ends_job and wish is None) or turn.is_aborted:
             self._port.end_stores(request.request_id)
-        use = self._uses[request.request_id] = self._make_use(turn, wish)
+        use = self._make_use(turn, wish)
+        self._port.describe(request.request_id, use)
         if self._port.can_prefetch and not (turn.is_last or turn.is_aborted):
             num_blocks = (request.num_tokens - 1) // self._block_size
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
@@ -138,7 +138,7 @@ class HostTier:
         limits = settings.limits
         for tier in (self.host, *self._port.disks):
             tier.limit_kept(limits.max_wished_share, limits.tenant_weights or {})
-        self._uses.clear()
+        self._port.forget_uses()
 
     def reset(self) -> None:
         """The prefix cache is about to be reset: cancel the stores that wait."""
@@ -211,23 +211,12 @@ class HostTier:
 
     def get_use(self, request_id: str) -> Use:
         """The job whose chunks a request stores and loads, and the policy's key for them."""
-        if request_id not in self._uses:
-            turn = self._get_turn(request_id)
-            if turn is None:
-                return Use()
-            self._uses[request_id] = self._make_use(turn, self._scheduler.driver.get_wish(request_id))
-        return self._uses[request_id]
+        turn = self._get_turn(request_id)
+        return Use() if turn is None else self._make_use(turn, self._scheduler.driver.get_wish(request_id))
 
-    def end_use(self, request_id: str) -> None:
-        """The manager will not ask for this request again."""
-        self._uses.pop(request_id, None)
-        self._report_held()
-
-    def count_stored(self, request_id: str, num_chunks: int) -> None:
+    def count_stored(self, request_id: str, job_id: str | None, num_chunks: int) -> None:
         """`num_chunks` chunks of a request will be stored."""
-        num_tokens = num_chunks * self._port.tokens_per_chunk
-        self._scheduler.driver.store(request_id, self.get_use(request_id).owner, num_tokens)
-        self._report_held()
+        self._scheduler.driver.store(request_id, job_id, num_chunks * self._port.tokens_per_chunk)
 
     # Internal.
 
@@ -306,13 +295,12 @@ class HostTier:
         return loads > 0 or stores * self.stores.s_per_chunk > MAX_STORING_S
 
     def _add_later(self, meta: Any) -> None:
-        self._report_held()
         self.later.begin(meta, lambda: not self._holds_back())
-        if not self._port.can_prefetch:
-            return
-        loads, _ = self._port.count_moving()
-        is_free = self._is_followed and not loads and not count_waiting(self._scheduler)
-        self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
+        if self._port.can_prefetch:
+            loads, _ = self._port.count_moving()
+            is_free = self._is_followed and not loads and not count_waiting(self._scheduler)
+            self.prefetch.begin(meta, self._clock.monotonic(), may_load=is_free)
+        self._report_held()
 
     def _has_work(self) -> bool:
         """Whether an idle engine must keep running steps."""
