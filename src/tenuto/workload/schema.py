@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -137,6 +137,8 @@ class Workload:
     name: str
     jobs: tuple[Job, ...]
     loop: Loop = "closed"
+    roots: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """By job id, the id of the job at the beginning of its chain of parents; its own id without a parent."""
 
     def __post_init__(self) -> None:
         if self.loop not in get_args(Loop):
@@ -145,7 +147,10 @@ class Workload:
         if len(jobs) != len(self.jobs):
             counts = Counter(job.job_id for job in self.jobs)
             raise DataError(f"{self.name}: several jobs are called {counts.most_common(1)[0][0]!r}")
-        find_roots(self.name, self.jobs)
+        roots = find_roots(
+            self.jobs, lambda each, what: DataError(f"{self.name}: job {each!r}: parent {what}")
+        )
+        object.__setattr__(self, "roots", roots)
         for job in self.jobs:
             for event in (event for turn in job.turns for event in turn.after):
                 if event.job_id not in jobs or not 0 <= event.turn < len(jobs[event.job_id].turns):
@@ -165,19 +170,23 @@ class Workload:
                         f"{self.name}: no open loop: job {job.job_id!r} has no recorded time for turn {index}"
                     )
 
+    def get_families(self) -> dict[str, list[Job]]:
+        """The jobs by their root: each job that no other started, and all that it started."""
+        families: dict[str, list[Job]] = {}
+        for job in self.jobs:
+            families.setdefault(self.roots[job.job_id], []).append(job)
+        return families
 
-def find_roots(name: str, jobs: Sequence[Job]) -> dict[str, str]:
-    """By job id, the id of the job at the beginning of its chain of parents; its own id without a parent.
 
-    `name` describes the jobs in error messages. Raises DataError if a parent is missing or in a circle.
-    """
+def find_roots(jobs: Sequence[Job], refuse: Callable[[str, str], DataError]) -> dict[str, str]:
+    """The roots of jobs. Raises what `refuse` makes of a job's id and what is wrong with its parent."""
     parents = {job.job_id: job.parent for job in jobs}
     roots: dict[str, str] = {}
     for job_id in parents:
         chain = {job_id: None}  # a dict keeps the order of insertion; a set does not
         while job_id not in roots and (parent := parents[job_id]) is not None:
             if parent not in parents or parent in chain:
-                raise DataError(f"{name}: job {job_id!r}: parent {parent!r} is missing or its descendant")
+                raise refuse(job_id, f"{parent!r} is missing or its descendant")
             chain[parent] = None
             job_id = parent
         roots.update(dict.fromkeys(chain, roots.get(job_id, job_id)))

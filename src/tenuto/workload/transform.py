@@ -14,7 +14,7 @@ from itertools import accumulate, count, takewhile
 
 from tenuto.core.errors import ConfigError
 from tenuto.records.codec import MAX_SECONDS
-from tenuto.workload.schema import Job, Span, TurnSpec, Workload, find_roots
+from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 
 def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
@@ -49,7 +49,7 @@ def reassign_arrivals(workload: Workload, times: Iterator[float]) -> Workload:
 
     Jobs that another job started, and recorded send times, shift together with the job they belong to.
     """
-    roots = find_roots(workload.name, workload.jobs)
+    roots = workload.roots
     shifts: dict[str, float] = {}
     # List the jobs first: otherwise zip would draw a time that no job uses.
     for job, time_s in zip((job for job in workload.jobs if job.parent is None), times, strict=False):
@@ -90,11 +90,10 @@ def _parse_cv(text: str) -> float:
 
 def take_first_jobs(workload: Workload, num_jobs: int) -> Workload:
     """Only the first jobs to arrive that no other job started, and all the jobs that they started."""
-    roots = find_roots(workload.name, workload.jobs)
     # A recording has them in the order in which their first turns ended.
     by_arrival = sorted((job for job in workload.jobs if job.parent is None), key=lambda job: job.arrival_s)
     kept = frozenset(job.job_id for job in by_arrival[:num_jobs])
-    return replace(workload, jobs=tuple(job for job in workload.jobs if roots[job.job_id] in kept))
+    return replace(workload, jobs=tuple(job for job in workload.jobs if workload.roots[job.job_id] in kept))
 
 
 def repeat_jobs(workload: Workload, num_jobs: int, seed: int) -> Workload:
@@ -104,13 +103,10 @@ def repeat_jobs(workload: Workload, num_jobs: int, seed: int) -> Workload:
     copy finds another's cache. Text that families share, such as a system prompt, is the same in all.
     Arrivals are those of the originals; give new ones with `reassign_arrivals`.
     """
-    roots = find_roots(workload.name, workload.jobs)
-    families: dict[str, list[Job]] = {}
-    for job in workload.jobs:
-        families.setdefault(roots[job.job_id], []).append(job)
+    families = workload.get_families()
     shared = _find_shared(families)
     jobs: list[Job] = []
-    taken = set(roots)
+    taken = set(workload.roots)
     for number, root in enumerate(_order(list(families), num_jobs, seed)):
         family, suffix = families[root], ""
         if (copy := number // len(families) + 1) > 1:
@@ -232,14 +228,13 @@ def scale_rate(workload: Workload, factor: float) -> Workload:
     ConfigError if the factor is not positive, or too small.
     """
     _check_factor(factor)
-    roots = find_roots(workload.name, workload.jobs)
     arrivals_s = {job.job_id: job.arrival_s for job in workload.jobs}
 
     def scale(job: Job) -> Job:
         moved = _move(job, lambda at_s: at_s / factor)
         if job.parent is None or workload.loop == "open":
             return moved
-        start_s = arrivals_s[roots[job.job_id]]
+        start_s = arrivals_s[workload.roots[job.job_id]]
         return replace(moved, arrival_s=_check_time(max(0.0, job.arrival_s - start_s + start_s / factor)))
 
     return replace(workload, jobs=tuple(map(scale, workload.jobs)))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.schema import Event, Job, TurnSpec, Workload, find_roots
+from tenuto.workload.schema import Event, Job, TurnSpec, Workload
 
 USER_GAP_S = 0.01
 """Seconds between the first jobs of two users. If all began at once, the client would measure its own
@@ -72,10 +72,8 @@ class TurnDriver:
         self._keeps_arrivals = keeps_arrivals
         self._runs_commands = runs_commands
         self._jobs = {job.job_id: job for job in workload.jobs}
-        self._roots = find_roots(workload.name, workload.jobs)
-        self._families: dict[str, list[Job]] = {}
-        for job in workload.jobs:
-            self._families.setdefault(self._roots[job.job_id], []).append(job)
+        self._roots = workload.roots
+        self._families = workload.get_families()
         self._num_open = {
             root: sum(len(job.turns) for job in family) for root, family in self._families.items()
         }

@@ -36,7 +36,7 @@ from tenuto.records.metrics import group_by
 from tenuto.workload.formats.conversations import check_growth
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.formats.rows import dump_json, make_prompts, to_ms
-from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle, find_roots
 
 _KEYS = (
     "session", "session_id", "timestamp", "delay", "input_length", "output_length", "tool", "command",
@@ -56,7 +56,7 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
     sessions = group_by(records, lambda row: row.text("session" if "session" in row else "session_id"))
     hashed = _make_hashed_prompts(records)
     jobs = [_read_job(session, rows, hashed) for session, rows in sessions.items()]
-    _check_parents(jobs, sessions)
+    find_roots(jobs, lambda session, problem: sessions[session][0].error("parent", problem))
     _check_events(jobs, sessions)
     return jobs
 
@@ -97,18 +97,6 @@ def _read_job(session: str, rows: list[Fields], hashed: Mapping[str, Prompt]) ->
         tenant=first.optional(first.text, "tenant"),
         parent=first.optional(first.text, "parent"),
     )
-
-
-def _check_parents(jobs: Sequence[Job], sessions: Mapping[str, list[Fields]]) -> None:
-    parents = {job.job_id: job.parent for job in jobs}
-    for session, parent in parents.items():
-        seen = [session]
-        while parent is not None:
-            if parent not in parents or parent in seen:
-                problem = "is no session of the file" if parent not in parents else "comes from this session"
-                raise sessions[seen[-1]][0].error("parent", f"{parent!r} {problem}")
-            seen.append(parent)
-            parent = parents[parent]
 
 
 def _check_events(jobs: Sequence[Job], sessions: Mapping[str, list[Fields]]) -> None:
