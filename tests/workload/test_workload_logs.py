@@ -273,7 +273,7 @@ def test_guessed_lengths_are_told(write_rows, tmp_path, capsys):
         ({"messages": "hello"}, ":1: messages: must be a list"),
         ({"messages": ["hello"]}, r":1: messages\[0\]: must be an object"),
         ({"messages": [{"content": "x"}]}, r":1: messages\[0\].role: is missing"),
-        ({"messages": [TASK], "timestamp": "noon"}, ":1: timestamp: must be a number or ISO 8601"),
+        ({"messages": [TASK], "timestamp": "noon"}, ":1: timestamp: must be a time in ISO 8601"),
         ({"messages": [TASK], "created": -1}, ":1: created: must be a number"),
         ({"messages": [TASK], "created": True}, ":1: created: must be a number"),
     ],

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import count, filterfalse, pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
 from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, read_choice, write_message
+from tenuto.workload.formats.rounds import read_time_ns
 from tenuto.workload.schema import Job
 
 _SESSIONS = ("session_id", "session", "conversation_id", "user_session")
@@ -117,12 +117,7 @@ def _read_time(record: Fields) -> float | None:
     key = next((key for key in _TIMES if key in record), None)
     if key is None:
         return None
-    value = record.values[key]
-    if isinstance(value, str):
-        try:
-            at = datetime.fromisoformat(value)
-        except ValueError:
-            raise record.error(key, f"must be a number or ISO 8601, got {value[:40]!r}") from None
-        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+    if isinstance(record.values[key], str):
+        return read_time_ns(record, key) / 10**9
     seconds = record.number(key, high=_MILLISECONDS * 1000)
     return seconds / 1000 if seconds > _MILLISECONDS else seconds
