@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.registry import Collector
 
 from tenuto.core.driver import Driver
 from tenuto.core.exported_metrics import (
@@ -149,7 +148,7 @@ class Metrics:
         self._last_state: tuple[Any, ...] | None = None
         self._file = _get_file(engine_index)
         self._has_failed = False  # to write the file, at the last attempt
-        self._registry = CollectorRegistry()
+        self._registry = _Registry()
         names = vllm_config.model_config.served_model_name
         model = names[0] if isinstance(names, list) else names
         self._labels = (str(model), str(engine_index))
@@ -180,9 +179,8 @@ class Metrics:
             "shadow": self._make(SHADOW),
             "groups": self._make(GROUPS),
         }
-        self._forward = _Forward(self._registry) if self._file is None else None
-        if self._forward is not None:
-            REGISTRY.register(self._forward)
+        if self._file is None:
+            REGISTRY.register(self._registry)
 
     def watch_tier(self, tier: Any) -> None:
         """Export this tier below the GPU (`tenuto.vllm.tiers.host.HostTier`)."""
@@ -216,12 +214,12 @@ class Metrics:
 
     def close(self) -> None:
         """Stop exporting the metrics."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
+        # It may be called again.
+        with contextlib.suppress(OSError, KeyError):
+            if self._file is not None:
                 self._file.unlink()
-        if self._forward is not None:
-            REGISTRY.unregister(self._forward)
-            self._forward = None
+            else:
+                REGISTRY.unregister(self._registry)
 
     def _refresh_now(self, driver: Driver, now_s: float) -> None:
         view, settings = driver.get_view(now_s), self.settings
@@ -347,21 +345,12 @@ class _Exported:
             self._made.remove(*self._labels, *key)
 
 
-class _Forward(Collector):
-    """Exports one engine's registry through the default registry.
-
-    Several engines in one process use the same metric names, so they cannot register them directly.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+class _Registry(CollectorRegistry):
+    """One engine's metrics. In an engine's own process, the default registry collects them too."""
 
     def describe(self) -> Iterable[Any]:
-        """Return nothing; otherwise the default registry would refuse the second engine's metric names."""
+        """Return nothing; otherwise the default registry would refuse a second engine's metric names."""
         return ()
-
-    def collect(self) -> Iterable[Any]:
-        return self._registry.collect()
 
 
 def _choose_tenants(blocks: Mapping[str, int], *, shows_names: bool) -> dict[str, int]:
