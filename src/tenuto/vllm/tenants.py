@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import pairwise, takewhile
@@ -28,6 +27,7 @@ from tenuto.core.errors import KEY_FLAG, ConfigError, TenutoError, is_flag
 from tenuto.core.jobs import UNVERIFIED
 from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import find_key_check, has_key_check
+from tenuto.vllm.complaints import Complaints
 
 SECRET_VARIABLE = "TENUTO_SECRET"
 """Environment variable with the secret that the server's processes share. If it is unset, one is made at
@@ -39,7 +39,6 @@ FIELD = "tenuto_tenant"
 """The field in `vllm_xargs`. Its value is the signature, a colon, and the tenant."""
 INTRODUCE = "tenuto_tenants"
 """The name under which an API server tells the engines that it has tenants."""
-LOG_EVERY_S = 60.0
 
 _INTRODUCTION = "this server has tenants"
 _KEY_NAME = "key-"
@@ -169,7 +168,7 @@ class TenantVerifier:
         if self._has_tenants and (problem := find_secret_problem()):
             raise ConfigError(problem)
         self.num_unverified = 0
-        self._next_log_s = 0.0
+        self._complaints = Complaints("tenuto")
 
     def read(self, xargs: Any) -> Mapping[str, Any] | None:
         """A request's fields, with the verified tenant in place of the client's; None if unverified."""
@@ -179,7 +178,8 @@ class TenantVerifier:
         tenant = self._verify(fields)
         self._has_tenants |= tenant is not None
         if tenant is None and (self._has_tenants or FIELD in fields):
-            self._count()
+            self.num_unverified += 1
+            self._complaints.add(f"requests run as in stock vLLM and keep nothing: {_UNVERIFIED_REASON}")
             return None
         own = {name: value for name, value in fields.items() if name not in ("tenant", FIELD)}
         return own if tenant is None else {**own, "tenant": tenant}
@@ -207,17 +207,6 @@ class TenantVerifier:
         expected = _make_digest("tenant", tenant, secret)
         is_valid = hmac.compare_digest(signature.encode(errors="replace"), expected.encode())
         return tenant if is_valid else None
-
-    def _count(self) -> None:
-        self.num_unverified += 1
-        now_s = time.monotonic()
-        if now_s >= self._next_log_s:
-            self._next_log_s = now_s + LOG_EVERY_S
-            logger.warning(
-                "tenuto: %d requests so far run as in stock vLLM and keep nothing: %s",
-                self.num_unverified,
-                _UNVERIFIED_REASON,
-            )
 
 
 _UNVERIFIED_REASON = (
