@@ -89,11 +89,13 @@ class _Space:
 
 @dataclass
 class _Job:
-    """One job of vLLM's manager. `names`: the file names of its keys."""
+    """One job of vLLM's manager."""
 
     job: Any
-    space: _Space
+    space: _Space | None
+    """None if the job is refused: nothing is read or written."""
     names: dict[bytes, bytes]
+    """The file names of its keys, as far as they are known."""
     owner: str | None = None
     """The agent's job that uses the chunks."""
     good: set[bytes] = field(default_factory=set)
@@ -232,25 +234,13 @@ class DiskTier(SecondaryTier):
 
     def submit_store(self, job_metadata: Any) -> None:
         """Write chunks that no file has yet, in the background."""
-        job = self._make_job(job_metadata)
-        with self._lock:
-            num_bytes = self._num_storing * self.block_size_bytes
-            is_taken = job is not None and num_bytes < MAX_WAITING_SHARE * self._view.nbytes
-            self._num_storing += len(job_metadata.keys) if is_taken else 0
         if self._space is None:
             self._write_complaints.add("not open, so nothing is written")
-        if job is None or not is_taken:
-            self._refuse(job_metadata)
-            return
-        self._start(job)
+        self._start(job_metadata, self._writers)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Read chunks in the background."""
-        job = self._make_job(job_metadata)
-        if job is None:
-            self._refuse(job_metadata)
-        else:
-            self._start(job)
+        self._start(job_metadata, self._readers)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """The jobs that ended since the last call. Updates the index of files."""
@@ -259,7 +249,7 @@ class DiskTier(SecondaryTier):
         results = []
         for each in done:
             job, bad = each.job, set(each.job.keys) - each.good
-            if each.space is self._space:
+            if each.space is not None and each.space is self._space:
                 if job.is_promotion:
                     for key in bad:
                         self._forget(each.names[key])
@@ -425,26 +415,28 @@ class DiskTier(SecondaryTier):
 
     # In threads.
 
-    def _make_job(self, job: Any) -> _Job | None:
-        """None if the disk is closed, or if the origin of this request's KV is unknown."""
-        names = {key: try_get_name(key, job.req_context) for key in job.keys}
-        known = {key: name for key, name in names.items() if name is not None}
-        if self._space is None or len(known) < len(names):
-            return None
-        return _Job(job, self._space, known, get_use(job.req_context).owner)
+    def _start(self, job: Any, pool: ThreadPoolExecutor) -> None:
+        """Read or write in the background.
 
-    def _refuse(self, job: Any) -> None:
+        Refuses if the disk is closed, or if it is too slow to write more, or if the origin of this request's
+        KV is unknown.
+        """
+        found = ((key, try_get_name(key, job.req_context)) for key in job.keys)
+        names = {key: name for key, name in found if name is not None}
+        made = _Job(job, self._space, names, get_use(job.req_context).owner)
         with self._lock:
-            self._done.append(_Job(job, _Space(self._root, b""), {}))
-            self._lock.notify_all()
-
-    def _start(self, job: _Job) -> None:
-        is_read = job.job.is_promotion
-        with self._lock:
+            num_bytes = self._num_storing * self.block_size_bytes
+            is_late = not job.is_promotion and num_bytes >= MAX_WAITING_SHARE * self._view.nbytes
+            if made.space is None or is_late or len(names) < len(set(job.keys)):
+                made.space = None
+                self._done.append(made)
+                return
             self._num_running += 1
-            if is_read:
-                self._reads[job.job.job_id] = time.perf_counter()
-        (self._readers if is_read else self._writers).submit(self._run, job)
+            if job.is_promotion:
+                self._reads[job.job_id] = time.perf_counter()
+            else:
+                self._num_storing += len(job.keys)
+        pool.submit(self._run, made)
 
     def _run(self, each: _Job) -> None:
         job = each.job
@@ -473,10 +465,10 @@ class DiskTier(SecondaryTier):
 
     def _store(self, each: _Job) -> None:
         """Write the chunks of a job; `good` gets those that are on the disk afterwards."""
-        for key, name, path, chunk in self._get_chunks(each):
+        for key, name, path, origin, chunk in self._get_chunks(each):
             try:
                 if not is_chunk(path, self._file_bytes):
-                    write_chunk(path, name, chunk, each.space.origin)
+                    write_chunk(path, name, chunk, origin)
                 each.good.add(key)
             except OSError as error:
                 # The disk is full, for example. The chunk is still in host memory.
@@ -485,9 +477,9 @@ class DiskTier(SecondaryTier):
 
     def _load(self, each: _Job) -> None:
         """Read the chunks of a job; `good` gets those that are intact."""
-        for key, name, path, chunk in self._get_chunks(each):
+        for key, name, path, origin, chunk in self._get_chunks(each):
             try:
-                read_chunk(path, name, chunk, each.space.origin)
+                read_chunk(path, name, chunk, origin)
                 each.good.add(key)
             except (DamagedError, OSError) as error:
                 self._read_complaints.add(f"{path} is not used: {error}")
@@ -496,9 +488,10 @@ class DiskTier(SecondaryTier):
                     if stat.S_ISREG(path.lstat().st_mode):
                         path.unlink()
 
-    def _get_chunks(self, each: _Job) -> Iterator[tuple[bytes, bytes, Path, memoryview]]:
-        """For each chunk of a job: its key, its file's name and path, and its place in host memory."""
-        size = self.block_size_bytes
+    def _get_chunks(self, each: _Job) -> Iterator[tuple[bytes, bytes, Path, bytes, memoryview]]:
+        """For each chunk of a job: its key, its file's name, path and origin, its place in host memory."""
+        space, size = each.space, self.block_size_bytes
+        assert space is not None, "a refused job"
         for key, chunk in zip(each.job.keys, each.job.chunk_ids, strict=True):
             first, name = int(chunk) * size, each.names[key]
-            yield key, name, each.space.get_path(name), self._view[first : first + size]
+            yield key, name, space.get_path(name), space.origin, self._view[first : first + size]
