@@ -121,7 +121,6 @@ class ConsistentHash(Router):
 
     def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
         """Put it onto the ring."""
-        self.on_engine_left(engine.name, now_s)
         self._ring += [(draw(engine.name, point), engine.name) for point in range(self.num_points)]
         self._ring.sort()
 
@@ -174,10 +173,6 @@ class CacheAware(Router):
     def on_turn_sent(self, turn: RoutedTurn, engine: str, now_s: float) -> None:
         """Remember the prompt."""
         self._prefixes.add(engine, turn.parts)
-
-    def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
-        """It begins with an empty cache."""
-        self._prefixes.forget(engine.name)
 
     def on_engine_left(self, name: str, now_s: float) -> None:
         """Its cache is gone."""

@@ -382,10 +382,6 @@ class Tenuto(Router):
         weight = PEAK_DECAY if self._mean_peak else 1.0
         self._mean_peak += weight * (placed.held - self._mean_peak)
 
-    def on_engine_joined(self, engine: EngineSeen, now_s: float) -> None:
-        """It begins with an empty cache."""
-        self._prefixes.forget(engine.name)
-
     def on_engine_left(self, name: str, now_s: float) -> None:
         """Its cache is of no use any more, and its jobs go elsewhere."""
         self._prefixes.forget(name)
