@@ -14,13 +14,12 @@ them. So a wrong guess costs only the copy.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
@@ -157,7 +156,6 @@ class LaterStores:
 class _Away:
     """A job in a tool call."""
 
-    number: int
     since_s: float
     tool: str | None
     hashes: Sequence[Any]
@@ -185,8 +183,8 @@ class Prefetch:
         self._port = port
         self._away: OrderedDict[str, _Away] = OrderedDict()
         self._num_hashes = 0
-        self._due: list[tuple[float, int, str]] = []
-        self._numbers = itertools.count()
+        self._due = IndexedHeap()
+        """The jobs whose load is planned, by its time."""
         self._tools = ToolSamples()
         self._moving: _Load | None = None
         self.num_begun = self.num_used = self.num_wasted = self.num_skipped = 0
@@ -201,13 +199,13 @@ class Prefetch:
         """A turn ended, and its job's tool call begins. `hashes`: those of the turn's full blocks."""
         job_id = turn.job.job_id
         tool = turn.tool.name if turn.tool is not None else None
-        after_s, number = self._guess(tool, turn.expected_tool_s), next(self._numbers)
+        after_s = self._guess(tool, turn.expected_tool_s)
+        self._pop(job_id)
         if after_s is None:
             hashes = ()
         else:
-            heapq.heappush(self._due, (now_s + after_s, number, job_id))
-        self._pop(job_id)
-        self._away[job_id] = _Away(number, now_s, tool, hashes, num_blocks, use)
+            self._due.push(job_id, (now_s + after_s,))
+        self._away[job_id] = _Away(now_s, tool, hashes, num_blocks, use)
         self._num_hashes += len(hashes)
         while len(self._away) > MAX_AWAY or self._num_hashes > MAX_HASHES:
             self._pop(next(iter(self._away)))
@@ -236,14 +234,13 @@ class Prefetch:
 
     def get_next_s(self) -> float | None:
         """When the next job is due; None if none is."""
-        while self._due and not self._is_current(*self._due[0]):
-            heapq.heappop(self._due)
-        return self._due[0][0] if self._due else None
+        first = self._due.get_first_key()
+        return None if first is None else float(first[0])
 
     def begin(self, meta: Any, now_s: float, *, may_load: bool) -> None:
         """Begin the load for a job that is due. If it would delay other work now, it is skipped for good."""
         while (due_s := self.get_next_s()) is not None and due_s <= now_s:
-            _, _, job_id = heapq.heappop(self._due)
+            job_id = self._due.pop()
             if self._moving is not None or not may_load:
                 self.num_skipped += 1
                 continue
@@ -267,11 +264,8 @@ class Prefetch:
 
     # Internal.
 
-    def _is_current(self, due_s: float, number: int, job_id: str) -> bool:
-        away = self._away.get(job_id)
-        return away is not None and not away.is_fetched and away.number == number
-
     def _pop(self, job_id: str) -> _Away | None:
+        self._due.discard(job_id)
         away = self._away.pop(job_id, None)
         self._num_hashes -= 0 if away is None else len(away.hashes)
         return away
