@@ -488,18 +488,20 @@ def _get_reason_for_stock(vllm_config: Any, settings: Settings) -> str | None:
 
 
 def _find_tier(scheduler: Any, settings: Settings, policy: Policy) -> Any:
-    """Tenuto's host memory below this scheduler, or None.
+    """Tenuto's host memory below this scheduler; None if it has none, or another's.
 
     vLLM's offloading code is imported only if a connector is used.
     """
     if scheduler.connector is None:
         return None
     try:
-        from tenuto.vllm.tiers.host import try_make_tier
+        from tenuto.vllm.compat.offload import find_connector
+        from tenuto.vllm.tiers.host import HostTier
     except ImportError:
         # This vLLM's offloading differs, so it cannot have loaded our spec either.
         return None
-    return try_make_tier(scheduler, settings, policy, time)
+    connector = find_connector(scheduler)
+    return None if connector is None else HostTier(scheduler, connector, settings, policy, time)
 
 
 def _get_file(path: str, engine_index: int) -> str:

@@ -22,7 +22,7 @@ from tenuto.core.policy import Policy
 from tenuto.core.tier_order import MAX_STORING_S, Use, list_wished
 from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.core.wishes import Wish
-from tenuto.vllm.compat.offload import Adapter, ConnectorPort, HostManagerHooks, find_connector
+from tenuto.vllm.compat.offload import Adapter, ConnectorPort, HostManagerHooks
 from tenuto.vllm.compat.origin import (
     UnknownOriginError,
     get_files_digest,
@@ -41,27 +41,16 @@ MAX_ADAPTED = 10_000
 """Most turns whose LoRA adapters are known after they end. What older leases store is not found on disk."""
 
 
-def try_make_tier(scheduler: Any, settings: Settings, policy: Policy, clock: Any) -> HostTier | None:
-    """Tenuto's host memory below a scheduler; None if it has none, or another's.
-
-    `clock`: the module `time`, or a test's.
-    """
-    connector = find_connector(scheduler)
-    if connector is None:
-        return None
-    return HostTier(scheduler, ConnectorPort(connector, scheduler), settings, policy, clock)
-
-
 class HostTier:
     """The host memory of one engine."""
 
     def __init__(
-        self, scheduler: Any, port: ConnectorPort, settings: Settings, policy: Policy, clock: Any
+        self, scheduler: Any, connector: Any, settings: Settings, policy: Policy, clock: Any
     ) -> None:
-        """`clock`: the module `time`, or a test's."""
+        """`connector`: vLLM's, with our host manager. `clock`: the module `time`, or a test's."""
         self._scheduler = scheduler
         self._clock = clock
-        self._port = port
+        self._port = port = ConnectorPort(connector, scheduler)
         self.host: HostManagerHooks = port.host
         self._block_size = port.tokens_per_chunk // port.blocks_per_chunk
         chunk_bytes, num_workers = port.host.sizes
