@@ -121,7 +121,6 @@ class _Request:
     """Where it was sent."""
     num_refusals: int = 0
     """How often its replica was proposed and did not take it."""
-    is_taken: bool = False
     is_completed: bool = False
     """Whether Ray called it completed since its replica was last proposed."""
 
@@ -142,7 +141,7 @@ class ReplicaBooks:
         self._get_now_s = get_now_s
         self._requests: dict[str, _Request] = {}
         self._due = IndexedHeap()
-        """When requests that no replica took are over."""
+        """When requests are over that no replica took. The others are not in it."""
 
     @property
     def num_open(self) -> int:
@@ -189,16 +188,14 @@ class ReplicaBooks:
 
     def take(self, turn_id: str) -> None:
         """A replica took a request."""
-        if turn_id in self._requests:
-            self._requests[turn_id].is_taken = True
-            self._due.discard(turn_id)
+        self._due.discard(turn_id)
 
     def complete(self, turn_id: str) -> None:
         """Ray calls a request completed: its replica answered, well or not, or refused it."""
         now_s = self._get_now_s()
         self._end_silent(now_s)
         one = self._requests.get(turn_id)
-        if one is not None and one.is_taken:
+        if one is not None and turn_id not in self._due:
             self._finish(turn_id, now_s)
         elif one is not None:
             one.is_completed = True
