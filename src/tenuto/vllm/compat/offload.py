@@ -131,6 +131,10 @@ class Adapter:
     digest: str | None
 
 
+Facts = Sequence[Use | Adapter]
+"""What is known of a copy's request."""
+
+
 def try_get_name(key: bytes, req_context: Any) -> bytes | None:
     """A name for a chunk's KV that is valid after a restart too; None if unknown.
 
@@ -495,8 +499,8 @@ class ConnectorPort:
     """Tenuto's access to one OffloadingConnector, and hooks in it. Sizes are in chunks.
 
     It also makes copies that no request asked for, of blocks of one layer group: prefetches, and stores after
-    a request has ended. `hashes` are the block hashes of a prompt from its start, and `blocks` are the GPU
-    blocks with that content.
+    a request has ended. `hashes` are the block hashes of a prompt from its start, and `facts` what `describe`
+    would be told of its request.
     """
 
     def __init__(self, connector: Any, scheduler: Any) -> None:
@@ -577,7 +581,7 @@ class ConnectorPort:
 
         whole.update_state_after_alloc = update_state_after_alloc
 
-    def describe(self, request_id: str, fact: Adapter | Use) -> None:
+    def describe(self, request_id: str, fact: Use | Adapter) -> None:
         """Set the LoRA adapter of a request, or what ranks its chunks from now on."""
         status = self._scheduler._req_status.get(request_id)
         if status is not None:
@@ -749,14 +753,13 @@ class ConnectorPort:
         return max(0, chunk * size - first)
 
     def begin_load(
-        self, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, use: Use
+        self, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, facts: Facts
     ) -> Copy:
-        """Load `blocks` from number `first` on. Host memory must have them."""
-        scheduler, size = self._scheduler, self.blocks_per_chunk
-        context, keys = self._begin_copy(hashes, len(blocks) // size, use)
-        keys = keys[first // size :]
+        """Load into these blocks what a prompt has from its block `first` on. Host memory must have it."""
+        scheduler = self._scheduler
+        context, keys = self._begin_copy(hashes[: first + len(blocks)], first, facts)
         source = self._manager.prepare_load(keys, context)
-        ids = [block.block_id for block in blocks[first:]]
+        ids = [block.block_id for block in blocks]
         target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
         for block_id in ids:
             # As for a request's blocks: a store that still reads them must finish first.
@@ -782,27 +785,21 @@ class ConnectorPort:
         return [get_block_hash(block.block_hash) for block in blocks]
 
     def begin_store(
-        self,
-        blocks: Sequence[Any],
-        hashes: Sequence[Any],
-        meta: Any,
-        *,
-        chunks: range,
-        facts: Iterable[Adapter | Use],
+        self, blocks: Sequence[Any], hashes: Sequence[Any], meta: Any, *, first: int, facts: Facts
     ) -> int | None:
-        """Store these chunks of the blocks of a request, with what `describe` would be told of it.
+        """Store these blocks, which a prompt has from its block `first` on.
 
         Returns the number of the copy; None if host memory already has the chunks, or has no room for them.
         """
         size = self.blocks_per_chunk
-        context, keys = self._begin_copy(hashes, chunks.stop, *facts)
-        found = self._manager.prepare_store(keys[chunks.start :], context)
+        context, keys = self._begin_copy(hashes[: first + len(blocks)], first, facts)
+        found = self._manager.prepare_store(keys, context)
         wanted = set(found.keys_to_store) if found is not None else set()
-        numbers = [number for number in chunks if keys[number] in wanted]
+        numbers = [number for number, key in enumerate(keys) if key in wanted]
         job_id = None
         if numbers:
             ids = [block.block_id for n in numbers for block in blocks[n * size : (n + 1) * size]]
-            source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[numbers[0] * size])
+            source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first + numbers[0] * size])
             job_id = self._register(context, wanted, ids, is_store=True).job_id
             meta.store_jobs[job_id] = TransferJob(context.req_id, source, found.store_spec)
         self._manager.on_request_finished(context)
@@ -810,19 +807,19 @@ class ConnectorPort:
 
     # Internal.
 
-    def _begin_copy(self, hashes: Sequence[Any], end: int, *facts: Adapter | Use) -> tuple[Any, list[Any]]:
-        """A substitute for a request's context, and the keys of the first `end` chunks.
+    def _begin_copy(self, hashes: Sequence[Any], first: int, facts: Facts) -> tuple[Any, list[Any]]:
+        """A substitute for a request's context, and the keys of the chunks from block `first` on.
 
         No request can have its id, whatever clients send.
         """
         size, context = self.blocks_per_chunk, ReqContext(req_id=f"tenuto-{secrets.token_hex(16)}")
         for each in facts:
             context.set_state(each)
-        keys = [make_offload_key(hashes[(n + 1) * size - 1], 0) for n in range(end)]
+        keys = [make_offload_key(each, 0) for each in hashes[size - 1 :: size]]
         for number, key in enumerate(keys):
             context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
         self._manager.on_new_request(context)
-        return context, keys
+        return context, keys[first // size :]
 
     def _register(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
         """Register a copy with vLLM, so that its blocks are not reused before it ends."""

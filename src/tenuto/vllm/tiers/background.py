@@ -23,7 +23,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
-from tenuto.vllm.compat.offload import Adapter, ConnectorPort, Copy
+from tenuto.vllm.compat.offload import Adapter, ConnectorPort, Copy, Facts
 
 FIRST_BYTES_PER_S = 10e9
 """Assumed until the first copy has been measured. PCIe gives 20 GB/s or more, a CPU's memory several GB/s."""
@@ -73,14 +73,16 @@ class LinkSpeed:
         return self._share_bytes / self.bytes_per_s
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Wanted:
-    """A turn's leading blocks, to be stored."""
+    """Blocks of a turn that one copy stores."""
 
     blocks: Sequence[Any]
     hashes: list[Hashable]
-    facts: list[Use | Adapter]
-    next_chunk: int = 0
+    """Those of all the turn's leading blocks."""
+    first: int
+    """The number of the first of these blocks in the turn."""
+    facts: Facts
 
 
 class LaterStores:
@@ -111,27 +113,22 @@ class LaterStores:
             return
         self._port.hold_blocks(blocks)
         self.num_held_blocks += len(blocks)
-        facts: list[Use | Adapter] = [use] if adapter is None else [use, adapter]
-        self._queue.append(_Wanted(list(blocks), self._port.get_hashes(blocks), facts))
+        facts: Facts = [use] if adapter is None else [use, adapter]
+        hashes, most = self._port.get_hashes(blocks), MAX_AT_ONCE * size
+        for first in range(0, len(blocks), most):
+            self._queue.append(_Wanted(blocks[first : first + most], hashes, first, facts))
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
         """Begin copies for one step, while `may_go_on` allows it."""
-        size = self._port.blocks_per_chunk
         while self._queue and may_go_on():
-            wanted = self._queue[0]
-            end = min(wanted.next_chunk + MAX_AT_ONCE, len(wanted.blocks) // size)
-            chunks = range(wanted.next_chunk, end)
+            wanted = self._queue.popleft()
             job_id = self._port.begin_store(
-                wanted.blocks, wanted.hashes, meta, chunks=chunks, facts=wanted.facts
+                wanted.blocks, wanted.hashes, meta, first=wanted.first, facts=wanted.facts
             )
-            done = wanted.blocks[wanted.next_chunk * size : end * size]
-            wanted.next_chunk = end
-            if end * size == len(wanted.blocks):
-                self._queue.popleft()
             if job_id is None:
-                self._give_back(done)
+                self._give_back(wanted.blocks)
             else:
-                self._moving[job_id] = done
+                self._moving[job_id] = wanted.blocks
 
     def collect(self) -> None:
         """Free the blocks whose copies have ended."""
@@ -140,11 +137,9 @@ class LaterStores:
 
     def cancel(self) -> None:
         """Free all blocks at once. Copies in flight continue, and vLLM protects their blocks."""
-        for blocks in self._moving.values():
+        for blocks in (*self._moving.values(), *(wanted.blocks for wanted in self._queue)):
             self._give_back(blocks)
         self._moving.clear()
-        for wanted in self._queue:
-            self._give_back(wanted.blocks[wanted.next_chunk * self._port.blocks_per_chunk :])
         self._queue.clear()
 
     def _give_back(self, blocks: Sequence[Any]) -> None:
@@ -284,7 +279,7 @@ class Prefetch:
         # Otherwise `take_blocks` could return these.
         self._port.hold_blocks(front)
         blocks = [*front, *self._port.take_blocks(num_loadable)]
-        copy = self._port.begin_load(blocks, away.hashes, meta, first=first, use=away.use)
+        copy = self._port.begin_load(blocks[first:], away.hashes, meta, first=first, facts=[away.use])
         self._moving = _Load(copy, away, blocks, first)
         away.is_fetched = True
         away.num_blocks = len(blocks)
