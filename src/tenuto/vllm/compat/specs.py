@@ -53,7 +53,6 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self._blocks_per_chunk = blocks_per_chunk
         self._memory = memory
-        self._tensors: list[torch.Tensor] = []
         arrays: list[tuple[Array, Array]] = []
         for each in kv_caches.tensors:
             page = each.page_size_bytes
@@ -62,7 +61,6 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
                 host = torch.zeros((num_chunks, num_bytes), dtype=torch.int8)
             else:
                 host = memory.create_next_worker_view(num_bytes)
-            self._tensors += [cache, host]
             arrays.append((cache.numpy(), host.unflatten(1, (blocks_per_chunk, page)).numpy()))
         # The layers of each group. The padding at the end of each page is copied too.
         self._layers = [[arrays[each.tensor_idx] for each in group] for group in kv_caches.group_data_refs]
@@ -92,7 +90,6 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         """Stop copying and free the memory."""
         self._copies.close()
         self._layers.clear()
-        self._tensors.clear()
         if self._memory is not None:
             self._memory.cleanup()
 
