@@ -75,8 +75,8 @@ FAULTS = (
     Fault(
         "tenants: what is not verified counts as everybody's",
         "vllm/tenants.py",
-        "            self._count()\n            return None",
-        "            self._count()\n            return {}",
+        'nothing: {_UNVERIFIED_REASON}")\n            return None',
+        'nothing: {_UNVERIFIED_REASON}")\n            return {}',
         ("vllm/test_server_tenants.py::test_who_has_no_valid_key_keeps_nothing",),
     ),
     Fault(
@@ -788,8 +788,8 @@ FAULTS = (
     Fault(
         "disk: reads wait for writes",
         "vllm/tiers/disk.py",
-        "(self._readers if is_read else self._writers).submit(",
-        "self._writers.submit(",
+        "self._start(job_metadata, self._readers)",
+        "self._start(job_metadata, self._writers)",
         ("vllm/test_tier_copies.py::test_reads_do_not_wait_for_writes_that_hang",),
     ),
     Fault(
