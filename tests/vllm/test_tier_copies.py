@@ -511,22 +511,22 @@ def test_it_tells_whose_chunks_became_more_or_fewer(tmp_path: Path, view: memory
     one, two = Use(owner="one"), Use(owner="two")
     tier = make_tier(tmp_path, view, max_bytes=4 * (HEADER.size + SIZE))
     store(tier, b"a", b"b", use=one)
-    assert tier.take_changes() == {"one": 2}
-    assert tier.take_changes() == {}
+    assert tier.changes.take() == {"one": 2}
+    assert tier.changes.take() == {}
     # Another job ends that had the first chunk too; the disk lacks its second.
     tier.on_request_finished(make_context([b"a", b"x"], two))
-    assert tier.take_changes() == {"one": -1, "two": 1}
+    assert tier.changes.take() == {"one": -1, "two": 1}
     store(tier, b"b", use=two)  # a file that is there is not written again
-    assert tier.take_changes() == {"one": -1, "two": 1}
+    assert tier.changes.take() == {"one": -1, "two": 1}
     store(tier, b"c", b"d")
-    assert tier.take_changes() == {}, "of a request that belongs to no job"
+    assert tier.changes.take() == {}, "of a request that belongs to no job"
     tier.get_path(b"b").write_bytes(b"damaged")
     tier.submit_load(make_transfer([b"b"], [1], is_promotion=True, use=one))
     finish(tier)
     store(tier, b"e", b"f", use=one)  # "a" makes room
-    assert tier.take_changes() == {"two": -2, "one": 2}
+    assert tier.changes.take() == {"two": -2, "one": 2}
     tier.renew()
-    assert tier.take_changes() == {"one": -2}
+    assert tier.changes.take() == {"one": -2}
     store(tier, b"g", use=one)
     tier.shutdown()
 
@@ -538,14 +538,14 @@ def test_what_an_earlier_run_left_is_nobody_s_until_it_is_used(tmp_path: Path, v
     tier.shutdown()
     tier = make_tier(tmp_path, view)
     assert has(tier, b"a")
-    assert tier.take_changes() == {}
+    assert tier.changes.take() == {}
     tier.submit_load(make_transfer([b"a"], [1], is_promotion=True, use=one))
     finish(tier)
     tier.on_request_finished(make_context([b"a"], one))
-    assert tier.take_changes() == {"one": 1}
+    assert tier.changes.take() == {"one": 1}
     # An adapter whose weights are not known has no files.
     tier.on_request_finished(make_context([b"b"], one, Adapter(None)))
-    assert tier.take_changes() == {}
+    assert tier.changes.take() == {}
     tier.shutdown()
 
 

@@ -206,7 +206,7 @@ def test_host_memory_gives_up_last_what_was_wished() -> None:
     assert len(order) <= 20
     assert [order._chunks[chunk].owner[0] for chunk in order if chunk in order.kept] == ["w"] * 4
     assert sum(order._chunks[chunk].owner[0] == "w" for chunk in order) == 4, "the rest of it went"
-    engine.host.expire_kept(1e12)
+    engine.host.order.expire(1e12)
     engine.add(make_request("p", [40] * 160, max_tokens=4, xargs={"job_id": "p"}))
     engine.add(make_request("q", [41] * 160, max_tokens=4, xargs={"job_id": "q"}))
     engine.drain()

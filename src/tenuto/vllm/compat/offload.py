@@ -308,9 +308,10 @@ class HostManagerHooks:
             self.asker.count_stored(req_context.req_id, owner, num_new)
         return found
 
-    def take_changes(self) -> dict[Hashable, int]:
-        """By job and group: the change in its number of chunks since the last call."""
-        return self._policy.order.changes.take()
+    @property
+    def order(self) -> TierOrder:
+        """What host memory holds, by job and layer group, in the order in which it is evicted."""
+        return self._policy.order
 
     def _make_room(self, keys: Any, req_context: Any, stay: Container[Any] = ()) -> Any:
         """Let vLLM's manager store those of these chunks that are stored or may be stored now."""
@@ -367,34 +368,26 @@ class HostManagerHooks:
         for key in keys:
             chunk = self._policy.get(key)
             if chunk is not None and chunk.ref_cnt == 0:
-                self._policy.order.remove(key)
+                self.order.remove(key)
                 self._free(key)
 
     def drop(self, job_id: str) -> int:
         """Drop the chunks that only this job used, and return their number. Chunks in a copy stay."""
-        gone = [key for group in range(self.num_groups) for key in self._policy.order.drop((job_id, group))]
+        gone = [key for group in range(self.num_groups) for key in self.order.drop((job_id, group))]
         for key in gone:
             self._free(key)
         self._report_removed(gone)
         self.num_dropped += len(gone)
         return len(gone)
 
-    def forget_keys(self) -> None:
-        """The policy changed. Chunks stored so far are ranked by recency, later ones by the new policy."""
-        self._policy.order.forget_keys()
-
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
         """Set the largest share of host memory that is evicted last because clients wished it."""
-        kept = self._policy.order.kept
+        kept = self.order.kept
         kept.max_chunks, kept.weights = int(share * self._num_chunks), weights
-
-    def expire_kept(self, now_s: float) -> None:
-        """Chunks that were to be kept until `now_s` can be evicted like any others."""
-        self._policy.order.expire(now_s)
 
     def count_chunks(self) -> tuple[int, int]:
         """The number of chunks that host memory has room for, and the number that it holds."""
-        return self._num_chunks, len(self._policy.order)
+        return self._num_chunks, len(self.order)
 
     # Internal.
 

@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +132,7 @@ class DiskTier(SecondaryTier):
         self._files: OrderedDict[bytes, str | None] = OrderedDict()
         """By name: the job that used the file last in this run, or None. The least recently used file is
         first."""
-        self._changes = HeldChanges()
+        self.changes = HeldChanges()
         self._kept = KeptChunks()
         self._older: list[tuple[float, Path, int]] = []  # folders of other weights: their time, path, bytes
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk-read")
@@ -191,10 +191,6 @@ class DiskTier(SecondaryTier):
         """Set the largest share of the byte limit that is evicted last because clients wished it."""
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
-
-    def take_changes(self) -> dict[Hashable, int]:
-        """By job: the change in its number of chunks since the last call."""
-        return self._changes.take()
 
     # Called by vLLM's tiering manager.
 
@@ -344,12 +340,12 @@ class DiskTier(SecondaryTier):
         self._files[name] = owner
         self._files.move_to_end(name)
         if before != owner:
-            self._changes.count(before, -1)
-            self._changes.count(owner, 1)
+            self.changes.count(before, -1)
+            self.changes.count(owner, 1)
 
     def _forget(self, name: bytes) -> None:
         """Remove a file from the index, if it is there."""
-        self._changes.count(self._files.pop(name, None), -1)
+        self.changes.count(self._files.pop(name, None), -1)
 
     def _find_files(self) -> None:
         """Add the complete files of an earlier server to the index, the least recently written first."""

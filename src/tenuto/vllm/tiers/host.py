@@ -123,7 +123,7 @@ class HostTier:
         mode = settings.offload or get_engine_settings(settings.policy, policy).offload
         # With several layer groups, a lease's blocks do not map to tokens one by one, so all KV is stored.
         self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
-        self.host.forget_keys()
+        self.host.order.forget_keys()
         limits = settings.limits
         for tier in (self.host, *self._port.disks):
             tier.limit_kept(limits.max_wished_share, limits.tenant_weights or {})
@@ -212,8 +212,9 @@ class HostTier:
     def _report_held(self) -> None:
         """Tell the driver how each job's number of chunks in the tiers has changed since the last call."""
         now_s = self._clock.monotonic()
-        for place, tier in (("host", self.host), *(("disk", each) for each in self._port.disks)):
-            for owner, num_chunks in tier.take_changes().items():
+        disks = (("disk", each.changes) for each in self._port.disks)
+        for place, changes in (("host", self.host.order.changes), *disks):
+            for owner, num_chunks in changes.take().items():
                 job_id = owner[0] if isinstance(owner, tuple) else owner
                 num_blocks = num_chunks * self._port.blocks_per_chunk
                 self._scheduler.driver.hold_below(str(job_id), place, num_blocks, now_s)
@@ -274,7 +275,7 @@ class HostTier:
         (self.loads if is_load else self.stores).observe(num_bytes, seconds)
 
     def _begin_step(self) -> None:
-        self.host.expire_kept(self._clock.monotonic())
+        self.host.order.expire(self._clock.monotonic())
         self.later.collect()
         self.prefetch.collect()
 
