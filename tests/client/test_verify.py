@@ -15,6 +15,7 @@ import pytest
 
 from tenuto import cli
 from tenuto.client import verify as module
+from tenuto.client.metrics import CacheState, read_cache_state
 from tenuto.client.verify import format_verdict, get_promise, verify
 from tenuto.core.errors import DataError
 
@@ -44,9 +45,8 @@ class Server:
     short: bool = False
     has_tenants: bool = False
     """Whether a client's ledger lacks all hits."""
-    has_ledger: bool = False
-    """Whether a window ends the hits of a hybrid model."""
     group: str | None = None
+    """The window or state that ends the hits of a hybrid model."""
     num_short: int = 0
     held: dict[str, int] = field(default_factory=dict)
     """Blocks by job, as are the next four."""
@@ -86,26 +86,20 @@ class Server:
             "lease_news": news[0],
             "reason": news[1],
             "reusable_tokens": 10**6,
-            "reused_tokens": self.reused.get(job, 0),
+            "kept_tokens": self.kept.get(job, 0),
+            "ledger": {"turns": 1, "prompt_tokens": 10**6},
         }
-        if self.has_ledger:
-            # What counts is the ledger; the server's own totals belong to everybody.
-            cached = rank["reused_tokens"]
-            rank |= {
-                "reused_tokens": 0,
-                "short_tokens": {self.group: self.num_short} if self.group else {},
-                "ledger": {"cached_tokens": cached - cached // 3, "loaded_tokens": cached // 3},
-            }
-        if self.has_tenants:
-            rank["ledger"] = {"turns": 1, "prompt_tokens": 10**6}
-            del rank["reused_tokens"]
-            rank["kept_tokens"] = self.kept.get(job, 0)
+        if not self.has_tenants:
+            cached = self.reused.get(job, 0)
+            rank["reused_tokens"] = 0  # what counts is the ledger
+            rank["short_tokens"] = {self.group: self.num_short} if self.group and self.num_short else {}
+            rank["ledger"] |= {"cached_tokens": cached - cached // 3, "loaded_tokens": cached // 3}
         return httpx.Response(200, json={"job": job, "ranks": [rank]})
 
     def show(self, rank: str, mode: str) -> str:
         at = f'engine="{rank}"'
         used = self.noise.random()
-        short = self.noise.randrange(10**6) if self.has_ledger else self.num_short
+        short = self.noise.randrange(10**6)  # of everybody
         groups = (
             ""
             if self.group is None
@@ -209,7 +203,7 @@ def test_a_busy_server_is_asked_for_the_job_s_own_ledger(
     short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it shows of everybody is noise: only what it says of this job is right."""
-    server = Server("tenuto", says_cached=False, has_ledger=True, group="state", short=short)
+    server = Server("tenuto", says_cached=False, group="state", short=short)
     is_ok, said = check(server, monkeypatch)
     assert is_ok is not short, said
     assert ("state ended the hit" in said) is short
@@ -282,6 +276,21 @@ def test_on_a_hybrid_model_it_names_the_group_and_what_stock_loses(monkeypatch: 
     is_ok, said = check(Server("tenuto", group="state", short=True), monkeypatch)
     assert not is_ok and "Turn 3: state ended the hit at 16 tokens" in said
     assert "Hybrid" not in check(Server("tenuto"), monkeypatch)[1]
+
+
+def test_the_state_of_several_servers_is_their_sum() -> None:
+    def read(*servers: Server) -> CacheState:
+        clients = [server.connect(base_url=f"http://{n}") for n, server in enumerate(servers)]
+        return read_cache_state(*clients)
+
+    ours, other = (Server(name, faults=1, num_answers=2) for name in ("tenuto", "concur"))
+    assert (read(ours).num_blocks, read(ours).num_faults, read(ours).policy) == (2000, 4, "tenuto")
+    assert read(ours).engines == ("0", "1")
+    both = read(ours, Server("tenuto", group="state", mode="shadow"))
+    assert (both.num_blocks, both.num_faults, both.policy) == (4000, 4, "tenuto")
+    assert (both.groups, both.mode) == (("state",), "shadow")
+    assert read(ours, other).policy in ("tenuto", "concur")
+    assert read(ours, Server("")).policy is None, "stock vLLM promises nothing"
 
 
 def test_promises() -> None:

@@ -17,7 +17,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from urllib.parse import quote
@@ -175,79 +175,61 @@ def _get_value(line: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """A server's KV cache and policy, for one engine or as the sum over all engines."""
+    """The KV cache and the policy of one engine, or of several together."""
 
     block_size: int
     num_blocks: int
     """Number of KV blocks, without the null blocks."""
     num_faults: float = 0.0
     policy: str | None = None
-    """The policy's name; None if the server has no `tenuto:info` (stock vLLM)."""
+    """The policy's name; None if an engine has no `tenuto:info` (stock vLLM)."""
     mode: str = "on"
-    """The mode that an operator chose: on, off or shadow."""
-    num_short_tokens: Mapping[str, float] = field(default_factory=dict)
-    """By kind of layer group that ended hits, such as `window 1024`: tokens after the hit that another group
-    had. Empty if all layers have full attention, and on stock vLLM."""
+    """The mode that an operator chose: on, off or shadow. Of several modes, one that is not on."""
+    groups: tuple[str, ...] = ()
+    """The kinds of layer groups that can end a hit, such as `window 1024`. Empty if all layers have full
+    attention, and on stock vLLM."""
     engines: tuple[str, ...] = ()
     """The labels of all engines, one for each data-parallel rank."""
 
 
-def read_cache_state(client: httpx.Client, engine: str | None = None) -> CacheState:
-    """Read the state of one engine or of all. Raises DataError without vLLM's metrics."""
+def read_cache_state(*clients: httpx.Client, engine: str | None = None) -> CacheState:
+    """Read the state of one engine of a server, or of all engines of servers. Raises DataError."""
+    pages = {str(client.base_url): _read_page(client) for client in clients}
+    page = join_pages(pages) if len(pages) > 1 else next(iter(pages.values()))
+    sizes = {
+        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks") - 1)
+        for labels, _ in page.samples["vllm:cache_config_info"]
+    }
+    engines = tuple(sorted(sizes))
+    which = {} if engine is None else {"engine": engine}
+    sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
+    told = {labels.get("engine", "0") for labels, value in page.samples.get("tenuto:info", ()) if value}
+    modes = page.active("tenuto:mode", "mode")
+    return CacheState(
+        block_size=next(iter(sizes.values()))[0],
+        num_blocks=sum(blocks for _, blocks in sizes.values()),
+        num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
+        # If policies differ, an engine that promises nothing decides what is expected.
+        policy=page.active("tenuto:info", "policy")[0] if sizes.keys() <= told else None,
+        mode=next((mode for mode in modes if mode != "on"), "on"),
+        groups=tuple(page.labels("tenuto:short_hit_tokens_total", "group")),
+        engines=engines,
+    )
+
+
+def _read_page(client: httpx.Client) -> Page:
     response = client.get("/metrics")
     response.raise_for_status()
     try:
         page = parse_page(response.text, at_s=0.0)
     except DataError as error:
         raise DataError(f"{client.base_url}: {error}") from None
-    sizes = {
-        labels.get("engine", "0"): (_get_int(labels, "block_size"), _get_int(labels, "num_gpu_blocks") - 1)
-        for labels, _ in page.samples.get("vllm:cache_config_info", ())
-    }
-    if not sizes:
+    if "vllm:cache_config_info" not in page.samples:
         raise DataError(
             f"{client.base_url}/metrics has no vllm:cache_config_info; is this a vLLM server, started "
             "without --disable-log-stats?"
         )
-    engines = tuple(sorted(sizes))
-    which = {} if engine is None else {"engine": engine}
-    sizes = {label: size for label, size in sizes.items() if engine in (None, label)}
-    policies = page.active("tenuto:info", "policy")
-    modes = page.active("tenuto:mode", "mode")
-    return CacheState(
-        block_size=next(iter(sizes.values()))[0],
-        num_blocks=sum(blocks for _, blocks in sizes.values()),
-        num_faults=page.total("tenuto:policy_faults_total", **which) or 0.0,
-        policy=policies[0] if policies else None,
-        mode=modes[0] if modes else "on",
-        num_short_tokens={
-            group: page.total("tenuto:short_hit_tokens_total", group=group, **which) or 0.0
-            for group in page.labels("tenuto:short_hit_tokens_total", "group")
-        },
-        engines=engines,
-    )
-
-
-def add_states(states: Sequence[CacheState]) -> CacheState:
-    """The sum of the states of several servers."""
-    first = states[0]
-    if len(states) == 1:
-        return first
-    # A fleet usually has one policy. If policies differ, one that promises nothing decides what is expected.
-    policies = [state.policy for state in states]
-    return replace(
-        first,
-        num_blocks=sum(state.num_blocks for state in states),
-        num_faults=sum(state.num_faults for state in states),
-        policy=None if None in policies else first.policy,
-        mode=next((state.mode for state in states if state.mode != "on"), "on"),
-        num_short_tokens={
-            group: sum(state.num_short_tokens.get(group, 0.0) for state in states)
-            for state in states
-            for group in state.num_short_tokens
-        },
-        engines=(),
-    )
+    return page
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +244,9 @@ class OwnJob:
     """Tokens that its turns found in the cache or loaded."""
     sees_leased_only: bool = False
     """Whether the server counts only tokens that the job's leases held, because others are other tenants'."""
-    num_short_tokens: Mapping[str, float] | None = None
-    """As `CacheState.num_short_tokens`, for its turns only; None if the server does not report it."""
+    num_short_tokens: Mapping[str, float] = field(default_factory=dict)
+    """By layer group that ended hits: tokens after the hit that another group had. Empty if none did, and if
+    the server counts leased tokens only."""
 
 
 def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
@@ -278,36 +261,33 @@ def read_job(client: httpx.Client, job_id: str) -> OwnJob | None:
     try:
         ranks: list[dict[str, Any]] = response.json()["ranks"]
         return add_jobs([_read_rank(rank) for rank in ranks])
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DataError(
             f"{client.base_url}: this is not Tenuto's answer about a job: {response.text[:200]!r}"
         ) from None
 
 
 def _read_rank(rank: Mapping[str, Any]) -> OwnJob:
-    ledger, short = rank.get("ledger") or {}, rank.get("short_tokens")
-    sees_all = "reused_tokens" in rank
-    cached = rank["reused_tokens" if sees_all else "kept_tokens"]
-    if "cached_tokens" in ledger:
-        cached = ledger["cached_tokens"] + ledger["loaded_tokens"]
-    own = None if short is None else {str(group): float(number) for group, number in short.items()}
+    ledger = rank["ledger"]
+    sees_all = "cached_tokens" in ledger
+    cached = ledger["cached_tokens"] + ledger["loaded_tokens"] if sees_all else rank["kept_tokens"]
+    short = {str(group): float(number) for group, number in rank.get("short_tokens", {}).items()}
     return OwnJob(
-        int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), not sees_all, own
+        int(rank["leased_blocks"]), rank["lease_news"], rank["reason"], int(cached), not sees_all, short
     )
 
 
 def add_jobs(jobs: Sequence[OwnJob]) -> OwnJob:
     """The sum of what several engines hold for a job."""
     told = next((job for job in reversed(jobs) if job.news is not None), OwnJob())
-    short = [job.num_short_tokens for job in jobs if job.num_short_tokens is not None]
-    groups = dict.fromkeys(group for each in short for group in each)
+    groups = dict.fromkeys(group for job in jobs for group in job.num_short_tokens)
     return OwnJob(
         sum(job.num_leased_blocks for job in jobs),
         told.news,
         told.reason,
         sum(job.num_cached_tokens for job in jobs),
         any(job.sees_leased_only for job in jobs),
-        {group: sum(each.get(group, 0) for each in short) for group in groups} if short else None,
+        {group: sum(job.num_short_tokens.get(group, 0.0) for job in jobs) for group in groups},
     )
 
 

@@ -29,7 +29,6 @@ from tenuto.client.metrics import (
     CacheState,
     OwnJob,
     add_jobs,
-    add_states,
     connect,
     find_engines,
     read_cache_state,
@@ -164,15 +163,14 @@ def verify(
             say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
         # Send a request first: some of vLLM's metrics appear only after the first request.
         _Check(client, engines or [client], gap_s, say).warm_up(*engines)
-        states = {get_base_url(str(each.base_url)): read_cache_state(each) for each in engines or [client]}
-        for name, own in states.items():
-            if own.mode != "on":
+        for each in engines or [client]:
+            state, name = read_cache_state(each), get_base_url(str(each.base_url))
+            if state.mode != "on":
                 raise DataError(
-                    f"{name} holds nothing, because an operator set its mode to {own.mode}; "
+                    f"{name} holds nothing, because an operator set its mode to {state.mode}; "
                     f"`tenuto control on --url {name}` switches it on"
                 )
-        state = add_states([*states.values()])
-        ranks = state.engines if len(state.engines) > 1 else (None,)
+        ranks = state.engines if len(engines) < 2 and len(state.engines) > 1 else (None,)
         verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
         return replace(
             join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
@@ -238,7 +236,7 @@ class _Check:
             before.policy,
             num_faults,
             is_disturbed=not ok and not num_faults and is_disturbed(turns),
-            groups=tuple(before.num_short_tokens),
+            groups=before.groups,
         )
 
     def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
@@ -248,7 +246,6 @@ class _Check:
         num_new = PROMPT_BLOCKS[number] * block_size - num_before
         self._extend(max(2, int(num_new / self._tokens_per_word)))
         job_before = self._read_job()
-        short_before = self._read_short(job_before)
         started_s = time.monotonic()
         answer = self._send(number)
         latency_s = time.monotonic() - started_s
@@ -256,7 +253,6 @@ class _Check:
         expected = 0 if is_last else (prompt_tokens + output_tokens - 1) // block_size
         least = 0 if is_last else self._watch_gap()
         job = self._read_job()
-        short = self._read_short(job)
         cached = answer.cached_tokens
         min_cached = turns[-1].prompt_tokens // block_size * block_size if turns else 0
         if cached is None:
@@ -281,16 +277,11 @@ class _Check:
             gap=gap,
             reason=None if gap in ("held", "end") else WORDS.get(job.news or "", {}).get(job.reason or ""),
             rank=self.rank,
-            short_group=find_short_group(short_before, short),
+            short_group=find_short_group(job_before.num_short_tokens, job.num_short_tokens),
         )
 
     def _read_state(self) -> CacheState:
-        return add_states([read_cache_state(engine, self.rank) for engine in self.engines])
-
-    def _read_short(self, job: OwnJob) -> Mapping[str, float]:
-        """Tokens by which layer groups cut hits short: for this job only, if the server reports that."""
-        own = job.num_short_tokens
-        return self._read_state().num_short_tokens if own is None else own
+        return read_cache_state(*self.engines, engine=self.rank)
 
     def _read_job(self) -> OwnJob:
         jobs = [read_job(engine, self._job_id) for engine in self.engines]
