@@ -128,8 +128,12 @@ def test_the_longest_context_is_what_the_model_and_the_cache_allow() -> None:
     assert get_max_context(4096, 8192, 6400) == 3200
 
 
-def test_a_live_server_is_timed_and_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_a_live_server_is_timed_and_fitted(
+    has_metrics: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = FakeServer(lambda request: Reply(ttft_s=len(request.prompt) / 1e5, tpot_s=0.001))
+    server.has_metrics = has_metrics
     out = tmp_path / "costs.json"
     with serving(server) as url:
         few = ["--step-tokens", "512", "--max-context", "1024", "--max-batch", "2", "--repeats", "1"]

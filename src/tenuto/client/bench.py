@@ -9,7 +9,7 @@ import secrets
 import signal
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -162,8 +162,7 @@ async def _prepare(
     server = await probe_server(first, form, options.model, run_id, say_hints, forced_format)
     for each in others:
         server = server.also(await probe_server(each, form, server.model, run_id, say_hints, forced_format))
-    if engines.urls != [first.url]:
-        server = await _read_engines(server, engines)
+    await _begin_counting(engines)
     check_lengths(workload, server)
     quotes_answers = options.answers == "server" and forced_format is None
     if quotes_answers and form.is_exact and not server.sends_ids:
@@ -177,21 +176,17 @@ async def _prepare(
     return _Setup(options, workload, server, writer, engines, open_turn, router)
 
 
-async def _read_engines(server: Server, engines: Engines) -> Server:
-    """The server, with the reports of a router's engines in place of the router's own page."""
+async def _begin_counting(engines: Engines) -> None:
+    """Read the metrics before the load, and say which are missing."""
     try:
-        pages = await engines.get_pages()
-        totals = await engines.get_totals()
+        await engines.get_totals()
     except RequestFailed as error:
         say(f"no engine shows its metrics here ({error}): there are none in the result")
-        return replace(server, block_size=None, totals=None)
-    if missing := [url for url in engines.urls if url not in pages]:
+        return
+    if missing := [url for url in engines.urls if url not in engines.pages]:
         say(f"no metrics of {', '.join(missing)}: what is counted there before its first answer is left out")
-    say(f"several engines; metrics come from {', '.join(pages)}")
-    text = "\n".join(pages.values())
-    return replace(
-        server, block_size=try_get_block_size(text), totals=totals or None, sim_speed=try_get_sim_speed(text)
-    )
+    if len(engines.urls) > 1:
+        say(f"several engines; metrics come from {', '.join(engines.pages)}")
 
 
 async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcome:
@@ -221,18 +216,18 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
                 is_exact=setup.writer.form.is_exact,
                 has_fixed_length=setup.writer.forced_format is None,
                 quotes_answers=setup.writer.quotes_answers,
-                block_size=setup.server.block_size,
+                block_size=try_get_block_size(setup.engines.text),
                 is_open_loop=setup.workload.loop == "open",
                 retries=options.retries,
             ),
             commands=runner,
         )
         companions = [sample_lag(lags_s), show(progress, load, console.Progress("bench"))]
-        if setup.server.totals is not None and options.metrics_interval_s:
+        if setup.engines.has_metrics and options.metrics_interval_s:
             companions.append(follow(setup.engines, load, files, options.metrics_interval_s))
         interruption.on_signal = load.stop
         await _drive(load, companions)
-        growth = await _get_growth(setup.engines, setup.server, interruption)
+        growth = await _get_growth(setup.engines, interruption)
     fleet = setup.engines.summarise() if growth is not None else None
     if fleet is not None and setup.router is not None:
         fleet |= setup.router.summarise()
@@ -241,7 +236,7 @@ async def _run_load(setup: _Setup, turns: TurnDriver, files: RunFiles) -> Outcom
         records=records,
         sending=load.sending,
         growth=growth,
-        server=read_simulated_server(setup.server.sim_speed, growth),
+        server=read_simulated_server(try_get_sim_speed(setup.engines.text), growth),
         is_interrupted=interruption.has_come,
         loop_lags_s=lags_s,
         itl_s=load.gaps.summarise(),
@@ -268,9 +263,9 @@ async def _drive(load: Load, companions: Sequence[Coroutine[Any, Any, None]]) ->
             raise end
 
 
-async def _get_growth(engines: Engines, server: Server, interruption: Interruption) -> Totals | None:
+async def _get_growth(engines: Engines, interruption: Interruption) -> Totals | None:
     """Growth of the server's metrics; None if the server does not report them, or if the user interrupts."""
-    if server.totals is None:
+    if not engines.has_metrics:
         return None
     settle_s = SETTLE_S
     if interruption.has_come:
@@ -286,7 +281,7 @@ async def _get_growth(engines: Engines, server: Server, interruption: Interrupti
     await asyncio.wait([question])
     if question.cancelled() or isinstance(question.exception(), RequestFailed):
         return None
-    return get_growth(server.totals, question.result())
+    return engines.get_growth()
 
 
 def _get_settings(setup: _Setup) -> dict[str, object]:
@@ -369,6 +364,8 @@ class Engines:
     """The sum of the metrics of the engines behind one URL. If one engine fails, the others still count."""
 
     def __init__(self, clients: Sequence[Client]) -> None:
+        self.pages: dict[str, str] = {}
+        """By address, the last `/metrics` page of each engine that answered."""
         self._clients = tuple(clients)
         self._first: dict[str, Totals] = {}
         self._last: dict[str, Totals] = {}
@@ -379,6 +376,16 @@ class Engines:
     def urls(self) -> list[str]:
         """The engines' addresses."""
         return [client.url for client in self._clients]
+
+    @property
+    def text(self) -> str:
+        """The last pages of all engines."""
+        return "\n".join(self.pages.values())
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether a page had metrics that are counted."""
+        return any(self._last.values())
 
     def summarise(self) -> dict[str, Any] | None:
         """What each engine did since the first reading, as the `fleet` of a record; None for one engine.
@@ -391,27 +398,21 @@ class Engines:
         turns = [each["turns"] for each in engines]
         return {"engines": engines, "imbalance": max(turns) * len(turns) / sum(turns) if any(turns) else None}
 
-    async def get_pages(self) -> dict[str, str]:
-        """The `/metrics` page of each engine that answers, by address. Raises RequestFailed if none does."""
-        pages: dict[str, str] = {}
-        failure: RequestFailed | None = None
-        for client in self._clients:
-            try:
-                pages[client.url] = await client.get_text("/metrics")
-            except RequestFailed as error:
-                failure = error
-        if not pages and failure is not None:
-            raise failure
-        return pages
-
     async def get_totals(self) -> Totals:
         """The sum of all engines' metrics. Raises RequestFailed if none answers.
 
         No counter decreases: an engine that does not answer keeps its last counters, and one that has
         restarted counts on from them. One that answers only later counts from its first answer on.
         """
-        pages = await self.get_pages()
-        totals: Totals = {}
+        pages, failures = {}, []
+        for client in self._clients:
+            try:
+                pages[client.url] = await client.get_text("/metrics")
+            except RequestFailed as error:
+                failures.append(error)
+        if not pages:
+            raise failures[-1]
+        self.pages |= pages
         for url in self.urls:
             last = {name: value for name, value in self._last.get(url, {}).items() if is_counter(name)}
             read = parse_totals(pages[url]) if url in pages else {}
@@ -424,9 +425,19 @@ class Engines:
                     offsets[name] = last[name]
             self._last[url] = last | {name: value + offsets.get(name, 0.0) for name, value in read.items()}
             self._first[url] = self._first.get(url) or self._last[url]
-            for name, value in self._last[url].items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return _add_up(self._last.values())
+
+    def get_growth(self) -> Totals:
+        """How much the counters grew from the first reading to the last."""
+        return get_growth(_add_up(self._first.values()), _add_up(self._last.values()))
+
+
+def _add_up(every: Iterable[Totals]) -> Totals:
+    totals: Totals = {}
+    for each in every:
+        for name, value in each.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 async def ask_engines(client: Client) -> tuple[str, ...]:

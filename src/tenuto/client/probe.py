@@ -18,7 +18,6 @@ from tenuto.client.http import (
     make_printable,
 )
 from tenuto.client.load import get_pause_s
-from tenuto.client.metrics import Totals, parse_totals, try_get_block_size, try_get_sim_speed
 from tenuto.core.console import say
 from tenuto.core.errors import ConfigError
 from tenuto.workload.hints import SayHints, say_job
@@ -39,12 +38,7 @@ class Server:
     model: str
     max_model_len: int | None
     version: str | None
-    block_size: int | None
-    totals: Totals | None
-    """The server's metrics before the load."""
     sends_ids: bool
-    sim_speed: float | None = None
-    """Simulated seconds per real second of a simulated server; None for a real one."""
 
     def also(self, other: Server) -> Server:
         """The capabilities that this server and another one have in common."""
@@ -76,9 +70,7 @@ async def probe_server(
             f"{client.url} counts {answer.usage.prompt_tokens} tokens in a prompt of {PROMPT_TOKENS} token "
             "ids: it does not take them as they are; try --prompts words"
         )
-    page, found = "", None
-    with suppress(RequestFailed):
-        page = await client.get_text("/metrics")
+    found = None
     with suppress(RequestFailed):
         found = await client.get_json("/version")
     version = found.get("version") if isinstance(found, dict) else None
@@ -86,10 +78,7 @@ async def probe_server(
         model=model,
         max_model_len=max_model_len,
         version=version if isinstance(version, str) else None,
-        block_size=try_get_block_size(page),
-        totals=parse_totals(page) or None,
         sends_ids=answer.token_ids is not None,
-        sim_speed=try_get_sim_speed(page),
     )
 
 

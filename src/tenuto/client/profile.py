@@ -91,14 +91,18 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
         )
         # Ask for token ids, because a single token may have no text.
         writer = RequestWriter(server.model, TokenIds(), f"profile-{secrets.token_hex(4)}")
+
+        async def read_totals() -> Totals:
+            return {} if num_kv_tokens is None else parse_totals(await client.get_text("/metrics"))
+
         try:
-            asker = Asker(client, writer)
+            asker, before = Asker(client, writer), await read_totals()
             observations = await _time_plan(asker, plan, options.repeats, options.limit_s)
-            await _check_hits(client, server.totals)
-
-            async def read_totals() -> Totals:
-                return parse_totals(await client.get_text("/metrics"))
-
+            if get_growth(before, await read_totals()).get(_HITS) == 0:
+                raise ServerError(
+                    f"{client.url} never hit its prefix cache, so it computed the context of each chunk too; "
+                    "start it with its prefix cache on"
+                )
             lengths = choose_lengths(max_context, num_kv_tokens)
             copies = await time_copies(asker, read_totals, lengths, num_kv_tokens, options.repeats, say)
             return [*observations, *copies]
@@ -266,18 +270,6 @@ def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Mapping[TimedSt
         say(
             f"{len(missing)} batches of up to {max(missing)} decodes did not all run at once; they are left "
             "out. Set --max-batch to the server's --max-num-seqs"
-        )
-
-
-async def _check_hits(client: Client, before: Totals | None) -> None:
-    """Raise ServerError if the metrics show that no context was read from the prefix cache."""
-    if before is None or _HITS not in before:
-        return
-    growth = get_growth(before, parse_totals(await client.get_text("/metrics")))
-    if growth[_HITS] == 0:
-        raise ServerError(
-            f"{client.url} never hit its prefix cache, so it computed the context of each chunk too; start "
-            "it with its prefix cache on"
         )
 
 
