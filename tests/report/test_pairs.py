@@ -149,7 +149,7 @@ def test_a_speed_that_makes_no_sense_is_not_named() -> None:
 def test_a_comparison_comes_with_its_one_command(tmp_path: Path) -> None:
     rows = make_ab(0.5, 0.01)
     for row in rows:
-        row["client"] = {"url": "http://x", "hints": "last"}
+        row["client"] = {"url": "http://x"}
         row["config"] = {"workload": "ab8", "jps": 1.0, "seed": row["seed"], "max_jobs": 4}
         row["ab"] |= {"first_seed": 0, "repeats": 6, "model": "m", "serve_args": ["--speed", "5"]}
     page = render_page(make_report(read_sources([write_lines(tmp_path / "r.jsonl", rows)])))
@@ -182,7 +182,7 @@ def test_whiskers_and_curves_that_would_be_empty(tmp_path: Path) -> None:
 def test_a_live_sweep_comes_with_its_one_command(tmp_path: Path) -> None:
     rows = [
         make_record(
-            "keep", jps, simulated=False, client={"url": "http://x", "hints": "last"},
+            "keep", jps, simulated=False, client={"url": "http://x"},
             config={"workload": "ab8", "jps": jps, "seed": 1, "goodput": ["ttft:500", "tpot:50"]},
         )
         for jps in (4.0, 2.0)
@@ -191,7 +191,7 @@ def test_a_live_sweep_comes_with_its_one_command(tmp_path: Path) -> None:
     assert {run.setting.variant for run in sources.runs} == {""}
     (command,) = make_recipe(sources.runs, {}).commands
     assert command == (
-        "tenuto bench --url http://x --workload ab8 --jps 2,4 --seed 1 --goodput ttft:500 tpot:50 --out sweep"
+        "tenuto bench --jps 2,4 --url http://x --workload ab8 --seed 1 --goodput ttft:500 tpot:50 --out sweep"
     )
 
 

@@ -191,13 +191,13 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     ]  # fmt: skip
     alone = make_record("tenuto", 1.0, 7, config={
         "gpu": "H200", "policy": "tenuto", "options": {"a": 1}, "max_num_batched_tokens": 64, "window_s": 9.0,
-        "link_gb_s": 25.123456789,
+        "async_scheduling": False, "link_gb_s": 25.123456789,
     })  # fmt: skip
     client = {
-        "url": "http://x", "arrival": "poisson", "loop": "closed", "users": None, "hints": "tool",
-        "scale_lengths": 1.0, "scale_rate": 1.0,
+        "url": "http://x,http://y", "router": "sticky", "run_id": "run-1", "prompts": "ids",
+        "answers": "workload", "timeout_s": 3600.0, "retries": 2, "engine_urls": [], "invalid": [],
     }  # fmt: skip
-    live = make_record("tenuto", 2.0, 7, simulated=False, client=client)
+    live = make_record("tenuto", 2.0, 7, simulated=False, client=client, config={"hints": "last"})
     page = tmp_path / "p.html"
     path = write_lines(tmp_path / "r.jsonl", [*grid, alone, live])
     assert main(["report", str(path), "--out", str(page)]) == 0
@@ -205,10 +205,10 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     assert commands == [
         "tenuto compare --gpu H100,H200 --policies stock,tenuto --jps 1,2.5 --seed 41,42 "
         "--kv-tokens 9000 --out sweep",
-        # Versions that did not write `async_scheduling` down had it off.
-        "tenuto simulate --no-async-scheduling --gpu H200 --policy tenuto --option a=1 "
-        "--max-num-batched-tokens 64 --window 9 --link-gb-s 25.123456789",
-        "tenuto bench --url http://x --workload ab8 --jps 2 --seed 7 --hints tool",
+        "tenuto simulate --gpu H200 --policy tenuto --option a=1 --max-num-batched-tokens 64 --window 9 "
+        "--no-async-scheduling --link-gb-s 25.123456789",
+        "tenuto bench --url http://x --url http://y --workload ab8 --jps 2 --seed 7 --router sticky "
+        "--answers workload --retries 2 --hints last",
     ]
     for command in commands:
         parse(shlex.split(command)[1:])

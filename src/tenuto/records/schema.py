@@ -28,8 +28,7 @@ RUN, TURN, SAMPLE, VALIDATION = "run", "turn", "sample", "validation"
 """Values of `kind`."""
 
 _ALWAYS_KEPT = ("gpu", "model", "policy", "workload", "seed", "async_scheduling")
-"""Options that are recorded even if they have their default values. Records without `async_scheduling` are
-from versions that had it off by default."""
+"""Options that are recorded even if they have their default values."""
 
 Status = Literal["ok", "failed", "cancelled"]
 Tokens = Annotated[int, Range(0, MAX_TOKENS)]

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from tenuto.client.options import BenchOptions
+from tenuto.client.options import AbOptions, BenchOptions
 from tenuto.core.console import Progress
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
@@ -29,7 +29,7 @@ from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
-from tenuto.report.html.sources import AbRun, Run, Sources, read_sources
+from tenuto.report.html.sources import Run, Sources, read_sources
 from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, count, format_seconds, make_looks, shorten
 from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
@@ -242,22 +242,24 @@ def _write_figures(report: Report, folder: Path, say: Say) -> int:
 
 MAX_COMMANDS = 12
 MAX_RUNS = 500
-_FIELDS = {
+_BENCH = {field.name: field for field in dataclasses.fields(BenchOptions)}
+_FIELDS = _BENCH | {
     field.name: field
-    for options in (Setup, FleetOptions, LoadOptions, BenchOptions)
+    for options in (Setup, FleetOptions, LoadOptions, AbOptions)
     for field in dataclasses.fields(options)
 }
-"""The options of `tenuto simulate` and `tenuto bench`, by the names of their fields."""
+"""The options of `tenuto simulate`, `bench` and `ab`, by the names of their fields."""
 _ON_BY_DEFAULT = {field.name for field in dataclasses.fields(Setup) if field.default is True}
-GRID = {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed", "router": "--router"}
-"""Fields for which `tenuto compare` takes lists, and their options. Only several engines have a router."""
+SWEEPS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "simulate": (
+        "compare",
+        {"gpu": "--gpu", "policy": "--policies", "jps": "--jps", "seed": "--seed", "router": "--router"},
+    ),
+    "bench": ("bench", {"jps": "--jps"}),
+}
+"""By command of a run: the command of a grid of runs, and the fields of which it takes lists, as options."""
 OF_KEYS = {"options": "--option", "router_options": "--router-option"}
 """Fields that hold options by key, and the flag for each of these."""
-BENCH_USUAL = {
-    "arrival": "poisson", "users": None, "window_s": None, "loop": "closed", "scale_lengths": 1,
-    "scale_rate": 1, "prompts": "ids", "answers": "server", "hints": "last", "retries": 0,
-}  # fmt: skip
-"""The bench's settings that are options, with default values, which the command omits."""
 
 
 @dataclass(frozen=True)
@@ -271,16 +273,14 @@ class Recipe:
 
 def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
     """The recipe of all runs. `policies`: the label of each policy."""
-    sweep, left = _find_sweeps(runs)
-    live, left = _find_live_sweeps(left)
-    rest = (command for run in left if (command := try_command(run)))
-    commands = list(dict.fromkeys(map(clean, [*sweep, *live, *rest])))
+    calls = [call for run in runs if (call := try_call(run))]
+    commands = list(dict.fromkeys(map(clean, _make_commands(calls))))
     lines = []
     if len(commands) > MAX_COMMANDS:
         lines.append(
             f"These are {MAX_COMMANDS} of {len(commands):,} commands; the list of all runs names the others."
         )
-    if without := sum(try_command(run) is None for run in runs):
+    if without := len(runs) - len(calls):
         lines.append(f"{without:,} of {count(len(runs), 'record')} do not say how they were made.")
     if seeds := sorted({run.seed for run in runs if run.seed is not None}):
         lines.append(f"Seeds: {', '.join(map(str, seeds[:20]))}{', …' if len(seeds) > 20 else ''}.")
@@ -292,67 +292,54 @@ def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
     return Recipe(tuple(commands[:MAX_COMMANDS]), tuple(lines), Table(columns, rows))
 
 
-def _find_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
-    """A `tenuto compare` for each whole grid of GPUs, policies, loads and seeds, and the runs in none."""
-    by_rest: dict[str, list[Run]] = {}
-    left = []
-    for run in runs:
-        has_options = any(run.record.config.get(name) for name in OF_KEYS)
-        if has_options or not all(isinstance(each, str | int | float) for each in _get_point(run)):
-            left.append(run)
-        else:
-            rest = {name: value for name, value in run.record.config.items() if name not in GRID}
-            by_rest.setdefault(json.dumps(rest, sort_keys=True), []).append(run)
-    commands = []
-    for rest_text, members in by_rest.items():
+class Call(NamedTuple):
+    """The command of a run, and its options by the names of their fields."""
+
+    command: str
+    options: Mapping[str, Any]
+    file: str
+    """The file of its record."""
+
+    @property
+    def point(self) -> dict[str, Any]:
+        """The options of which a sweep takes lists; none if it can be in no sweep."""
+        _, axes = SWEEPS.get(self.command, ("", {}))
+        point = {name: {"router": "", **self.options}.get(name) for name in axes}
+        has_keys = any(self.options.get(name) for name in OF_KEYS)
+        return {} if has_keys or not all(isinstance(v, str | int | float) for v in point.values()) else point
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """Its other options, which are equal in all runs of a sweep."""
+        point = self.point
+        return {name: value for name, value in self.options.items() if name not in point}
+
+
+def _make_commands(calls: Sequence[Call]) -> list[str]:
+    """A command for each whole grid of runs, and one for each of the others."""
+    found: list[tuple[str, list[str]]] = []
+    left: list[Call] = []
+    by_rest = group_by(calls, lambda call: (call.command, json.dumps(call.rest, sort_keys=True)))
+    for members in by_rest.values():
         # Runs made one by one beside a sweep must not hide it.
-        for part in [members] if _try_grid(members) else group_by(members, _get_file).values():
-            if (axes := _try_grid(part)) is None:
+        for part in [members] if _try_grid(members) else group_by(members, lambda call: call.file).values():
+            if (grid := _try_grid(part)) is None:
                 left += part
                 continue
-            lists = {option: _join(axes[name]) for name, option in GRID.items()}
+            command, options = SWEEPS[part[0].command]
+            lists = {options[name]: _join(values) for name, values in grid.items()}
             words = [word for option, values in lists.items() if values for word in (option, values)]
-            config = {"async_scheduling": False, **json.loads(rest_text)}
-            words += [*_make_options(config), "--out", "sweep"]
-            commands.append(shlex.join(["tenuto", "compare", *words]))
-    return commands, left
+            found.append((command, [*words, *_make_options(part[0].rest), "--out", "sweep"]))
+    found += [(call.command, _make_options(call.options)) for call in left]
+    return [shlex.join(["tenuto", command, *words]) for command, words in found]
 
 
-def _find_live_sweeps(runs: Sequence[Run]) -> tuple[list[str], list[Run]]:
-    """A `tenuto bench --jps A,B` for each server that was measured at several loads, and the other runs."""
-    by_rest: dict[str, list[Run]] = {}
-    left = []
-    for run in runs:
-        if "url" in run.client and run.ab is None and run.jps is not None:
-            by_rest.setdefault(_make_bench_command(run, "LOADS"), []).append(run)
-        else:
-            left.append(run)
-    commands = []
-    for members in by_rest.values():
-        loads = sorted({run.jps for run in members if run.jps is not None})
-        if len(loads) > 1:
-            commands.append(f"{_make_bench_command(members[0], _join(loads))} --out sweep")
-        else:
-            left += members
-    return commands, left
-
-
-def _try_grid(runs: Sequence[Run]) -> dict[str, list[object]] | None:
-    """Return the values on each axis if the runs form a complete grid. A single run is not a grid."""
-    points = dict.fromkeys(map(_get_point, runs))
-    axes = {name: list(dict.fromkeys(point[n] for point in points)) for n, name in enumerate(GRID)}
-    is_grid = 1 < len(points) == math.prod(map(len, axes.values()))
-    return axes if is_grid else None
-
-
-def _get_point(run: Run) -> tuple[Any, ...]:
-    """Its values on the axes of `GRID`; without a router an empty text."""
-    return tuple({"router": "", **run.record.config}.get(name) for name in GRID)
-
-
-def _get_file(run: Run) -> str:
-    # A record's place is its file, and its line or index if the file holds several.
-    return re.sub(r"(:\d+|\[\d+\])$", "", run.place)
+def _try_grid(calls: Sequence[Call]) -> dict[str, list[object]] | None:
+    """The values on each axis if the runs form a complete grid. A single run is not a grid."""
+    points = dict.fromkeys(tuple(call.point.values()) for call in calls)
+    values = (list(dict.fromkeys(each)) for each in zip(*points, strict=True))
+    axes = dict(zip(calls[0].point, values, strict=True))
+    return axes if 1 < len(points) == math.prod(map(len, axes.values())) else None
 
 
 def _join(values: Sequence[object]) -> str:
@@ -371,43 +358,24 @@ def _to_word(value: object) -> str:
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def try_command(run: Run) -> str | None:
+def try_call(run: Run) -> Call | None:
     """The command that makes this run again, if its record says enough."""
+    # A record's place is its file, and its line or index if the file holds several.
+    file = re.sub(r"(:\d+|\[\d+\])$", "", run.place)
+    config = run.record.config
     if run.ab and run.ab.options.get("arms"):
-        return _make_ab_command(run, run.ab)
+        told = run.ab.options
+        load = {**config, "seed": told.get("first_seed", run.seed)}
+        options = {name: told[name] for name in ("arms", "model", "serve_args", "arm_args") if name in told}
+        options |= {**load, "repeats": told.get("repeats", MIN_PAIRS), "out": "ab"}
+        return Call("ab", options, file)
     if "url" in run.client:
-        return _make_bench_command(run)
-    if run.record.config:
-        # Older versions had it off by default, and did not write defaults down.
-        config = {"async_scheduling": False, **run.record.config}
-        return shlex.join(["tenuto", "simulate", *_make_options(config)])
-    return None
-
-
-def _make_bench_command(run: Run, loads: str | None = None) -> str:
-    """The command of a run. `loads`: the text in place of its load."""
-    options = {"url": run.client["url"], "workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
-    given = {name: run.client.get(name) for name in BENCH_USUAL if run.client.get(name) != BENCH_USUAL[name]}
-    if run.jps is None:
-        given.pop("arrival", None)  # The value then means that there was no such process.
-    options |= {**given, **run.record.config}
-    if loads is not None:
-        options["jps"] = loads
-    return shlex.join(["tenuto", "bench", *_make_options(options)])
-
-
-def _make_ab_command(run: Run, ab: AbRun) -> str:
-    known = {name: value for name, value in ab.options.items() if isinstance(value, str | int | float)}
-    lists = {name: value for name, value in ab.options.items() if isinstance(value, list)}
-    words = [word for arm in lists.get("arms", ()) for word in ("--arm", str(arm))]
-    if model := known.get("model"):
-        words += ["--model", str(model)]
-    if serve_args := lists.get("serve_args"):
-        words.append(f"--serve-args={shlex.join(map(str, serve_args))}")
-    words += [f"--arm-args={each}" for each in lists.get("arm_args", ())]
-    load = {**run.record.config, "seed": known.get("first_seed", run.seed)}
-    words += [*_make_options(load), "--repeats", str(known.get("repeats", MIN_PAIRS)), "--out", "ab"]
-    return shlex.join(["tenuto", "ab", *words])
+        options = {"urls": str(run.client["url"]).split(",")}
+        options |= {"workload": run.setting.workload, "jps": run.jps, "seed": run.seed}
+        how = {name: value for name, value in run.client.items() if name in _BENCH and name != "run_id"}
+        options |= {name: value for name, value in how.items() if value != _BENCH[name].default}
+        return Call("bench", {**options, **config}, file)
+    return Call("simulate", config, file) if config else None
 
 
 def _make_options(values: Mapping[str, object]) -> list[str]:
@@ -417,6 +385,8 @@ def _make_options(values: Mapping[str, object]) -> list[str]:
             words += [word for key in value for word in (OF_KEYS[name], f"{key}={_to_json(value[key])}")]
         elif name in _FIELDS and _FIELDS[name].metadata.get("is_repeatable") and isinstance(value, list):
             words += [word for each in value for word in (_get_flag(name), _to_word(each))]
+        elif name == "serve_args" and isinstance(value, list):
+            words += [f"--serve-args={shlex.join(map(_to_word, value))}"] if value else []
         elif name in _ON_BY_DEFAULT:
             words += [] if value else ["--no-" + _get_flag(name).removeprefix("--")]
         elif value is True:

@@ -31,8 +31,6 @@ IDENTITY = (
 """The fields that runs are compared by. All other fields of the configuration must be equal."""
 COUNTED = ("goodput",)
 """Options that change what is counted, and not the run."""
-BENCH_LOAD = {"users": None, "loop": "closed", "scale_lengths": 1.0, "scale_rate": 1.0, "window_s": None}
-"""The bench's settings that change the load, with the default values, which are not shown."""
 OUR_NAMES = {"result.json", "results.jsonl", "turns.jsonl", "occupancy.jsonl"}
 """In a folder, these files must be readable. Others are used only if their kind is known."""
 OTHERS = {"metrics.jsonl", "commands.jsonl", "ab.json", "plain.json"}
@@ -203,9 +201,7 @@ def _name_policy(policy: str, options: Mapping[str, Any]) -> str:
 
 
 def _describe_variant(record: RunRecord) -> str:
-    client = record.client or {}
     found = {key: value for key, value in record.config.items() if key not in (*IDENTITY, *COUNTED)}
-    found |= {key: client[key] for key, usual in BENCH_LOAD.items() if client.get(key, usual) != usual}
     return ", ".join(f"{clean(key)} {_to_text(found[key])}" for key in sorted(found))
 
 
