@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,18 +42,18 @@ from tenuto.client.ab_verdict import (
     find_invalid,
     format_verdict,
     make_notes,
-    read_pair,
+    make_pair,
+    read_run,
 )
 from tenuto.client.address import ServerError
 from tenuto.client.bench import get_end_signals, measure
 from tenuto.client.metrics import connect, empty_cache, explain
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core import console
-from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
+from tenuto.core.errors import ConfigError, TenutoError, redact
 from tenuto.core.loader import find_file, load_policy
 from tenuto.core.settings import parse_option
-from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, read_first, write_whole, writing
-from tenuto.records.load import read_run
+from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, write_whole, writing
 from tenuto.records.text import write_csv
 from tenuto.vllm.launch import check_model, find_vllm
 from tenuto.workload.load import GENERATORS, make_workload
@@ -198,8 +198,8 @@ class Conclusion(NamedTuple):
 
     done: Mapping[str, Sequence[Mapping[str, Any]]]
     """The results of complete runs, by arm."""
-    pairs: Sequence[Mapping[str, Values]]
-    """The repeats that ran on all arms."""
+    pairs: Mapping[int, Mapping[str, Values]]
+    """The repeats that ran on all arms, by number."""
     comparisons: Sequence[Comparison]
     notes: Sequence[str]
 
@@ -212,13 +212,27 @@ class Conclusion(NamedTuple):
 
 def conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> Conclusion:
     """Compare the runs so far. Write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
-    done: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
-    for slot, result in folder.write_results(slots, _describe_terms(options)).items():
-        done[slot.arm].append(result)
-    pairs = _read_pairs(options.arms, folder, options.repeats)
-    if not any(done.values()):
-        return Conclusion(done, (), (), ())
-    comparisons = compare(pairs, options.threshold, is_valid=not find_invalid(done))
+    runs = {slot: read_run(folder.get_run(slot)) for slot in slots if folder.has_run(slot)}
+    results = {slot: run.record.to_json() for slot, run in runs.items() if run.record}
+    terms = _describe_terms(options)
+    rows = [
+        {**result, "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
+        for slot, result in results.items()
+    ]
+    folder.write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
+    names = [arm.name for arm in options.arms]
+    done = {name: [result for slot, result in results.items() if slot.arm == name] for name in names}
+    pairs = {}
+    for repeat in range(options.repeats):
+        these = {slot.arm: run for slot, run in runs.items() if slot.repeat == repeat}
+        if len(these) == len(names):
+            if pair := make_pair({name: these[name] for name in names}):
+                pairs[repeat] = pair
+            else:
+                say(f"repeat {repeat + 1}: no job finished on all arms; it does not count")
+    if not runs:
+        return Conclusion(done, pairs, (), ())
+    comparisons = compare([*pairs.values()], options.threshold, is_valid=not find_invalid(done))
     found = Conclusion(done, pairs, comparisons, make_notes(done))
     folder.write(VERDICT, json.dumps(_describe_verdict(options, found), indent=1) + "\n")
     return found
@@ -259,18 +273,6 @@ def _describe_terms(options: AbOptions) -> dict[str, Any]:
         "serve_args": redact(options.serve_args),
         "arm_args": [f"{arm}={shlex.join(redact(args))}" for arm, args in options.arm_args.items()],
     }
-
-
-def _read_pairs(arms: Sequence[Arm], folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
-    pairs = []
-    for repeat in range(repeats):
-        slots = [Slot(repeat, arm.name) for arm in arms]
-        if all(map(folder.has_run, slots)):
-            if pair := read_pair({slot.arm: folder.get_run(slot) for slot in slots}):
-                pairs.append(pair)
-            else:
-                say(f"repeat {repeat + 1}: no job finished on all arms; it does not count")
-    return pairs
 
 
 @contextmanager
@@ -381,27 +383,6 @@ class AbFolder:
     def make_log_path(self, arm: str) -> Path:
         """The path of a new log file that does not exist yet."""
         return _find_free(self.path / "logs", arm, ".log")
-
-    def read_result(self, slot: Slot) -> dict[str, Any]:
-        """The result of a complete run. Raises DataError."""
-        path = self.get_run(slot) / RESULT
-        try:
-            fields = read_first(path)
-            fields.part("client")
-            read_run(fields)
-        except DataError as error:
-            raise DataError(f"{error}; remove its folder to run it again") from error
-        return fields.values
-
-    def write_results(self, slots: Iterable[Slot], terms: Mapping[str, Any]) -> dict[Slot, dict[str, Any]]:
-        """Write all complete runs, with the comparison's terms, and return them. Raises TenutoError."""
-        results = {slot: self.read_result(slot) for slot in filter(self.has_run, slots)}
-        rows = [
-            {**result, "ab": {"repeat": slot.repeat + 1, "arm": slot.arm, **terms}}
-            for slot, result in results.items()
-        ]
-        self.write(RESULTS, "".join(json.dumps(row) + "\n" for row in rows))
-        return results
 
     def write(self, name: str, text: str) -> None:
         """Write one of the folder's files. Raises ConfigError."""

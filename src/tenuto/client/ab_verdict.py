@@ -19,7 +19,8 @@ from tenuto.core.errors import DataError
 from tenuto.records.files import RESULT, TURNS, read_first
 from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
-from tenuto.records.schema import RunRecord, TurnRecord
+from tenuto.records.run_data import RunData
+from tenuto.records.schema import TurnRecord
 from tenuto.records.text import MIN_PAIRS, format_time_s
 
 VERDICT = "verdict.json"
@@ -128,48 +129,44 @@ MEASURES = (
 """The first measure is the main one of a comparison."""
 
 
-def read_pair(folders: Mapping[str, Path]) -> dict[str, Values] | None:
+def read_run(folder: Path) -> RunData:
+    """A complete run. Raises DataError with advice what to do."""
+    try:
+        fields = read_first(folder / RESULT)
+        fields.part("client")
+        fields.part("job_times_s")
+        return load_folder(folder)
+    except DataError as error:
+        raise DataError(f"{error}; remove its folder to run it again") from error
+
+
+def make_pair(runs: Mapping[str, RunData]) -> dict[str, Values] | None:
     """By arm, the values of one repeat. None if no job finished on all arms.
 
     A job that failed on one arm is left out on all arms, with the jobs that it started. Its time on that arm
     is unknown, and leaving it out on one arm only would bias the result, because long jobs fail more often.
     So is a turn that failed on one arm, of a sub-agent for which its job does not wait. Throughput counts all
-    answered turns. Raises DataError if a file cannot be read.
+    answered turns. Raises DataError if a run lacks turns.
     """
-    runs = {arm: _read_run(folder) for arm, folder in folders.items()}
-    times_s = {arm: record.job_times_s for arm, (record, _) in runs.items()}
-    common = frozenset.intersection(*map(frozenset, times_s.values()))
+    finished = (frozenset(run.record.job_times_s) for run in runs.values() if run.record)
+    common = frozenset.intersection(*finished)
     if not common:
         return None
     counted = {
-        arm: [turn for turn in get_ok(turns) if (turn.root or turn.job) in common]
-        for arm, (_, turns) in runs.items()
+        arm: {(turn.job, turn.turn): turn for turn in get_ok(run.turns) if (turn.root or turn.job) in common}
+        for arm, run in runs.items()
     }
-    shared = frozenset.intersection(*(frozenset(map(_get_place, turns)) for turns in counted.values()))
-    if shared:  # else a file lacks its turns, which `_measure` says
-        for arm, turns in counted.items():
-            counted[arm] = [turn for turn in turns if _get_place(turn) in shared]
-    return {arm: _measure(record, counted[arm], common, folders[arm]) for arm, (record, _) in runs.items()}
+    shared = frozenset.intersection(*map(frozenset, counted.values()))
+    return {
+        # If none is shared, a file lacks its turns, which `_measure` says.
+        arm: _measure(run, [turn for at, turn in counted[arm].items() if not shared or at in shared], common)
+        for arm, run in runs.items()
+    }
 
 
-def _get_place(turn: TurnRecord) -> tuple[str, int]:
-    return turn.job, turn.turn
-
-
-def _read_run(folder: Path) -> tuple[RunRecord, list[TurnRecord]]:
-    """The record and the turns of a complete run. Raises DataError with advice what to do."""
-    try:
-        fields = read_first(folder / RESULT)
-        fields.part("client")
-        fields.part("job_times_s")
-        data = load_folder(folder)
-    except DataError as error:
-        raise DataError(f"{error}; remove its folder to run it again") from error
-    assert data.record is not None  # it was just read
-    return data.record, data.turns
-
-
-def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str], folder: Path) -> Values:
+def _measure(run: RunData, turns: Sequence[TurnRecord], jobs: Iterable[str]) -> Values:
+    record = run.record
+    assert record is not None  # of a complete run
     stats = {
         "job": summarise(record.job_times_s[job] for job in jobs),
         "ttft": summarise(turn.ttft_s for turn in turns),
@@ -177,7 +174,7 @@ def _measure(record: RunRecord, turns: Sequence[TurnRecord], jobs: Iterable[str]
     }
     if None in stats.values() or not record.makespan_s:
         raise DataError(
-            f"{folder / TURNS}: lacks turns that {RESULT} counts; remove its folder to run it again"
+            f"{run.source}/{TURNS}: lacks turns that {RESULT} counts; remove its folder to run it again"
         )
     values = {
         f"{which}_{name}_s": getattr(each, which) for name, each in stats.items() for which in ("mean", "p95")

@@ -76,7 +76,7 @@ from tenuto.core import console
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.records.files import RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_validation
-from tenuto.records.metrics import get_geometric_mean
+from tenuto.records.metrics import HITS, Runs, get_geometric_mean
 from tenuto.records.schema import (
     ValidatedArm,
     ValidatedLoad,
@@ -758,13 +758,11 @@ class _Validation:
         if self.options.despite_noise or self.options.quick:
             return None
         found = conclude(self.ab, folder, slots)
-        ratios = [
-            [pair[TENUTO]["mean_job_s"] / pair[arm]["mean_job_s"] for pair in found.pairs]
-            for arm in (STOCK, WELL_SET)
-            if found.pairs and arm in found.pairs[0]
-        ]
+        stocks = [arm.name for arm in self.record.arms if arm.name != TENUTO]
+        pairs = found.pairs.values()
+        ratios = [[pair[TENUTO][MAIN.name] / pair[stock][MAIN.name] for pair in pairs] for stock in stocks]
         planned = self.record.pairs_planned
-        if not ratios or not all(is_hopeless(each, planned) for each in ratios):
+        if not all(is_hopeless(each, planned) for each in ratios):
             return None
         return (
             f"noise: after {len(found.pairs)} pairs the ratios vary so much that {planned} pairs would not "
@@ -783,7 +781,7 @@ class _Validation:
             slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
             with AbFolder(ab.out, describe(ab)) as folder:
                 found = conclude(ab, folder, slots)
-                record = self._predict(record, found, folder)
+                record = self._predict(record, found)
                 ratios = self._compare(record, found)
                 if plain := _read_plain(folder, ab.repeats):
                     ratios.append(
@@ -822,25 +820,21 @@ class _Validation:
             disturbances=tuple(dict.fromkeys(found)),
         )
 
-    def _predict(self, record: ValidationRecord, found: Conclusion, folder: AbFolder) -> ValidationRecord:
+    def _predict(self, record: ValidationRecord, found: Conclusion) -> ValidationRecord:
         """Add each arm's measurements, and the simulator's predictions for the same seeds, to the record."""
-        names = [arm.name for arm in record.arms]
-        repeats = [
-            n for n in range(record.pairs_planned) if all(folder.has_run(Slot(n, name)) for name in names)
-        ]
         arms = []
         for arm in record.arms:
-            self.say(f"simulating {len(repeats)} runs of {arm.name}")
-            runs = [self.forecast.simulate(arm.name, arm.step_tokens, self.load, n) for n in repeats]
-            pairs = [pair[arm.name] for pair in found.pairs]
+            self.say(f"simulating {len(found.pairs)} runs of {arm.name}")
+            runs = [self.forecast.simulate(arm.name, arm.step_tokens, self.load, n) for n in found.pairs]
+            pairs = [pair[arm.name] for pair in found.pairs.values()]
             values: Any = {name: tuple(round(pair[name], 4) for pair in pairs) for name in MEASURES}
             arms.append(
                 replace(
                     arm,
                     **values,
                     simulated_job_s=tuple(round(run["job_s"]["mean"], 4) for run in runs),
-                    reused_share=_get_reused(found.done[arm.name]),
-                    simulated_reused_share=_get_reused(runs),
+                    reused_share=_get_reused_share(found.done[arm.name]),
+                    simulated_reused_share=_get_reused_share(runs),
                 )
             )
         return replace(record, arms=tuple(arms))
@@ -851,7 +845,7 @@ class _Validation:
         is_valid = all(each.is_valid for each in found.comparisons)
         ratios = []
         for baseline in (name for name in predicted_s if name != TENUTO):
-            two = [{baseline: pair[baseline], TENUTO: pair[TENUTO]} for pair in found.pairs]
+            two = [{name: pair[name] for name in (baseline, TENUTO)} for pair in found.pairs.values()]
             both = zip(predicted_s[TENUTO], predicted_s[baseline], strict=True)
             simulated = get_geometric_mean([own_s / other_s for own_s, other_s in both]) if two else None
             for each in compare(two, self.ab.threshold, is_valid=is_valid):
@@ -927,8 +921,6 @@ def _read_plain(folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
     return [pair for pair in pairs if all(value for values in pair.values() for value in values.values())]
 
 
-def _get_reused(runs: Iterable[Mapping[str, Any]]) -> float | None:
-    """The share of the reusable tokens that was hit."""
-    known = [run for run in runs if run["reused_tokens"] is not None and run["reusable_tokens"]]
-    total = sum(run["reusable_tokens"] for run in known)
-    return round(sum(run["reused_tokens"] for run in known) / total, 4) if total else None
+def _get_reused_share(runs: Runs) -> float | None:
+    share = HITS(runs)
+    return None if share is None else round(share, 4)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab import AbFolder, Slot, describe, make_order
-from tenuto.client.ab_verdict import read_pair
+from tenuto.client.ab import AbFolder, Slot, conclude, describe, make_order
+from tenuto.client.ab_verdict import make_pair, read_run
 from tenuto.core.errors import ConfigError, DataError
 from tests.client.ab.conftest import parse
 
 SLOT = Slot(0, "a")
+ENDS = ('"schema": 3}', '"jobs": "x"}')
 
 
 def test_the_order_turns_around() -> None:
@@ -94,26 +95,34 @@ def test_a_whole_run_stays(tmp_path: Path) -> None:
         (folder.get_run(SLOT) / "result.json").write_text('{"client": {}}')
         folder.clear(SLOT)
         assert folder.has_run(SLOT)
-        folder.write_results([SLOT, Slot(0, "b")], {"baseline": "a"})
-        (row,) = (tmp_path / "results.jsonl").read_text().splitlines()
-        assert json.loads(row) == {"client": {}, "ab": {"repeat": 1, "arm": "a", "baseline": "a"}}
+
+
+def test_the_results_are_those_of_whole_runs_with_the_comparison_s_terms(tmp_path: Path) -> None:
+    options = parse("--arm", "a=sim:stock", "--arm", "b=sim:tenuto", "--model", "m", "--out", str(tmp_path))
+    with AbFolder(tmp_path, describe(options)) as folder:
+        write_run(folder.get_run(SLOT), {"a": 2.0}, [make_line("a", 0, 2)])
+        found = conclude(options, folder, make_order(["a", "b"], options.repeats))
+    assert (found.pairs, [len(runs) for runs in found.done.values()]) == ({}, [1, 0])
+    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert (row["job_times_s"], row["makespan_s"]) == ({"a": 2.0}, 8.0)
+    assert (row["ab"]["repeat"], row["ab"]["arm"], row["ab"]["baseline"]) == (1, "a", "a")
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"client": {}, "schema": 3}', '{"client": {}, "jobs": "x"}']
+    "text",
+    ["{", "[]", "{}", '{"client": {}}', *(f'{{"client": {{}}, "job_times_s": {{}}, {end}' for end in ENDS)],
 )
 def test_a_spoilt_result_is_named(tmp_path: Path, text: str) -> None:
-    with AbFolder(tmp_path, {}) as folder:
-        folder.get_run(SLOT).mkdir()
-        (folder.get_run(SLOT) / "result.json").write_text(text)
-        with pytest.raises(DataError, match=r"001-a/result\.json(:1)?: .*run it again"):
-            folder.read_result(SLOT)
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(DataError, match=r"/result\.json(:1)?: .*run it again"):
+        read_run(tmp_path)
 
 
 def write_run(folder: Path, job_times_s: dict[str, float], lines: list[dict[str, object]]) -> Path:
     folder.mkdir(parents=True)
     result = {
-        "kind": "run", "schema": 2, "client": {}, "job_times_s": job_times_s,
+        "kind": "run", "schema": 2, "job_times_s": job_times_s,
+        "client": {"complaints": {}, "failed_attempts": {}, "send_lag_s": None},
         "turns": {"planned": 4, "ok": 4}, "makespan_s": 8.0,
     }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result))
@@ -132,19 +141,20 @@ def test_a_pair_counts_the_jobs_that_finished_on_both(tmp_path: Path) -> None:
     lines = [make_line("a", 0, 2), make_line("b", 0, 4), make_line("c", 0, 9, "failed")]
     one = write_run(tmp_path / "one", {"a": 2.0, "b": 4.0}, lines)
     two = write_run(tmp_path / "two", {"b": 5.0, "c": 7.0}, [make_line("b", 1, 5), make_line("c", 0, 7)])
-    pair = read_pair({"x": one, "y": two})
+    pair = make_pair({"x": read_run(one), "y": read_run(two)})
     assert pair is not None
     assert (pair["x"]["mean_job_s"], pair["y"]["p95_job_s"]) == (4.0, 5.0)
     assert (pair["x"]["mean_turn_s"], pair["y"]["mean_ttft_s"]) == (4.0, 1.0)
     assert pair["x"]["turns_per_s"] == 0.5
-    assert read_pair({"x": one, "y": write_run(tmp_path / "three", {"d": 1.0}, lines)}) is None
+    three = write_run(tmp_path / "three", {"d": 1.0}, lines)
+    assert make_pair({"x": read_run(one), "y": read_run(three)}) is None
 
 
 def test_a_sub_agents_turn_that_failed_on_one_arm_counts_on_none(tmp_path: Path) -> None:
     own, helper = make_line("a", 0, 2), {**make_line("h", 0, 9), "root": "a"}
     one = write_run(tmp_path / "one", {"a": 2.0}, [own, helper])
     two = write_run(tmp_path / "two", {"a": 2.0}, [own, {**helper, "status": "failed"}])
-    pair = read_pair({"x": one, "y": two})
+    pair = make_pair({"x": read_run(one), "y": read_run(two)})
     assert pair is not None
     assert pair["x"] == pair["y"]
 
@@ -159,4 +169,4 @@ def test_a_sub_agents_turn_that_failed_on_one_arm_counts_on_none(tmp_path: Path)
 def test_spoilt_turns_are_named(tmp_path: Path, lines: list[dict[str, object]], message: str) -> None:
     folder = write_run(tmp_path / "one", {"a": 2.0}, lines)
     with pytest.raises(DataError, match=f"{message}.*remove its folder to run it again"):
-        read_pair({"x": folder})
+        make_pair({"x": read_run(folder)})
