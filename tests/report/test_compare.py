@@ -40,6 +40,7 @@ def test_speed_up_is_taken_seed_by_seed() -> None:
     cells = group(
         *(make_record("stock", 1, seed, mean_s=mean) for seed, mean in ((1, 20), (2, 40), (3, 80))),
         *(make_record("keep", 1, seed, mean_s=10) for seed in (1, 2, 3, 4)),
+        make_record("stock", 2, 1),
     )
     assert cells.try_speed_up("keep", 1.0) == pytest.approx((4.0, 2.0, 8.0))
     assert cells.try_speed_up("keep", 2.0) is None

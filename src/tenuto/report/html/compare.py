@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -95,7 +95,8 @@ def make_pairs(runs: Mapping[str, Sequence[Run]]) -> dict[int | None, Pair]:
 
 def _get_times(runs: Sequence[Run], jobs: frozenset[str]) -> JobTimes | None:
     every = (_get_run_times(run, jobs) for run in runs)
-    return _average([each for each in every if each is not None and each.mean_s >= MIN_TIME_S])
+    found = [each for each in every if each is not None and each.mean_s >= MIN_TIME_S]
+    return _average(found) if found else None
 
 
 def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
@@ -106,42 +107,7 @@ def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
     return JobTimes(fmean(times_s), get_percentile(times_s, 95)) if times_s else None
 
 
-def contrast(
-    runs: Mapping[str, Sequence[Run]], pairs: Mapping[int | None, Pair], policy: str, other: str
-) -> Contrast | None:
-    """Compare two policies; None if one has no job times. `pairs`: of `make_pairs`."""
-    known = [pair for pair in pairs.values() if policy in pair and other in pair]
-    both = [*runs[policy], *runs[other]]
-    if any(run.ab is not None for run in both):
-        # `tenuto ab` counts the repeats that all its arms have run.
-        known = [pair for pair in known if runs.keys() <= pair.keys()]
-    values, other_values = (
-        _average([pair[each] for pair in known or pairs.values() if each in pair]) for each in (policy, other)
-    )
-    if not (values and other_values):
-        return None
-    means = [(pair[policy].mean_s, pair[other].mean_s) for pair in known]
-    ratios = tuple(one / two for one, two in means or [(values.mean_s, other_values.mean_s)])
-    p95s = [(pair[policy].p95_s or 0.0, pair[other].p95_s or 0.0) for pair in known]
-    p95_ratios = tuple(one / two for one, two in p95s if min(one, two) >= MIN_TIME_S)
-    return Contrast(
-        policy,
-        other,
-        ratios=ratios,
-        mean=_estimate(ratios),
-        p95=_estimate(p95_ratios) if p95_ratios and len(p95_ratios) == len(known) else None,
-        values=values,
-        other_values=other_values,
-        threshold=next((run.ab.threshold for run in both if run.ab), THRESHOLD_PERCENT / 100),
-        is_simulated=all(run.setting.is_simulated for run in both),
-        is_paired=bool(known),
-        is_valid=not any(run.invalid for run in both),
-    )
-
-
-def _average(times: Sequence[JobTimes]) -> JobTimes | None:
-    if not times:
-        return None
+def _average(times: Sequence[JobTimes]) -> JobTimes:
     return JobTimes(fmean(each.mean_s for each in times), get_known_mean(each.p95_s for each in times))
 
 
@@ -220,10 +186,6 @@ class Group:
     cells: tuple[PolicyCell, ...]
     arms: tuple[Run, ...] = ()
     """Runs that only show where a gain comes from: stock with other steps, policies that keep no KV."""
-    _pairs: dict[Load, tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """What `_get_pairs` found, by load."""
 
     @property
     def policies(self) -> list[str]:
@@ -263,8 +225,35 @@ class Group:
 
     def contrast(self, policy: str, other: str, load: Load) -> Contrast | None:
         """Compare two policies at a load; None if one of them has no JCT there."""
-        runs, pairs = self._get_pairs(load)
-        return contrast(runs, pairs, policy, other) if {policy, other} <= runs.keys() else None
+        runs, pairs = self._pairs[load]
+        if not {policy, other} <= runs.keys():
+            return None
+        known = [pair for pair in pairs.values() if policy in pair and other in pair]
+        both = [*runs[policy], *runs[other]]
+        if any(run.ab is not None for run in both):
+            # `tenuto ab` counts the repeats that all its arms have run.
+            known = [pair for pair in known if runs.keys() <= pair.keys()]
+        values, other_values = (
+            _average([pair[each] for pair in known or pairs.values() if each in pair])
+            for each in (policy, other)
+        )
+        means = [(pair[policy].mean_s, pair[other].mean_s) for pair in known]
+        ratios = tuple(one / two for one, two in means or [(values.mean_s, other_values.mean_s)])
+        p95s = [(pair[policy].p95_s or 0.0, pair[other].p95_s or 0.0) for pair in known]
+        p95_ratios = tuple(one / two for one, two in p95s if min(one, two) >= MIN_TIME_S)
+        return Contrast(
+            policy,
+            other,
+            ratios=ratios,
+            mean=_estimate(ratios),
+            p95=_estimate(p95_ratios) if p95_ratios and len(p95_ratios) == len(known) else None,
+            values=values,
+            other_values=other_values,
+            threshold=next((run.ab.threshold for run in both if run.ab), THRESHOLD_PERCENT / 100),
+            is_simulated=all(run.setting.is_simulated for run in both),
+            is_paired=bool(known),
+            is_valid=not any(run.invalid for run in both),
+        )
 
     def try_speed_up(self, policy: str, load: Load) -> Spread | None:
         """The baseline's mean JCT over the policy's: geometric mean and range over the seeds that both ran.
@@ -278,7 +267,7 @@ class Group:
 
     def try_winner(self, load: Load) -> Winner | None:
         """The winner at a load; None unless two policies have a JCT there."""
-        runs, pairs = self._get_pairs(load)
+        runs, pairs = self._pairs[load]
         if len(runs) < 2:
             return None
         # Without a seed that all policies ran, use each policy's own seeds.
@@ -288,7 +277,7 @@ class Group:
             for policy in runs
         }
         best, *others = sorted(runs, key=lambda policy: (typical_s[policy], policy))
-        found = [each for other in others if (each := contrast(runs, pairs, best, other))]
+        found = [each for other in others if (each := self.contrast(best, other, load))]
         level = [each for each in found if not (each.differs and each.mean.ratio < 1)]
         baseline = self.get_baseline(best)
         against = next((each for each in found if each.other == baseline), found[0])
@@ -307,7 +296,7 @@ class Group:
 
     def count_lost_seeds(self, load: Load) -> int:
         """How many seeds make no pair, although several policies ran: no job finished with all of them."""
-        _, pairs = self._get_pairs(load)
+        _, pairs = self._pairs[load]
         cells = [cell.mean_s_by_seed for cell in self.cells if cell.load == load]
         return sum(len(pair) < 2 <= sum(seed in each for each in cells) for seed, pair in pairs.items())
 
@@ -336,14 +325,16 @@ class Group:
         asked = (run for cell in self.cells if cell.policy != BEST_STOCK for run in cell.runs)
         return read(asked), read(self.arms)
 
-    def _get_pairs(self, load: Load) -> tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]:
-        """The runs at a load by policy, of those that have job times, and their pairs."""
-        if load not in self._pairs:
+    @cached_property
+    def _pairs(self) -> dict[Load, tuple[dict[str, tuple[Run, ...]], dict[int | None, Pair]]]:
+        """By load, the runs by policy, of those that have job times, and their pairs."""
+        found = {}
+        for load in self.loads:
             runs = {cell.policy: cell.runs for cell in self.cells if cell.load == load}
             pairs = make_pairs(runs)
             known = {policy for pair in pairs.values() for policy in pair}
-            self._pairs[load] = {policy: each for policy, each in runs.items() if policy in known}, pairs
-        return self._pairs[load]
+            found[load] = {policy: each for policy, each in runs.items() if policy in known}, pairs
+        return found
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
