@@ -15,7 +15,7 @@ from tenuto.records.load import read_sample, read_turn
 from tenuto.records.run_data import LeaseRecord, RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import read_trace
-from tenuto.report.html.charts import MAX_LIVES, MAX_SAMPLES, average_samples, plot_lives
+from tenuto.report.html.charts import MAX_LIVES, MAX_POINTS, average_samples, plot_lives
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.spec import Bars, Panel, Signs
 from tenuto.report.html.timeline import (
@@ -139,10 +139,10 @@ def test_many_turns_are_sampled_by_whole_jobs_evenly() -> None:
 def test_many_samples_are_averaged() -> None:
     samples = [
         read_sample(Fields("s", make_sample(now_s, running_blocks=now_s % 2)))
-        for now_s in range(10 * MAX_SAMPLES)
+        for now_s in range(10 * MAX_POINTS)
     ]
     averaged, thinned = average_samples(samples)
-    assert (thinned, len(averaged)) == (True, MAX_SAMPLES)
+    assert (thinned, len(averaged)) == (True, MAX_POINTS)
     assert {sample.running_blocks for sample in averaged[1:-1]} == {0.5}
     assert averaged[0].host_blocks is None
 

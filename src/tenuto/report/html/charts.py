@@ -50,21 +50,16 @@ from tenuto.report.html.timeline import HEIGHTS, LABELS, CacheVerdict, Life, Sta
 
 T = TypeVar("T")
 
-MAX_SETTINGS = 12
-"""Maximum number of settings with their own charts; each takes about 300 kB."""
-MAX_OCCUPANCY = 8
-"""Maximum number of runs whose KV cache and jobs are drawn."""
-MAX_FLEETS = 8
-"""Maximum number of runs whose engines are drawn."""
+MAX_PICTURES = 12
+"""Maximum number of pictures of one kind, and of settings with their own charts, which take about 300 kB."""
 MAX_ENGINES = 64
 """Maximum number of engines that are drawn per run. The table has all."""
 MAX_BANDS = 6
 """Maximum number of policies with bands up to P95. More bands would cover each other."""
-MAX_CURVE_POINTS = 300
+MAX_POINTS = 300
+"""Maximum number of points of a curve. More samples are averaged over equal stretches of time."""
 MAX_ROWS = 500
 """Maximum number of rows in a table."""
-MAX_SAMPLES = 300
-"""Maximum number of samples drawn per run. More are averaged over equal stretches of time."""
 MAX_LIVES = 8
 """Maximum number of jobs drawn per run. The timeline has all of them, and can be zoomed."""
 MAX_RIVALS = 3
@@ -93,34 +88,33 @@ def make_sections(sources: Sources, groups: Sequence[Group], looks: Looks) -> tu
         if found:
             sections.append(Section(name, title, tuple(found)))
 
-    def cut(found: Sequence[T], most: int, what: str, noun: str) -> Sequence[T]:
-        """The first `most`, with a note about the others."""
-        if len(found) > most:
-            drawn = f"{what}: {most} of {count(len(found), noun)} are drawn"
+    def cut(found: Sequence[T], what: str, noun: str) -> Sequence[T]:
+        """The first ones, with a note about the others."""
+        if len(found) > MAX_PICTURES:
+            drawn = f"{what}: {MAX_PICTURES} of {count(len(found), noun)} are drawn"
             notes.append(f"{drawn}; give fewer records to see the others.")
-        return found[:most]
+        return found[:MAX_PICTURES]
 
     title = "Measured and simulated"
-    records = cut(sources.validations, MAX_SETTINGS, title, "validation")
-    add("validation", title, map(plot_validation, records))
+    add("validation", title, map(plot_validation, cut(sources.validations, title, "validation")))
     # A map for each workload, model and origin; GPUs side by side.
     by_place = group_by(groups, lambda group: (*group.setting[:2], *group.setting[3:]))
-    maps = cut(list(by_place.values()), MAX_SETTINGS, "Winners", "map")
+    maps = cut(list(by_place.values()), "Winners", "map")
     add("winners", "Winners", (map_winners(each, looks) for each in maps))
     marks = {run.setting.mark for run in sources.runs if run.ab}
     mark = marks.pop() if len(marks) == 1 else ""  # All runs of a comparison have one origin.
-    verdicts = cut(sources.verdicts, MAX_SETTINGS, "A/B comparison", "verdict")
+    verdicts = cut(sources.verdicts, "A/B comparison", "verdict")
     add("ab", "A/B comparison", (plot_ab(each, looks, mark) for each in verdicts))
-    for number, group in enumerate(cut(groups, MAX_SETTINGS, "Charts of a setting", "setting"), 1):
+    for number, group in enumerate(cut(groups, "Charts of a setting", "setting"), 1):
         charts = (make(group, looks) for make in OF_A_SETTING)
         marked = (chart and replace(chart, mark=group.setting.mark) for chart in charts)
         add(f"setting-{number}", group.setting.words, marked, number)
-    add("fleet", "Several engines", cut(plot_fleets(sources.runs), MAX_FLEETS, "Several engines", "run"))
+    add("fleet", "Several engines", cut(plot_fleets(sources.runs), "Several engines", "run"))
     seen = [detail for detail in sources.details if detail.samples]
     title = "KV cache over time"
-    add("kv", title, map(plot_occupancy, cut(seen, MAX_OCCUPANCY, title, "run")))
+    add("kv", title, map(plot_occupancy, cut(seen, title, "run")))
     lived = [detail for detail in sources.details if detail.turns]
-    add("lives", "A few jobs", map(plot_lives, cut(lived, MAX_OCCUPANCY, "A few jobs", "run")))
+    add("lives", "A few jobs", map(plot_lives, cut(lived, "A few jobs", "run")))
     return sections, notes
 
 
@@ -395,7 +389,7 @@ def plot_cdf(group: Group, looks: Looks) -> Chart | None:
             if not times_s:
                 continue
             # Thinned to what a line can show.
-            stride = max(1, len(times_s) // MAX_CURVE_POINTS)
+            stride = max(1, len(times_s) // MAX_POINTS)
             shown = sorted({*range(0, len(times_s), stride), len(times_s) - 1})
             curves.append(
                 Series(
@@ -732,13 +726,13 @@ def plot_occupancy(detail: Detail) -> Chart | None:
 def average_samples(samples: Sequence[Sample]) -> tuple[list[Sample], bool]:
     """The samples in order of time, averaged over equal stretches if too many; and whether they were."""
     ordered = sorted(samples, key=lambda sample: sample.now_s)
-    if len(ordered) <= MAX_SAMPLES:
+    if len(ordered) <= MAX_POINTS:
         return ordered, False
     start_s, end_s = ordered[0].now_s, ordered[-1].now_s
     stretches: dict[int, list[Sample]] = {}
     for sample in ordered:
         share = (sample.now_s - start_s) / ((end_s - start_s) or 1)
-        stretches.setdefault(min(MAX_SAMPLES - 1, int(share * MAX_SAMPLES)), []).append(sample)
+        stretches.setdefault(min(MAX_POINTS - 1, int(share * MAX_POINTS)), []).append(sample)
     return [_average(each) for each in stretches.values()], True
 
 

@@ -26,7 +26,7 @@ from tenuto.core.settings import get_flag
 from tenuto.records.files import Say, write_whole, writing
 from tenuto.records.metrics import group_by
 from tenuto.records.text import MIN_PAIRS, name_machine
-from tenuto.report.html.charts import Section, make_sections
+from tenuto.report.html.charts import MAX_ROWS, Section, make_sections
 from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.sources import Run, Sources, read_sources
@@ -241,7 +241,6 @@ def _write_figures(report: Report, folder: Path, say: Say) -> int:
 # How to reproduce what the page shows: the commands, versions and seeds that the records name.
 
 MAX_COMMANDS = 12
-MAX_RUNS = 500
 _BENCH = {field.name: field for field in dataclasses.fields(BenchOptions)}
 _FIELDS = _BENCH | {
     field.name: field
@@ -285,9 +284,9 @@ def make_recipe(runs: Sequence[Run], policies: Mapping[str, str]) -> Recipe:
     if seeds := sorted({run.seed for run in runs if run.seed is not None}):
         lines.append(f"Seeds: {', '.join(map(str, seeds[:20]))}{', …' if len(seeds) > 20 else ''}.")
     lines += _describe_versions(runs)
-    rows = tuple(_make_row(run, policies) for run in runs[:MAX_RUNS])
-    if len(runs) > MAX_RUNS:
-        lines.append(f"The list below shows {MAX_RUNS} of {len(runs):,} runs.")
+    rows = tuple(_make_row(run, policies) for run in runs[:MAX_ROWS])
+    if len(runs) > MAX_ROWS:
+        lines.append(f"The list below shows {MAX_ROWS} of {len(runs):,} runs.")
     columns = ("Policy", "GPU", "Jobs/s", "Seed", "Jobs", "Mean JCT", "Took", "Record")
     return Recipe(tuple(commands[:MAX_COMMANDS]), tuple(lines), Table(columns, rows))
 
