@@ -83,15 +83,16 @@ def describe(
         for load in group.loads
         if (winner := group.try_winner(load))
     ]
-    policies = sort_policies(run.policy for run in runs)
-    speed_ups = sorted(filter(None, (_describe_speed_up(policy, groups) for policy in policies)))
+    policies = sort_policies(cell.policy for group in groups for cell in group.cells)
+    found = {policy: each for policy in policies if (each := _describe_policy(policy, places))}
+    _, of_leader = found.pop(_get_leader(places), (1.0, "")) if places else (1.0, "")
     is_one = len(places) < 2
     return ReportVerdict(
-        _write_headline(groups, places),
+        _write_headline(groups, places, of_leader),
         tuple(_describe_splits(groups)),
         () if is_one else tuple(_describe_where(places)),
         # With two policies at one load, the headline already says this.
-        () if is_one and len(speed_ups) < 2 else tuple(sentence for _, sentence in speed_ups),
+        () if is_one and len(policies) < 3 else tuple(sentence for _, sentence in sorted(found.values())),
         tuple(_find_caveats(runs, groups, places)),
     )
 
@@ -105,13 +106,13 @@ def _describe_validation(record: ValidationRecord, every: Sequence[ValidationRec
     return [first, *(f"{name}: {line}" for line in others)]
 
 
-def _write_headline(groups: Sequence[Group], places: Sequence[Place]) -> str:
+def _write_headline(groups: Sequence[Group], places: Sequence[Place], of_leader: str) -> str:
     if not places:
         text = _describe_no_comparison(groups)
     elif len(places) == 1:
         text = _describe_one(places[0])
     else:
-        text = _describe_several(places)
+        text = f"{_describe_several(places)} {of_leader}".rstrip()
     if any(run.invalid for group in groups for cell in group.cells for run in cell.runs):
         text = f"INVALID figures: {text}"
     text = _mark(text, [group.setting for group in groups])
@@ -195,11 +196,10 @@ def _describe_several(places: Sequence[Place]) -> str:
     wins = Counter(place.winner.policies[0] for place in places if not place.winner.is_tie)
     num_open = sum(place.winner.is_open for place in places)
     if not wins:
-        most = _describe_range(_get_most_named(places), places)
         if num_open == len(places):
-            return f"nothing is proved in {total}. {most}"
+            return f"nothing is proved in {total}."
         open_ones = f" ({num_open} not proved)" if num_open else ""
-        return f"nobody wins in any of {total}{open_ones}. {most}"
+        return f"nobody wins in any of {total}{open_ones}."
     (best, number), *others = sorted(wins.items(), key=lambda item: (-item[1], item[0]))
     parts = [f"{shorten(best)} is the fastest in {number} of {total}"]
     parts += [f"{shorten(policy)} in {number}" for policy, number in others[: MAX_NAMED - 1]]
@@ -209,49 +209,15 @@ def _describe_several(places: Sequence[Place]) -> str:
         parts.append(f"nobody in {num_ties}")
     if num_open:
         parts.append(f"not proved in {num_open}")
-    return f"{', '.join(parts)}. {_describe_range(best, places)}"
+    return f"{', '.join(parts)}."
 
 
-def _get_most_named(places: Sequence[Place]) -> str:
-    """The policy that most often has the shortest mean."""
+def _get_leader(places: Sequence[Place]) -> str:
+    """The policy that most often wins; if none does, that most often has the shortest mean."""
     every = [place.winner.policies[0] for place in places]
-    first = [policy for policy in every if policy != BEST_STOCK] or every
-    return max(sort_policies(first), key=first.count)
-
-
-def _describe_range(policy: str, places: Sequence[Place]) -> str:
-    """How much faster or slower a policy is than the baseline, over all comparisons with it."""
-    found: list[tuple[Place, Contrast]] = []
-    for place in places:
-        baseline = place.group.get_baseline(policy)
-        each = place.group.contrast(policy, baseline, place.load) if policy != baseline else None
-        if each is None and place.winner.policies[0] == policy:
-            each = place.winner.against
-        if each is not None:
-            found.append((place, each))
-    rivals = {each.other for _, each in found}
-    if not found:
-        return ""
-    rival = shorten(rivals.pop()) if len(rivals) == 1 else "the next best"
-    parts = [f"mean job time {_describe_ends([(each.mean.ratio, place) for place, each in found])}"]
-    if all(each.p95 for _, each in found):
-        p95s = [(each.p95.ratio, None) for _, each in found if each.p95]
-        parts.append(f"P95 {_describe_ends(p95s)}")
-    return f"{shorten(policy)} against {rival}: {', '.join(parts)}."
-
-
-def _describe_ends(ratios: Sequence[tuple[float, Place | None]]) -> str:
-    by_ratio = sorted(ratios, key=lambda item: item[0])
-    first, last = by_ratio[0], by_ratio[-1]
-    if last[0] < 1.0005:  # all are shorter
-        first, last = last, first
-    changes = [describe_change(ratio, is_time=True) for ratio, _ in (first, last)]
-    if changes[0] == changes[1]:
-        return f"{changes[0]} everywhere"
-    return " to ".join(
-        change + (f" ({place.group.describe_place(place.load)})" if place else "")
-        for change, (_, place) in zip(changes, (first, last), strict=True)
-    )
+    wins = [place.winner.policies[0] for place in places if not place.winner.is_tie]
+    first = wins or [policy for policy in every if policy != BEST_STOCK] or every
+    return min(set(first), key=lambda policy: (-first.count(policy), policy))
 
 
 def _describe_no_comparison(groups: Sequence[Group]) -> str:
@@ -339,32 +305,38 @@ def _format_loads(loads: Sequence[Load]) -> str:
     return " and ".join(parts)
 
 
-def _describe_speed_up(policy: str, groups: Sequence[Group]) -> tuple[float, str] | None:
-    """The median ratio of a policy's mean JCT to the baseline's, and the sentence about it."""
-    found: list[tuple[Contrast, Group, Load]] = [
-        (each, group, load)
-        for group in groups
-        if policy != (baseline := group.get_baseline(policy))
-        for load in group.loads
-        if (each := group.contrast(policy, baseline, load))
-    ]
+def _describe_policy(policy: str, places: Sequence[Place]) -> tuple[float, str] | None:
+    """The median ratio of a policy's mean JCT to the baseline's, and the sentence about it.
+
+    Where there is no other baseline, the ratio of a winner is to the next best.
+    """
+    found: list[tuple[Contrast, Place]] = []
+    for place in places:
+        baseline = place.group.get_baseline(policy)
+        each = place.group.contrast(policy, baseline, place.load) if policy != baseline else None
+        if each is None and place.winner.policies[0] == policy:
+            each = place.winner.against
+        if each is not None:
+            found.append((each, place))
     if not found:
         return None
-    middle = statistics.median(each.mean.ratio for each, _, _ in found)
+    middle = statistics.median(each.mean.ratio for each, _ in found)
     if len(found) == 1:
         return middle, f"{_describe_difference(found[0][0])}."
     found.sort(key=lambda item: item[0].mean.ratio)
-    rivals = {each.other for each, _, _ in found}
     ends = [
-        f"{describe_change(each.mean.ratio, is_time=True)} ({group.describe_place(load)})"
-        for each, group, load in (found[0], found[-1])
+        f"{describe_change(each.mean.ratio, is_time=True)} ({place.group.describe_place(place.load)})"
+        for each, place in (found[0], found[-1])
     ]
-    num_shown = sum(each.differs for each, _, _ in found)
-    rival = shorten(rivals.pop()) if len(rivals) == 1 else "the baseline"
+    p95s = sorted(each.p95.ratio for each, _ in found if each.p95)
+    changes = dict.fromkeys(describe_change(ratio, is_time=True) for ratio in (*p95s[:1], *p95s[-1:]))
+    rivals = {each.other for each, _ in found}
+    rival = shorten(rivals.pop()) if len(rivals) == 1 else "the next best"
     return middle, (
-        f"{shorten(policy)} against {rival}: mean job time "
-        f"{describe_change(middle, is_time=True)} in the median of {count(len(found), 'comparison')}, "
-        f"from {ends[0]} to {ends[1]}; proved in {num_shown}."
+        f"{shorten(policy)} against {rival}: mean job time {describe_change(middle, is_time=True)} in the "
+        f"median of {count(len(found), 'comparison')}, from {' to '.join(ends)}; "
+        + (f"P95 {' to '.join(changes)}; " if len(p95s) == len(found) else "")
+        + f"proved in {sum(each.differs for each, _ in found)}."
     )
 
 
