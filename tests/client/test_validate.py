@@ -21,6 +21,7 @@ import pytest
 from tenuto.cli import main, parse
 from tenuto.client import validate as module
 from tenuto.client.ab import AbFolder, Ready, Slot, make_order
+from tenuto.client.ab_verdict import MEASURES, Comparison, Estimate
 from tenuto.client.options import AbOptions, ValidateOptions
 from tenuto.client.validate import describe_flags, is_hopeless, judge, make_plan, run_validate
 from tenuto.core.errors import ConfigError, TenutoError
@@ -30,7 +31,6 @@ from tenuto.records.schema import (
     ValidatedArm,
     ValidatedLoad,
     ValidatedMachine,
-    ValidatedRatio,
     ValidatedServer,
     ValidationRecord,
 )
@@ -43,6 +43,7 @@ RECORD = ValidationRecord(
     verdict="no verdict",
     day="2026-11-25",
     minutes=1.0,
+    plain_tokens=16,
     machine=ValidatedMachine(gpu=None),
     server=ValidatedServer(
         model="m", block_size=16, kv_tokens=64, max_model_len=64, max_num_batched_tokens=64, max_num_seqs=2
@@ -135,24 +136,22 @@ def test_hope_ends_where_pairs_scatter_and_show_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "low", "high", "pairs", "differs", "verdict"),
+    ("ratio", "low", "high", "pairs", "verdict"),
     [
-        (0.8, 0.7, 0.9, 6, True, "faster"),
-        (1.2, 1.1, 1.3, 6, True, "slower"),
-        (0.8, 0.6, 1.1, 6, False, "no verdict"),
-        (0.8, 0.7, 0.9, 3, False, "no verdict"),
-        (0.995, 0.992, 0.998, 6, False, "no difference"),
-        (0.8, None, None, 1, False, "no verdict"),
+        (0.8, 0.7, 0.9, 6, "faster"),
+        (1.2, 1.1, 1.3, 6, "slower"),
+        (0.8, 0.6, 1.1, 6, "no verdict"),
+        (0.8, 0.7, 0.9, 3, "no verdict"),
+        (0.995, 0.992, 0.998, 6, "no difference"),
+        (0.8, None, None, 1, "no verdict"),
     ],
 )
-def test_the_verdict(
-    ratio: float, low: float | None, high: float | None, pairs: int, differs: bool, verdict: str
-) -> None:
-    found = ValidatedRatio(
-        arm="tenuto", baseline="stock", measure="mean_job_s", ratio=ratio, low=low, high=high, pairs=pairs,
-        differs=differs, words="",
-    )  # fmt: skip
-    assert judge([replace(found, baseline="stock-well-set", differs=True), found]) == verdict
+def test_the_verdict(ratio: float, low: float | None, high: float | None, pairs: int, verdict: str) -> None:
+    estimate = Estimate(ratio, low, high, pairs, None)
+    found = Comparison("tenuto", "stock", MEASURES[0], (), (), estimate, 0.01)
+    other = replace(found, baseline="stock-well-set", estimate=replace(estimate, ratio=5.0))
+    assert judge([other, found]) == verdict
+    assert judge([replace(found, is_valid=False)]) == "no verdict", "figures are INVALID"
     assert judge([]) == "no verdict"
 
 

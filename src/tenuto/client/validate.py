@@ -621,7 +621,8 @@ class _Validation:
 
     def _burst(self, url: str, number: int) -> dict[str, Any]:
         """Send a few plain requests, which belong to no job."""
-        num_tokens = (self.record.plain_tokens if self.record else 0) or FEW_TOKENS
+        assert self.record is not None
+        num_tokens = self.record.plain_tokens
         load = LoadOptions(
             workload="random",
             users=USERS,
@@ -775,6 +776,7 @@ class _Validation:
         """Compare the arms, predict with the simulator, and write the record."""
         assert self.record is not None
         record = self.record
+        verdict: Any = "no verdict"
         ratios: list[ValidatedRatio] = []
         if record.load is not None:
             ab = self.ab
@@ -782,7 +784,9 @@ class _Validation:
             with AbFolder(ab.out, describe(ab)) as folder:
                 found = conclude(ab, folder, slots)
                 record = self._predict(record, found)
-                ratios = self._compare(record, found)
+                comparisons = self._compare(record, found)
+                verdict = judge(each for each, _ in comparisons)
+                ratios = [_make_ratio(*each) for each in comparisons]
                 if plain := _read_plain(folder, ab.repeats):
                     ratios.append(
                         _make_ratio(compare_one(plain, (STOCK, TENUTO), PLAIN_MEASURE, ab.threshold))
@@ -794,7 +798,7 @@ class _Validation:
             record = replace(record, notes=tuple(notes), versions=versions)
         self.record = replace(
             record,
-            verdict=judge(ratios),
+            verdict=verdict,
             stopped=self.stopped,
             ratios=tuple(ratios),
         )
@@ -839,19 +843,21 @@ class _Validation:
             )
         return replace(record, arms=tuple(arms))
 
-    def _compare(self, record: ValidationRecord, found: Conclusion) -> list[ValidatedRatio]:
-        """The ratios of Tenuto to each stock arm, with the predicted ratio of mean job times."""
+    def _compare(self, record: ValidationRecord, found: Conclusion) -> list[tuple[Comparison, float | None]]:
+        """Tenuto compared with each stock arm, and the predicted ratio of mean job times."""
         predicted_s = {arm.name: arm.simulated_job_s for arm in record.arms}
         is_valid = all(each.is_valid for each in found.comparisons)
-        ratios = []
+        comparisons = []
         for baseline in (name for name in predicted_s if name != TENUTO):
             two = [{name: pair[name] for name in (baseline, TENUTO)} for pair in found.pairs.values()]
             both = zip(predicted_s[TENUTO], predicted_s[baseline], strict=True)
             simulated = get_geometric_mean([own_s / other_s for own_s, other_s in both]) if two else None
-            for each in compare(two, self.ab.threshold, is_valid=is_valid):
-                if each.measure.name in MEASURES:
-                    ratios.append(_make_ratio(each, simulated if each.measure is MAIN else None))
-        return ratios
+            comparisons += [
+                (each, simulated if each.measure is MAIN else None)
+                for each in compare(two, self.ab.threshold, is_valid=is_valid)
+                if each.measure.name in MEASURES
+            ]
+        return comparisons
 
     def _write(self) -> None:
         assert self.record is not None
@@ -859,16 +865,14 @@ class _Validation:
             write_whole(path, json.dumps(self.record.to_json(), indent=1) + "\n")
 
 
-def judge(ratios: Iterable[ValidatedRatio]) -> Any:
+def judge(comparisons: Iterable[Comparison]) -> Any:
     """The verdict against stock with its own settings, by mean job time."""
-    for each in ratios:
-        if (each.baseline, each.measure) == (STOCK, MAIN.name):
-            if each.differs:
-                return "faster" if each.ratio < 1 else "slower"
-            if each.low is not None and each.high is not None and each.pairs >= MIN_PAIRS:
-                is_sure = not each.low <= 1 <= each.high
-                return "no difference" if is_sure else "no verdict"
-    return "no verdict"
+    main = next((each for each in comparisons if (each.baseline, each.measure) == (STOCK, MAIN)), None)
+    if main is None or not (main.is_valid and main.estimate.is_trusted and main.estimate.excludes_one):
+        return "no verdict"
+    if not main.differs:
+        return "no difference"
+    return "faster" if main.estimate.ratio < 1 else "slower"
 
 
 def is_hopeless(ratios: Sequence[float], num_planned: int) -> bool:
