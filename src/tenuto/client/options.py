@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -192,25 +192,21 @@ def parse_arm(text: str) -> Arm:
     return Arm(name, "sim" if kind == "sim" else "policy", target, tuple(options))
 
 
-def _read_arm_args(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _read_by_arm(
+    texts: Sequence[str], *, flag: str, what: str, read: Callable[[str, str], tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
-        name, equals, arguments = text.partition("=")
+        name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--arm-args wants NAME=TEXT, got {text!r}")
-        found[name] = (*found.get(name, ()), *_split("--arm-args", arguments))
+            raise ConfigError(f"{flag} wants NAME={what}, got {text!r}")
+        found[name] = (*found.get(name, ()), *read(f"{flag} {name}", value))
     return found
 
 
-def _read_engine_urls(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for text in texts:
-        name, equals, url = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--engine-url wants NAME=URL, got {text!r}")
-        check_url(url, f"--engine-url {name}")
-        found[name] = (*found.get(name, ()), url)
-    return found
+def _read_url(flag: str, text: str) -> tuple[str, ...]:
+    check_url(text, flag)
+    return (text,)
 
 
 def _split(flag: str, text: str) -> tuple[str, ...]:
@@ -220,11 +216,24 @@ def _split(flag: str, text: str) -> tuple[str, ...]:
         raise ConfigError(f"{flag}: {error}: {text!r}") from error
 
 
-_read_serve_args = partial(_split, "--serve-args")
+@dataclass(frozen=True, kw_only=True)
+class StartOptions(Options):
+    """How servers are started here."""
+
+    GROUP = "the servers started here"
+
+    serve_args: tuple[str, ...] = option(
+        (),
+        "more arguments for every server started here, in one text; a single one as --serve-args=--ARG",
+        metavar="TEXT",
+        read=partial(_split, "--serve-args"),
+    )
+    port: int = option(8100, "first port for them, on 127.0.0.1", minimum=1, maximum=65535)
+    start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmOptions(Options):
+class ArmOptions(StartOptions):
     """The arms: servers that are already running, and servers that are started here."""
 
     GROUP = "the arms"
@@ -245,18 +254,12 @@ class ArmOptions(Options):
         metavar="NAME",
         shown_default="for URLs the first that /v1/models names",
     )
-    serve_args: tuple[str, ...] = option(
-        (),
-        "more arguments for every server started here, in one text; a single one as --serve-args=--ARG",
-        metavar="TEXT",
-        read=_read_serve_args,
-    )
     arm_args: Mapping[str, tuple[str, ...]] = option(
         dict,
         "more arguments for one arm's server",
         metavar="NAME=TEXT",
         is_repeatable=True,
-        read=_read_arm_args,
+        read=partial(_read_by_arm, flag="--arm-args", what="TEXT", read=_split),
     )
     engine_urls: Mapping[str, tuple[str, ...]] = option(
         dict,
@@ -264,7 +267,7 @@ class ArmOptions(Options):
         flag="--engine-url",
         metavar="NAME=URL",
         is_repeatable=True,
-        read=_read_engine_urls,
+        read=partial(_read_by_arm, flag="--engine-url", what="URL", read=_read_url),
         shown_default="the engines that a router names at /list_workers",
     )
     keep_up: bool = option(
@@ -272,8 +275,6 @@ class ArmOptions(Options):
         "start each server once and keep all of them up, side by side (needs memory for all); saves "
         "start-ups. Without: one at a time, fresh for each run",
     )
-    port: int = option(8100, "first port for them, on 127.0.0.1", minimum=1, maximum=65535)
-    start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -401,7 +402,7 @@ class FitOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions(Options):
+class ValidateOptions(StartOptions):
     """The options of `tenuto validate`, checked. Raises ConfigError."""
 
     GROUP = "the validation"
@@ -413,12 +414,6 @@ class ValidateOptions(Options):
         None, "how long it may take", minimum=3, shown_default="30, or 6 with --quick"
     )
     quick: bool = option(False, "two pairs of short runs, in minutes: tries everything, proves nothing")
-    serve_args: tuple[str, ...] = option(
-        (),
-        "more arguments for every server, in one text; a single one as --serve-args=--ARG",
-        metavar="TEXT",
-        read=_read_serve_args,
-    )
     workload: str = option("ab8", "the jobs: a generator, or a file of `tenuto record`", metavar="NAME|FILE")
     seed: int = seed_option(42, "seed of the first pair's jobs; each later pair has the next one")
     out: Path = option(Path("validation"), "folder for page, record, runs and logs", metavar="DIR")
@@ -432,8 +427,6 @@ class ValidateOptions(Options):
     engine: Literal["vllm", "sim"] = option(
         "vllm", "sim: use simulated servers, without vLLM and a GPU, to see what the command does"
     )
-    port: int = option(8100, "the servers' port, on 127.0.0.1", minimum=1, maximum=65535)
-    start_limit_s: float = option(900.0, "give up a server that is not up after S seconds", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
