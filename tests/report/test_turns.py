@@ -23,9 +23,6 @@ from tenuto.report.html.timeline import (
     Life,
     choose_jobs,
     follow_jobs,
-    get_cache_verdicts,
-    get_tool_end_s,
-    group_by_job,
     make_events,
     make_timeline,
     write_trace_events,
@@ -39,25 +36,25 @@ def read(objects: list[dict[str, Any]]) -> list[TurnRecord]:
 
 def test_a_turn_is_cut_into_its_states() -> None:
     first, second = read(make_job("a", 10, 2))
-    assert Life(first, get_tool_end_s(first, second), None, "first").slices == [
+    assert Life(first, following=second).slices == [
         ("queue", 10, 11), ("prefill", 11, 12), ("decode", 12, 14), ("tool", 14, 17),
     ]  # fmt: skip
-    assert get_tool_end_s(second, None) is None
+    assert Life(second, first).tool_end_s is None
 
 
 def test_without_its_start_a_turn_waits_for_its_first_token() -> None:
     (turn,) = read([make_turn("a", 1, 0, start_s=None)])
-    assert Life(turn, None, None, "first").slices == [("wait", 0, 2), ("decode", 2, 4)]
+    assert Life(turn).slices[:2] == [("wait", 0, 2), ("decode", 2, 4)]
 
 
 def test_a_turn_that_failed_ends_where_it_came_to() -> None:
     (turn,) = read([make_turn("a", 1, 0, status="failed", first_token_s=None, last_token_s=None)])
-    assert Life(turn, get_tool_end_s(turn, None), None, "first").slices == [("failed", 0, 1)]
+    assert Life(turn).slices == [("failed", 0, 1)]
 
 
 def test_a_tool_without_a_next_turn_takes_as_long_as_it_was_to() -> None:
     (turn,) = read([make_turn("a", 1, 0)])
-    assert get_tool_end_s(turn, None) == 7
+    assert Life(turn).tool_end_s == 7
 
 
 @pytest.mark.parametrize(
@@ -109,16 +106,16 @@ def test_the_life_of_a_few_jobs_shows_loads_and_what_was_taken_back() -> None:
 def test_hit_or_miss_counts_what_the_turn_before_left(cached: int | None, verdict: str) -> None:
     # 119 of 100 prompt and 20 output tokens have KV: 7 full blocks, 112 tokens.
     turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, hit_tokens=cached)])
-    assert get_cache_verdicts(turns, 16) == ["first", verdict]
+    assert [life.verdict for life in follow_jobs(Detail("run", turns))["a"]] == ["first", verdict]
 
 
 def test_a_shortened_prompt_can_only_hit_what_it_has() -> None:
     turns = read([make_turn("a", 1, 0), make_turn("a", 2, 7, prompt_tokens=50, hit_tokens=48)])
-    assert get_cache_verdicts(turns, 16) == ["first", "hit"]
+    assert [life.verdict for life in follow_jobs(Detail("run", turns))["a"]] == ["first", "hit"]
 
 
 def test_jobs_are_in_the_order_of_their_first_turns() -> None:
-    assert list(group_by_job(read([*make_job("b", 5), *make_job("a", 1)]))) == ["a", "b"]
+    assert list(follow_jobs(Detail("run", read([*make_job("b", 5), *make_job("a", 1)])))) == ["a", "b"]
 
 
 @pytest.mark.slow
@@ -133,7 +130,7 @@ def test_many_turns_are_sampled_by_whole_jobs_evenly() -> None:
     assert timeline["note"].startswith(
         "Not every job is shown, to keep the page small: run: 2,000 of 4,000 jobs"
     )
-    assert choose_jobs(group_by_job(read(make_job("only", 0, 9))), 4) == ["only"]
+    assert choose_jobs({"only": range(9)}, 4) == ["only"]
 
 
 def test_many_samples_are_averaged() -> None:

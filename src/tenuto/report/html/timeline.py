@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tenuto.core.errors import clean
 from tenuto.records.metrics import estimate_reusable_tokens, group_by
-from tenuto.records.run_data import LeaseRecord
+from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
 from tenuto.report.html.spec import BLOCK_STATES, count
@@ -53,14 +52,41 @@ class Slice(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A turn and what became of it. Times are None where they are not known."""
+    """A turn between those before and after it in its job, and what became of it."""
 
     turn: TurnRecord
-    tool_end_s: float | None
-    held_end_s: float | None
-    """When a lease on its cache ended, or its tool call while the lease still held; None without a lease."""
-    verdict: CacheVerdict
+    before: TurnRecord | None = None
+    following: TurnRecord | None = None
     lease: LeaseRecord | None = None
+    """On its cache."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    @property
+    def tool_end_s(self) -> float | None:
+        """The end of its tool call: when the next turn was due; without one, its planned time later."""
+        turn, following = self.turn, self.following
+        if turn.last_token_s is None:
+            return None
+        if following is not None:
+            return following.due_s if following.due_s >= turn.last_token_s else None
+        return turn.last_token_s + turn.tool_s if turn.tool is not None and turn.tool_s else None
+
+    @property
+    def held_end_s(self) -> float | None:
+        """When the lease on its cache ended, or its tool call while the lease still held."""
+        ends_s = (self.tool_end_s, self.lease.ended_s) if self.lease else ()
+        return min((end_s for end_s in ends_s if end_s is not None), default=None)
+
+    @property
+    def verdict(self) -> CacheVerdict:
+        """Whether it hit the tokens that it could reuse."""
+        if self.before is None:
+            return "first"
+        reusable = estimate_reusable_tokens(self.before, self.turn, self.block_size)
+        if self.turn.hit_tokens is None or reusable is None:
+            return "unknown"
+        share = self.turn.hit_tokens / reusable if reusable else 1.0
+        return "hit" if share >= HIT_SHARE else "miss" if share < MISS_SHARE else "part"
 
     @property
     def slices(self) -> list[Slice]:
@@ -82,56 +108,17 @@ class Life(NamedTuple):
         return slices
 
 
-def group_by_job(turns: Sequence[TurnRecord]) -> dict[str, list[TurnRecord]]:
-    """Each job's turns in the order they were due; jobs in the order of their first turns."""
-    return group_by(sorted(turns, key=lambda each: (each.due_s, each.turn)), lambda turn: turn.job)
-
-
-def get_tool_end_s(turn: TurnRecord, following: TurnRecord | None) -> float | None:
-    """The end of the turn's tool call: when the next turn was due; without one, its planned time later."""
-    if turn.last_token_s is None:
-        return None
-    if following is not None and following.due_s >= turn.last_token_s:
-        return following.due_s
-    if following is None and turn.tool is not None and turn.tool_s:
-        return turn.last_token_s + turn.tool_s
-    return None
-
-
-def get_cache_verdicts(turns: Sequence[TurnRecord], block_size: int) -> list[CacheVerdict]:
-    """For each turn of one job in order: did it hit the tokens that it could reuse?"""
-    verdicts: list[CacheVerdict] = ["first"] if turns else []
-    for before, turn in pairwise(turns):
-        reusable = estimate_reusable_tokens(before, turn, block_size)
-        if turn.hit_tokens is None or reusable is None:
-            verdicts.append("unknown")
-            continue
-        share = turn.hit_tokens / reusable if reusable else 1.0
-        verdicts.append("hit" if share >= HIT_SHARE else "miss" if share < MISS_SHARE else "part")
-    return verdicts
-
-
 def follow_jobs(detail: Detail) -> dict[str, list[Life]]:
     """Each job's turns in the order they were due; jobs in the order of their first turns."""
     leases = {(lease.job, lease.turn): lease for lease in detail.leases}
+    ordered = sorted(detail.turns, key=lambda each: (each.due_s, each.turn))
     return {
         job: [
-            _follow(turn, following, verdict, leases.get((job, turn.turn)))
-            for turn, following, verdict in zip(
-                turns, [*turns[1:], None], get_cache_verdicts(turns, detail.block_size), strict=True
-            )
+            Life(turn, before, following, leases.get((job, turn.turn)), detail.block_size)
+            for before, turn, following in zip([None, *turns], turns, [*turns[1:], None], strict=False)
         ]
-        for job, turns in group_by_job(detail.turns).items()
+        for job, turns in group_by(ordered, lambda turn: turn.job).items()
     }
-
-
-def _follow(
-    turn: TurnRecord, following: TurnRecord | None, verdict: CacheVerdict, lease: LeaseRecord | None
-) -> Life:
-    tool_end_s = get_tool_end_s(turn, following)
-    ends_s = [tool_end_s, lease.ended_s] if lease else []
-    held_end_s = min((end_s for end_s in ends_s if end_s is not None), default=None)
-    return Life(turn, tool_end_s, held_end_s, verdict, lease)
 
 
 def make_timeline(details: Sequence[Detail]) -> dict[str, Any] | None:
