@@ -26,7 +26,6 @@ import httpx
 
 from tenuto.client.address import check_api_key, check_url, get_base_url
 from tenuto.client.metrics import (
-    CacheState,
     OwnJob,
     add_jobs,
     connect,
@@ -161,19 +160,33 @@ def verify(
         engines = [stack.enter_context(connect(each, api_key, LIMIT_S)) for each in named]
         if engines:
             say(f"a router; metrics come from {', '.join(str(each.base_url) for each in engines)}")
+        asked, model = engines or [client], read_model(client)
         # Send a request first: some of vLLM's metrics appear only after the first request.
-        _Check(client, engines or [client], gap_s, say).warm_up(*engines)
-        for each in engines or [client]:
-            state, name = read_cache_state(each), get_base_url(str(each.base_url))
-            if state.mode != "on":
+        for each in (*engines, client):
+            _Check(each, asked, gap_s, say, model).measure_tokens_per_word()
+        for each in asked:
+            mode, name = read_cache_state(each).mode, get_base_url(str(each.base_url))
+            if mode != "on":
                 raise DataError(
-                    f"{name} holds nothing, because an operator set its mode to {state.mode}; "
+                    f"{name} holds nothing, because an operator set its mode to {mode}; "
                     f"`tenuto control on --url {name}` switches it on"
                 )
-        ranks = state.engines if len(engines) < 2 and len(state.engines) > 1 else (None,)
-        verdicts = [_Check(client, engines or [client], gap_s, say, rank).run() for rank in ranks]
-        return replace(
-            join(verdicts), engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines)
+        before = read_cache_state(*asked)
+        ranks = before.engines if len(asked) == 1 < len(before.engines) else (None,)
+        turns = [turn for rank in ranks for turn in _Check(client, asked, gap_s, say, model, rank).run()]
+        num_faults = int(read_cache_state(*asked).num_faults - before.num_faults)
+        ok = all(turn.ok for turn in turns) and not num_faults
+        return Verdict(
+            ok,
+            model[0],
+            before.block_size,
+            before.num_blocks,
+            turns,
+            before.policy,
+            num_faults,
+            engine_urls=tuple(get_base_url(str(each.base_url)) for each in engines),
+            is_disturbed=not ok and not num_faults and is_disturbed(turns),
+            groups=before.groups,
         )
 
 
@@ -191,26 +204,20 @@ class _Check:
     engines: Sequence[httpx.Client]
     gap_s: float
     say: Callable[[str], None]
+    model: tuple[str, int | None]
+    """Its name and its longest context."""
     rank: str | None = None
 
     def __post_init__(self) -> None:
         self._job_id = f"verify-{uuid.uuid4().hex[:12]}"
         self._messages: list[dict[str, str]] = []
-        self._model, self._longest = read_model(self.client)
 
-    def warm_up(self, *engines: httpx.Client) -> None:
-        """Send one request, and one to each engine behind a router."""
-        # Its own client is the last, so that it stays.
-        for client in (*engines, self.client):
-            self.client = client
-            self._measure_tokens_per_word()
-
-    def run(self) -> Verdict:
-        self._tokens_per_word = self._measure_tokens_per_word()
-        self._before = before = self._read_state()
+    def run(self) -> list[TurnCheck]:
+        self._tokens_per_word = self.measure_tokens_per_word()
+        self._before = before = read_cache_state(*self.engines, engine=self.rank)
         needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * before.block_size
         room = before.num_blocks * before.block_size
-        for limit, tokens in (("its KV cache has", room), ("its --max-model-len is", self._longest)):
+        for limit, tokens in (("its KV cache has", room), ("its --max-model-len is", self.model[1])):
             if tokens is not None and needed > tokens:
                 raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
         turns: list[TurnCheck] = []
@@ -225,19 +232,7 @@ class _Check:
             # Where it asked for no lease, no block may be lost.
             own = [t.gap == "not granted" and t.cached_tokens >= t.min_cached_tokens for t in turns]
             turns = [replace(t, ok=t.ok or is_own) for t, is_own in zip(turns, own, strict=True)]
-        num_faults = int(self._read_state().num_faults - before.num_faults)
-        ok = all(t.ok for t in turns) and not num_faults
-        return Verdict(
-            ok,
-            self._model,
-            before.block_size,
-            before.num_blocks,
-            turns,
-            before.policy,
-            num_faults,
-            is_disturbed=not ok and not num_faults and is_disturbed(turns),
-            groups=before.groups,
-        )
+        return turns
 
     def _run_turn(self, number: int, turns: list[TurnCheck]) -> TurnCheck:
         block_size = self._before.block_size
@@ -280,9 +275,6 @@ class _Check:
             short_group=find_short_group(job_before.num_short_tokens, job.num_short_tokens),
         )
 
-    def _read_state(self) -> CacheState:
-        return read_cache_state(*self.engines, engine=self.rank)
-
     def _read_job(self) -> OwnJob:
         jobs = [read_job(engine, self._job_id) for engine in self.engines]
         if None in jobs and self._before.policy is not None:
@@ -292,7 +284,7 @@ class _Check:
             )
         return add_jobs([job for job in jobs if job is not None])
 
-    def _measure_tokens_per_word(self) -> float:
+    def measure_tokens_per_word(self) -> float:
         # Tokenizers differ. The chat template's tokens make the result slightly too large, which is safe.
         self._extend(PROBE_WORDS)
         answer = self._send(len(TOOLS) - 1, is_last=True)
@@ -306,7 +298,7 @@ class _Check:
 
     def _send(self, number: int, *, is_last: bool = False) -> _Answer:
         body = {
-            "model": self._model,
+            "model": self.model[0],
             "messages": self._messages,
             "max_tokens": OUTPUT_TOKENS[number],
             "min_tokens": OUTPUT_TOKENS[number],
@@ -357,19 +349,6 @@ def read_model(client: httpx.Client) -> tuple[str, int | None]:
         raise DataError(
             f"{models.url} does not name a model; is this an OpenAI-compatible server?"
         ) from error
-
-
-def join(verdicts: Sequence[Verdict]) -> Verdict:
-    """Combine the verdicts of all ranks into one."""
-    return replace(
-        verdicts[0],
-        ok=all(each.ok for each in verdicts),
-        is_disturbed=any(each.is_disturbed for each in verdicts)
-        and all(each.ok or each.is_disturbed for each in verdicts),
-        num_blocks=sum(each.num_blocks for each in verdicts),
-        turns=[turn for each in verdicts for turn in each.turns],
-        num_faults=sum(each.num_faults for each in verdicts),
-    )
 
 
 def judge_gap(job: OwnJob, held: int, expected: int) -> Gap:
