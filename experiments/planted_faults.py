@@ -387,7 +387,8 @@ FAULTS = (
         "verify: all leased blocks are this job's",
         "client/verify.py",
         'jobs/{self._job_id}/release")\n        return self._read_job().num_leased_blocks',
-        'jobs/{self._job_id}/release")\n        return int(self._read_state().num_retained_blocks or 0)',
+        'jobs/{self._job_id}/release")\n        page = self.engines[0].get("/metrics").text\n'
+        '        return int(float(page.split("tenuto:retained_blocks{")[1].split()[1]))',
         ("sim_server/test_server.py::test_verify_looks_at_its_own_job_only",),
     ),
     Fault(
