@@ -51,6 +51,10 @@ class Page:
         ]
         return sum(values) if values else None
 
+    def values(self, name: str) -> list[float]:
+        """The values of a metric's samples."""
+        return [value for _, value in self.samples.get(name, ())]
+
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """The sums of a metric's samples, grouped by the value of one label."""
         found: dict[str, float] = {}

@@ -248,7 +248,7 @@ def _get_engines(page: Page) -> list[str]:
 
 def _get_longest_wait_s(page: Page) -> float | None:
     """The longest time that a turn has waited for its first step; 0 if none waits."""
-    arrivals_s = [value for _, value in page.samples.get("tenuto:oldest_waiting_timestamp_seconds", ())]
+    arrivals_s = page.values("tenuto:oldest_waiting_timestamp_seconds")
     if not arrivals_s:
         return None
     return max((max(0.0, page.at_s - value) for value in arrivals_s if value > 0), default=0.0)
@@ -256,21 +256,17 @@ def _get_longest_wait_s(page: Page) -> float | None:
 
 def _get_next_deadline_in_s(page: Page) -> float | None:
     """Seconds until the next lease's deadline. A busy engine ends leases a little late."""
-    told = page.samples.get("tenuto:next_lease_deadline_timestamp_seconds", ())
-    first_s = min((value for _, value in told if value > 0), default=None)
+    told_s = page.values("tenuto:next_lease_deadline_timestamp_seconds")
+    first_s = min((value for value in told_s if value > 0), default=None)
     return None if first_s is None else max(0.0, first_s - page.at_s)
 
 
 def _get_tenants(page: Page) -> dict[str, Any]:
     blocks = page.by_label("tenuto:tenant_leased_blocks", "tenant")
-    # A tenant may be active in several engines, so sums would count it several times.
-    active, shares = (
-        [value for _, value in page.samples.get(name, ())]
-        for name in ("tenuto:active_tenants", "tenuto:largest_tenant_share")
-    )
     return {
-        "active": max(active, default=None),
-        "largest_share": max(shares, default=None),
+        # A tenant may be active in several engines, so sums would count it several times.
+        "active": max(page.values("tenuto:active_tenants"), default=None),
+        "largest_share": max(page.values("tenuto:largest_tenant_share"), default=None),
         "leased_blocks": dict(sorted(blocks.items(), key=lambda item: (-item[1], item[0]))),
     }
 
@@ -332,7 +328,6 @@ OTHERS_WAIT_S = 1.5
 """The same for one of several servers: the others are shown after that, before the next look is due."""
 CLOCKS_AGREE_S = 2.0
 """Clocks that differ by less count as equal: an answer takes a while, and its date has whole seconds."""
-_NUM_HISTORY = 120
 WIDTH = 80
 _LABEL_WIDTH = 10
 _BAR_WIDTH = 40
@@ -341,8 +336,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _MAX_ENGINES = 8
 _MAX_REASONS = 2
 _MAX_TENANTS = 5
-Show = Callable[[dict[str, Any] | None, str], None]
-"""Shows a state; or None, with the reason why there is none."""
+Show = Callable[[str], None]
+"""Shows the last state, or the problem for which there is no later one."""
 
 
 def watch(
@@ -373,48 +368,52 @@ def _show_once(watched: Watch, interval_s: float, as_json: bool) -> None:
     try:
         watched.look()
         time.sleep(interval_s)
-        state = watched.look()
+        watched.look()
     except (httpx.HTTPError, DataError) as error:
         raise TenutoError(_explain(error, watched.where)) from None
     if as_json:
-        print(json.dumps(state, allow_nan=False))
+        print(json.dumps(watched.states[-1], allow_nan=False))
     else:
         console = Console(width=None if sys.stdout.isatty() else WIDTH)
-        console.print(make_screen(state, watched.history))
+        console.print(make_screen(watched.states))
 
 
-def _show_live(watched: Watch, live: Live, state: dict[str, Any] | None, problem: str) -> None:
+def _show_live(watched: Watch, live: Live, problem: str) -> None:
     picture: RenderableType
-    if state is not None:
-        picture = make_screen(state, watched.history)
-    elif watched.last is None:
+    if not watched.states:
         title = (("tenuto top ", "bold"), f"{watched.where}\n\n")
         picture = Text.assemble(*title, (f"{problem}\n", "red"), "not seen yet; trying again")
     else:
-        # A busy server answers late. Its last state is better than nothing.
-        age_s = time.time() - watched.last["at_s"]
-        trouble = Text.assemble((problem, "red"), f"\nThis is {_s(age_s)} old; trying again.")
-        picture = Group(trouble, Text(), make_screen(watched.last, watched.history))
+        picture = make_screen(watched.states)
+        if problem:
+            # A busy server answers late. Its last state is better than nothing.
+            age_s = time.time() - watched.states[-1]["at_s"]
+            trouble = Text.assemble((problem, "red"), f"\nThis is {_s(age_s)} old; trying again.")
+            picture = Group(trouble, Text(), picture)
     live.update(picture, refresh=True)
 
 
-def _print_line(watched: Watch, as_json: bool, state: dict[str, Any] | None, problem: str) -> None:
+def _print_line(watched: Watch, as_json: bool, problem: str) -> None:
+    seen = watched.states[-1:]
     if as_json:
-        seen_s = None if watched.last is None else watched.last["at_s"]
+        seen_s = seen[0]["at_s"] if seen else None
         trouble = {"at_s": time.time(), "problem": problem, "seen_at_s": seen_s}
-        line = json.dumps(state or trouble, allow_nan=False)
+        line = json.dumps(trouble if problem else seen[0], allow_nan=False)
+    elif problem:
+        line = f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
     else:
-        line = make_line(state) if state else f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
+        line = make_line(seen[0])
     print(line, flush=True)
 
 
 def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
     """Look and show, again and again. While an answer is late, say so at each interval."""
-    looked: SimpleQueue[dict[str, Any] | Exception] = SimpleQueue()
+    looked: SimpleQueue[Exception | None] = SimpleQueue()
 
     def look() -> None:
         try:
-            looked.put(watched.look())
+            watched.look()
+            looked.put(None)
         except Exception as error:  # for the other thread
             looked.put(error)
 
@@ -426,14 +425,12 @@ def _look_forever(watched: Watch, interval_s: float, show: Show) -> NoReturn:
                 found = looked.get(timeout=interval_s)
                 break
             except Empty:
-                show(None, f"no answer from {watched.where} for {time.monotonic() - began_s:.0f} s")
+                show(f"no answer from {watched.where} for {time.monotonic() - began_s:.0f} s")
         if isinstance(found, httpx.HTTPError | DataError):
             watched.forget_server()
-            show(None, _explain(found, watched.where))
-        elif isinstance(found, Exception):
+        elif found is not None:
             raise found
-        else:
-            show(found, "")
+        show("" if found is None else _explain(found, watched.where))
         time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
 
 
@@ -446,9 +443,8 @@ class Watch:
 
     def __init__(self, clients: Sequence[httpx.Client], where: str, window_s: float) -> None:
         self.where = where
-        self.history: dict[str, deque[float | None]] = {
-            name: deque(maxlen=_NUM_HISTORY) for name in ("running", "leased", "hit_ratio")
-        }
+        self.states: list[dict[str, Any]] = []
+        """The last ones, the newest last."""
         self._given = tuple(clients)
         self._engines: dict[httpx.Client, dict[str, httpx.Client]] = {}
         """For each router that was given: its engines, by address. Empty for a server that has answered."""
@@ -457,8 +453,6 @@ class Watch:
         self._answered: set[str] = set()
         """The servers that the looks in the window are of."""
         self._server: dict[str, Any] | None = None
-        self.last: dict[str, Any] | None = None
-        """The last state; None before the first."""
 
     def look(self) -> dict[str, Any]:
         """The state now. Raises httpx.HTTPError if there is no answer, DataError if it is not a server's.
@@ -484,11 +478,8 @@ class Watch:
             # Without this, a server that answers again would have computed in one look all it ever did.
             self._window, self._answered = Window(self._window_s), set(pages)
         self._window.add(page)
-        state = self.last = make_state(self._window, self._server)
-        self.history["running"].append(state["requests"]["running"])
-        self.history["leased"].append(state["leases"]["blocks"])
-        self.history["hit_ratio"].append(state["hits"]["ratio"])
-        return state
+        self.states = [*self.states, make_state(self._window, self._server)][-_SPARK_WIDTH:]
+        return self.states[-1]
 
     def forget_server(self) -> None:
         """Forget the server after a failed request, because a different one may answer next time."""
@@ -591,19 +582,20 @@ def _connect(url: str, router: httpx.Client) -> httpx.Client:
     return client
 
 
-def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float | None]]) -> RenderableType:
-    """The whole picture of one state."""
+def make_screen(states: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The whole picture of the last state, with the way to it."""
+    state = states[-1]
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=_LABEL_WIDTH, style="bold")
     grid.add_column(overflow="fold")
     rows: list[tuple[str, RenderableType]] = [
         ("requests", _show_requests(state)),
         ("", _show_rates(state["requests"])),
-        ("", _show_spark("running", history["running"])),
+        ("", _show_spark("running", [each["requests"]["running"] for each in states])),
         ("KV cache", _show_bar(state["cache"])),
         ("", _show_split(state["cache"])),
         ("hits", _show_hits(state["hits"])),
-        ("", _show_hit_spark(state["hits"], history["hit_ratio"])),
+        ("", _show_hit_spark([each["hits"] for each in states])),
         ("latency", _show_latencies(state["latency"])),
     ]
     if state["server"]["has_tenuto"]:
@@ -612,7 +604,7 @@ def make_screen(state: Mapping[str, Any], history: Mapping[str, Sequence[float |
             ("leases", _show_leases(state["leases"])),
             ("", _show_ends(state["leases"])),
             *(("", words) for words in _show_reasons(state["leases"])),
-            ("", _show_spark("leased", history["leased"])),
+            ("", _show_spark("leased", [each["leases"]["blocks"] for each in states])),
             *([("wishes", wishes)] if wishes else []),
             *_show_tenants(state["tenants"]),
             ("tools", _show_tools(state["tools"])),
@@ -733,8 +725,8 @@ def _show_hits(hits: Mapping[str, Any]) -> str:
     return text
 
 
-def _show_hit_spark(hits: Mapping[str, Any], values: Sequence[float | None]) -> Text:
-    text = _show_spark("hit ratio", values, highest=1.0)
+def _show_hit_spark(every: Sequence[Mapping[str, Any]]) -> Text:
+    hits, text = every[-1], _show_spark("hit ratio", [each["ratio"] for each in every], highest=1.0)
     if hits["recomputed_tokens_per_s"] is not None:
         text.append(f"  {hits['recomputed_tokens_per_s']:,.0f} tok/s computed again")
     for group, rate in hits["short_tokens_per_s"].items():

@@ -23,10 +23,6 @@ from tenuto.report import top
 from tenuto.report.top import Watch, Window, make_line, make_screen, make_spark, make_state, watch
 from tests.report.top.conftest import FakeMetrics, FakeServer
 
-HISTORY: dict[str, list[float | None]] = {
-    "running": [1, 2, None, 4] * 40, "leased": [0.0] * 40, "hit_ratio": [0.5, 1.0]
-}  # fmt: skip
-
 
 def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
     """Large numbers everywhere: what could break the layout."""
@@ -63,7 +59,11 @@ def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
 
 def render(state: dict[str, Any], width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(make_screen(state, HISTORY))
+    earlier = [
+        {**state, "requests": {"running": running}, "leases": {"blocks": 0.0}, "hits": {"ratio": 0.5}}
+        for running in [1, 2, None, 4]
+    ]
+    console.print(make_screen([*earlier, state]))
     return console.export_text()
 
 
