@@ -58,11 +58,13 @@ class Exchange:
     Once a complete stream has been read: when its last event arrived. Clients do not wait for more."""
     num_request_bytes: int = 0
     num_answer_bytes: int = 0
+    is_kept: bool = True
+    """Whether its bodies are kept, because it will be recorded."""
 
     def add_request(self, piece: bytes) -> None:
         """Store a piece of the request's body."""
         self.num_request_bytes += len(piece)
-        if self.num_request_bytes <= MAX_BODY_BYTES:
+        if self.is_kept and self.num_request_bytes <= MAX_BODY_BYTES:
             self.body += piece
         else:
             self.body.clear()  # a part of it is of no use
@@ -70,7 +72,7 @@ class Exchange:
     def add_answer(self, piece: bytes, now_s: float) -> None:
         """Store a piece of the answer's body."""
         self.num_answer_bytes += len(piece)
-        if self.num_answer_bytes <= MAX_BODY_BYTES:
+        if self.is_kept and self.num_answer_bytes <= MAX_BODY_BYTES:
             self.chunks.append((now_s, piece))
         else:
             self.chunks.clear()

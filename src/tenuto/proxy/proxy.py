@@ -173,13 +173,12 @@ class Proxy:
         self._is_ending = True
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if not is_recorded(request.method, request.path):
-            return await self._pass(request, None)
         # If several headers have the same name, the first one counts, as in vLLM.
         headers = {name.lower(): value for name, value in [*request.headers.items()][::-1]}
-        now_s = time.monotonic()
-        self._start_s = now_s if self._start_s is None else self._start_s
-        exchange = Exchange(request.path, headers, now_s, self._start_s)
+        now_s, is_turn = time.monotonic(), is_recorded(request.method, request.path)
+        if is_turn and self._start_s is None:
+            self._start_s = now_s
+        exchange = Exchange(request.path, headers, now_s, self._start_s or now_s, is_kept=is_turn)
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:
@@ -187,15 +186,16 @@ class Proxy:
             raise
         finally:
             exchange.end_s = exchange.end_s or time.monotonic()
-            self.on_exchange(exchange)
+            if is_turn:
+                self.on_exchange(exchange)
 
-    async def _pass(self, request: web.Request, exchange: Exchange | None) -> web.StreamResponse:
+    async def _pass(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         if hdrs.UPGRADE in request.headers:
             return _refuse(501, "tenuto record passes HTTP only, no websockets")
         usage_filter: UsageFilter | None = None
         body = _read_pieces(request, exchange) if request.body_exists else None
         headers = _drop(request.headers, _NOT_SENT)
-        if (self.ask_usage or self.name_jobs) and exchange is not None and body is not None:
+        if (self.ask_usage or self.name_jobs) and exchange.is_kept and body is not None:
             async for _ in body:
                 pass
             if exchange.is_too_large:
@@ -220,12 +220,11 @@ class Proxy:
             ) as answer:
                 return await self._answer(request, answer, exchange, usage_filter)
         except aiohttp.ClientConnectorError as error:
-            if exchange is not None:
-                exchange.end = "no server"
+            exchange.end = "no server"
             return _refuse(502, f"tenuto record: the server cannot be reached: {error}")
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError):
             # A connection broke. If it is the server's, break the client's connection too.
-            if exchange is not None and (request.transport is None or request.transport.is_closing()):
+            if request.transport is None or request.transport.is_closing():
                 exchange.end = "client left"
             _reset(request)
             return web.Response(status=502)  # never sent: the connection is already closed
@@ -234,15 +233,14 @@ class Proxy:
         self,
         request: web.Request,
         answer: aiohttp.ClientResponse,
-        exchange: Exchange | None,
+        exchange: Exchange,
         usage_filter: UsageFilter | None,
     ) -> web.StreamResponse:
         headers = _drop(answer.headers, _HOP_BY_HOP)
-        if exchange is not None:
-            exchange.status = answer.status
-            exchange.content_type = answer.headers.get(hdrs.CONTENT_TYPE, "").lower()
-            exchange.content_encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "").lower()
-        if usage_filter is not None and exchange is not None and exchange.is_stream:
+        exchange.status = answer.status
+        exchange.content_type = answer.headers.get(hdrs.CONTENT_TYPE, "").lower()
+        exchange.content_encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "").lower()
+        if usage_filter is not None and exchange.is_stream:
             headers.popall(hdrs.CONTENT_LENGTH, None)
         else:
             usage_filter = None  # an error, or an answer by a server that does not stream
@@ -252,23 +250,20 @@ class Proxy:
             response.force_close()  # HTTP/1.0 has no other end of such an answer, and aiohttp forgets it
         await response.prepare(request)
         async for piece in answer.content.iter_any():
-            if exchange is not None:
-                exchange.add_answer(piece, time.monotonic())
+            exchange.add_answer(piece, time.monotonic())
             sent = piece if usage_filter is None else usage_filter.feed(piece)
             if sent:
                 await response.write(sent)
-        if exchange is not None:
-            exchange.end, exchange.end_s = "whole", time.monotonic()
+        exchange.end, exchange.end_s = "whole", time.monotonic()
         if usage_filter is not None and (rest := usage_filter.finish()):
             await response.write(rest)
         await response.write_eof()
         return response
 
 
-async def _read_pieces(request: web.Request, exchange: Exchange | None) -> AsyncIterator[bytes]:
+async def _read_pieces(request: web.Request, exchange: Exchange) -> AsyncIterator[bytes]:
     async for piece in request.content.iter_any():
-        if exchange is not None:
-            exchange.add_request(piece)
+        exchange.add_request(piece)
         yield piece
 
 
