@@ -85,7 +85,7 @@ def recording(tmp_path: Path) -> Callable[..., Any]:
         path = tmp_path / f"trace{next(numbers)}.jsonl"
         checked = RecordOptions(**{"url": upstream, "out": path, "port": 0, **options})
         said: list[str] = []
-        file = RecordingFile(checked.out)
+        file = RecordingFile(checked.out, said.append)
         recorder = Recorder(checked, file, said.append)
         try:
             async with (

@@ -297,7 +297,7 @@ class Exchanges:
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._file = RecordingFile(out)
+        self._file = RecordingFile(out, print)
         self._recorder = Recorder(RecordOptions(url="http://h:1", out=out, tokens="text"), self._file, print)
 
     def add(self, session: str, start_s: float, end_s: float, num_messages: int = 1) -> None:

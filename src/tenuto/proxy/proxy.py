@@ -61,7 +61,7 @@ say = partial(console.say, "record")
 def run_recording(options: RecordOptions) -> int:
     """Record until SIGINT or SIGTERM. Return the exit status: 1 if not everything was written."""
     sys.setswitchinterval(SWITCH_S)
-    file = RecordingFile(options.out)
+    file = RecordingFile(options.out, say)
     recorder = Recorder(options, file, say)
     try:
         asyncio.run(serve(options, recorder))

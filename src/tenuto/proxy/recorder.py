@@ -217,7 +217,7 @@ class Recorder:
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
-        self._write(
+        self._file.write(
             {
                 "kind": "recording",
                 "tenuto": __version__,
@@ -255,12 +255,6 @@ class Recorder:
             with self._lock:
                 self._num_waiting_bytes -= exchange.num_kept_bytes
 
-    def _write(self, row: Mapping[str, Any]) -> None:
-        had_problem = self._file.problem is not None
-        self._file.write(row)
-        if self._file.problem is not None and not had_problem:
-            self._say(f"the recording ends here, it cannot be written: {self._file.problem}; traffic goes on")
-
     def _lose(self, why: str) -> None:
         self.num_lost += 1
         if self.num_lost == 1:
@@ -279,11 +273,11 @@ class Recorder:
             why = str(error)
         if request is None or why is not None:
             self.num_failed += 1
-            self._write(self._make_failed(exchange, request, why))
+            self._file.write(self._make_failed(exchange, request, why))
             return
         row = self._turns.make_row(exchange, request, response, self._get_job(request.hints))
         self.num_turns += 1
-        self._write({"timestamp": exchange.timestamp_ms, **row})
+        self._file.write({"timestamp": exchange.timestamp_ms, **row})
 
     def _make_failed(
         self, exchange: Exchange, request: RecordedRequest | None, why: str | None
@@ -470,11 +464,10 @@ class RecordingFile:
     Raises ConfigError if the file cannot be opened or is not empty.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.problem: str | None = None
-        """The reason why the file ends early. None if it does not."""
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
         self.num_lost = 0
-        """Number of lines lost because they came after the file ended early."""
+        """Number of lines that are not in the file because it ended early."""
+        self._say = say
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -484,7 +477,7 @@ class RecordingFile:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add a line."""
-        if self.problem is not None:
+        if self.num_lost:
             self.num_lost += 1
             return
         line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -494,7 +487,13 @@ class RecordingFile:
             while start < len(line):
                 start += os.write(self._file, line[start:])
         except OSError as error:
-            self._give_up(error, start)
+            self.num_lost = 1
+            why = error.strerror or error
+            self._say(f"the recording ends here, it cannot be written: {why}; traffic goes on")
+            # Where this fails too, an incomplete line stays in the file; readers report it.
+            with contextlib.suppress(OSError):
+                if start:
+                    os.ftruncate(self._file, os.fstat(self._file).st_size - start)
 
     def empty(self) -> None:
         """Take back what was written, so that the name can be used again."""
@@ -504,13 +503,6 @@ class RecordingFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
-
-    def _give_up(self, error: OSError, num_written: int) -> None:
-        self.problem, self.num_lost = error.strerror or str(error), 1
-        # Where this fails too, an incomplete line stays in the file; readers report it.
-        with contextlib.suppress(OSError):
-            if num_written:
-                os.ftruncate(self._file, os.fstat(self._file).st_size - num_written)
 
 
 TOKENIZE_LIMIT_S = 30.0
