@@ -21,7 +21,7 @@ from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
-from tenuto.records.text import MIN_PAIRS, format_time_s
+from tenuto.records.text import MIN_PAIRS, format_table, format_time_s
 
 VERDICT = "verdict.json"
 CONFIDENCE = 0.95
@@ -402,19 +402,14 @@ def format_verdict(
 
 
 def _format_table(comparisons: Sequence[Comparison]) -> list[str]:
-    arm, baseline = comparisons[0].arm, comparisons[0].baseline
-    width = max(len(arm), len(baseline), 12) + 2
-    header = f"{'':<16}{baseline:>{width}}{arm:>{width}}{'ratio':>9}   95 % interval"
-    return [header, *(_format_row(each, width) for each in comparisons)]
-
-
-def _format_row(comparison: Comparison, width: int) -> str:
-    estimate, unit = comparison.estimate, comparison.measure.unit
-    means = (fmean(comparison.baseline_values), fmean(comparison.values))
-    texts = [format_time_s(mean) if unit == "s" else f"{mean:.2f}/s" for mean in means]
-    cells = "".join(f"{text:>{width}}" for text in texts)
-    interval = "–" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-    return f"{comparison.measure.title:<16}{cells}{estimate.ratio:>9.3f}   {interval}"
+    head = ("", comparisons[0].baseline, comparisons[0].arm, "ratio", "95 % interval")
+    rows = []
+    for each in comparisons:
+        means, estimate = map(fmean, (each.baseline_values, each.values)), each.estimate
+        texts = (format_time_s(mean) if each.measure.is_time else f"{mean:.2f}/s" for mean in means)
+        interval = "–" if estimate.low is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+        rows.append((each.measure.title, *texts, f"{estimate.ratio:.3f}", interval))
+    return format_table(head, rows, left=(0, 4))
 
 
 def _format_sentences(comparisons: Sequence[Comparison]) -> list[str]:
