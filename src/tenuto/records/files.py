@@ -272,7 +272,6 @@ class RunFiles:
         self._folder = folder
         self._replaces = replaces
         self._files: dict[str, TextIO] = {}
-        self._given_up: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._folder is None:
@@ -294,7 +293,7 @@ class RunFiles:
 
     def add(self, name: str, values: Mapping[str, Any]) -> None:
         """Write one line of the file with this name."""
-        if self._folder is None or name in self._given_up:
+        if self._folder is None or self.problem:
             return
         try:
             if name not in self._files:
@@ -302,7 +301,6 @@ class RunFiles:
             self._files[name].write(json.dumps(values) + "\n")
         except OSError as error:
             self.problem = f"{name}: {error}"
-            self._given_up.add(name)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json."""
