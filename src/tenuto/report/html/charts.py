@@ -484,7 +484,7 @@ def map_winners(groups: Sequence[Group], looks: Looks) -> Chart | None:
                     gpus[index],
                     groups[index].describe_load(load),
                     ", ".join(looks[policy].label for policy in winner.policies),
-                    "not proved" if winner.is_open else "nobody wins" if winner.is_tie else "wins",
+                    _OUTCOMES[winner.outcome],
                     format_ratio(winner.speed_up),
                     shorten(winner.against.other),
                 )
@@ -495,6 +495,7 @@ def map_winners(groups: Sequence[Group], looks: Looks) -> Chart | None:
     )
 
 
+_OUTCOMES = {"open": "not proved", "tie": "nobody wins", "win": "wins"}
 LIGHTEST, DARKEST = 0.12, 0.5
 FULL_RATIO = 3.0
 """The ratio with the darkest square. Darker squares would make their text unreadable."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tenuto.client.ab_verdict import Estimate, estimate_ratio
 from tenuto.client.options import THRESHOLD_PERCENT
@@ -171,6 +171,11 @@ class Winner:
     def is_tie(self) -> bool:
         """Whether no policy wins."""
         return len(self.policies) > 1
+
+    @property
+    def outcome(self) -> Literal["win", "tie", "open"]:
+        """A tie if 1 is inside the interval, open if nothing is proved."""
+        return "open" if self.is_open else "tie" if self.is_tie else "win"
 
     @property
     def speed_up(self) -> float:

@@ -27,7 +27,7 @@ from tenuto.records.files import Say, write_whole, writing
 from tenuto.records.metrics import group_by
 from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import MAX_ROWS, Section, make_sections
-from tenuto.report.html.compare import Group, Winner, group_runs, sort_policies
+from tenuto.report.html.compare import Group, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.sources import Run, Sources, read_sources
 from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, count, format_seconds, make_looks, shorten
@@ -202,7 +202,7 @@ def _summarise_load(group: Group, load: float | None) -> dict[str, Any]:
         "speed_up": speed_ups,
         "baseline": group.baseline,
         "best": list(winner.policies) if winner else None,
-        "outcome": _get_outcome(winner),
+        "outcome": winner and winner.outcome,  # None without rivals
         "doubts": list(group.get_doubts(load)),
         "split": {
             policy: {**asdict(split), "best": split.best.name}
@@ -217,13 +217,6 @@ def _summarise_load(group: Group, load: float | None) -> dict[str, Any]:
             "differs": winner.against.differs,
         },
     }  # fmt: skip
-
-
-def _get_outcome(winner: Winner | None) -> str | None:
-    """`win`, `tie` (1 is inside the interval) or `open` (nothing is proved); None without rivals."""
-    if winner is None:
-        return None
-    return "open" if winner.is_open else "tie" if winner.is_tie else "win"
 
 
 def _write_figures(report: Report, folder: Path, say: Say) -> int:
