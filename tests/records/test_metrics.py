@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tenuto.core import reuse
 from tenuto.core.errors import ConfigError
 from tenuto.records import metrics
-from tenuto.records.metrics import Gaps, Rates, get_job_rates, get_rate, measure_goodput, parse_limits
+from tenuto.records.metrics import Gaps, get_job_rates, get_rate, measure_goodput, parse_limits
 from tenuto.records.schema import Goodput, Stats, TurnRecord
 from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.machine import build
@@ -238,8 +238,8 @@ def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
     turns = [TurnRecord(job=str(n), turn=1, due_s=n / 4, last_token_s=5.0 + n) for n in range(100)]
     times_s = {turn.job: 5.0 + int(turn.job) * 0.75 for turn in turns}
     rates = get_job_rates(turns, times_s)
-    assert rates == (pytest.approx(4.0), pytest.approx(1.0))
-    record = {"offered_jps": rates.offered_jps, "finished_jps": rates.finished_jps, "job_times_s": times_s}
+    assert rates == {"offered_jps": pytest.approx(4.0), "finished_jps": pytest.approx(1.0)}
+    record = {**rates, "job_times_s": times_s}
     assert is_overloaded(record)
     assert not is_overloaded({**record, "job_times_s": dict.fromkeys(times_s, 9.0)})
     assert not is_overloaded({**record, "finished_jps": 3.9})
@@ -251,13 +251,14 @@ def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
 def test_jobs_that_come_at_once_have_no_rate() -> None:
     """Four clients of a recording began within a millisecond: nobody offered 4,920 jobs per second."""
 
-    def get_rates(gap_s: float) -> Rates:
+    def get_rates(gap_s: float) -> tuple[float | None, ...]:
         turns = [TurnRecord(job=str(n), turn=1, due_s=n * gap_s, last_token_s=11.0 + n) for n in range(4)]
-        return get_job_rates(turns, {turn.job: 11.0 + n - n * gap_s for n, turn in enumerate(turns)})
+        times_s = {turn.job: 11.0 + n - n * gap_s for n, turn in enumerate(turns)}
+        return tuple(get_job_rates(turns, times_s).values())
 
     assert get_rates(0.0002) == (None, pytest.approx(1.0))
     assert get_rates(0.5) == (pytest.approx(2.0), pytest.approx(1.0))
-    assert get_job_rates([], {}) == (None, None)
+    assert set(get_job_rates([], {}).values()) == {None}
 
 
 def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:

@@ -29,13 +29,6 @@ LIMITS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latenc
 """The name of each limit of `--goodput`, and the time of a turn that it bounds."""
 
 
-class Rates(NamedTuple):
-    """Jobs per second. None if there are too few of them, or if they came at once."""
-
-    offered_jps: float | None
-    finished_jps: float | None
-
-
 Runs = Sequence[Mapping[str, Any]]
 """Records, as JSON values, of the runs of one policy under one load, one for each seed."""
 
@@ -98,7 +91,7 @@ def make_record(
     # The other jobs call no tool, such as people's requests beside agents: they are plain.
     agents = {turn.job for turn in done if turn.tool is not None}
     times_s = get_job_times_s(turns, num_turns, parents)
-    rates, makespan_s = get_job_rates(turns, times_s), get_makespan_s(turns)
+    makespan_s = get_makespan_s(turns)
     measured: dict[str, Any] = {
         "jobs": len(times_s),
         "jobs_planned": len(times_s),
@@ -110,8 +103,7 @@ def make_record(
         "prompt_tokens": add_up(turn.prompt_tokens for turn in done) or 0,
         "reused_tokens": count_reused_tokens(done),
         "makespan_s": makespan_s,
-        "offered_jps": rates.offered_jps,
-        "finished_jps": rates.finished_jps,
+        **get_job_rates(turns, times_s),
         "goodput": measure_goodput(turns, goodput_limits_ms or {}, makespan_s),
         "job_times_s": times_s,
     }
@@ -198,18 +190,19 @@ def get_rate(times_s: Iterable[float]) -> float | None:
     return (len(middle) - 1) / (middle[-1] - middle[0])
 
 
-def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> Rates:
+def get_job_rates(turns: Sequence[TurnRecord], times_s: Mapping[str, float]) -> dict[str, float | None]:
     """Return how many jobs arrived and how many finished per second, of the jobs in `times_s`.
 
     `times_s` is what `get_job_times_s` returns. In an overloaded run jobs arrive faster than they finish, and
-    the second rate is the engine's capacity.
+    the second rate is the engine's capacity. None if there are too few jobs, or if they came at once.
     """
     by_job = group_by((turn for turn in turns if turn.job in times_s), lambda turn: turn.job)
     arrivals_s = {job: min(turn.due_s for turn in its_turns) for job, its_turns in by_job.items()}
     ends_s = [arrivals_s[job] + times_s[job] for job in arrivals_s]
     begin_s, last_s = min(arrivals_s.values(), default=0.0), max(arrivals_s.values(), default=0.0)
     came_at_once = last_s - begin_s < _AT_ONCE * (max(ends_s, default=0.0) - begin_s)
-    return Rates(None if came_at_once else get_rate(arrivals_s.values()), get_rate(ends_s))
+    offered_jps = None if came_at_once else get_rate(arrivals_s.values())
+    return {"offered_jps": offered_jps, "finished_jps": get_rate(ends_s)}
 
 
 def count_reused_tokens(turns: Iterable[TurnRecord]) -> int | None:
