@@ -27,7 +27,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -294,6 +294,11 @@ SCARCE = 0.05
 """Free blocks are scarce at or below this share of the largest number that was ever free. A step that
 reclaims blocks ends with almost no free blocks. So if a lease lost blocks while more were free, its own job's
 prompt took them, and no other job."""
+_EVENTS = (
+    *("started", "resumed", "preempted", "finished"),
+    *("lease-granted", "lease-truncated", "lease-ended"),
+)
+"""Of a job that has arrived."""
 _GAUGES = (
     "num_running",
     "num_waiting",
@@ -388,19 +393,24 @@ class _TraceReader:
     just_ended: list[LeaseRecord] = field(default_factory=list)
     """Leases that ended in the current step; the step's own record has not been read yet."""
 
-    def read(self, records: Iterable[Fields]) -> None:
-        kinds: dict[str, Callable[[Fields], None]] = {
-            "header": self._on_header,
-            "job": self._on_job,
-            "step": self._on_step,
-            "admission": self._on_admission,
-            "asked": self._on_asked,
-        }
-        for record in records:
-            kind = record.text("kind")
-            if kind in kinds:
-                kinds[kind](record)
-            elif kind not in ("told", "chosen", "shadow"):
+    def read(self, record: Fields) -> None:
+        match kind := record.text("kind"):
+            case "header":
+                self._on_header(record)
+            case "job":
+                self._on_job(record)
+            case "step":
+                self._on_step(record)
+            case "admission":
+                turn = self.live.get(record.text("turn"))
+                num_loaded = record.optional(record.integer, "num_external_hit_tokens")
+                if turn is not None and num_loaded:
+                    turn.loaded_tokens = num_loaded
+            case "asked":
+                self._on_asked(record)
+            case "told" | "chosen" | "shadow":
+                pass
+            case _:
                 raise record.error("kind", f"{kind!r} is not a record of a trace")
 
     def _on_header(self, record: Fields) -> None:
@@ -419,28 +429,42 @@ class _TraceReader:
         self.num_steps = 0
 
     def _on_job(self, record: Fields) -> None:
-        events = {
-            "started": self._on_started,
-            "resumed": self._on_resumed,
-            "preempted": self._on_preempted,
-            "finished": self._on_finished,
-            "lease-granted": self._on_lease_granted,
-            "lease-truncated": self._on_lease_truncated,
-            "lease-ended": self._on_lease_ended,
-        }
         event, job_id, turn_id = record.text("event"), record.text("job"), record.text("turn")
         if record.values.get("shadow") is True:
             return  # a lease that was never held
-        if event == "arrived":
-            self._on_arrived(record, job_id, turn_id)
-        elif event == "lease-refused":
-            self.data.refusals[record.text("reason")] += 1
-        elif event == "wished":
-            record.optional(record.text, "result")  # only checked; other records say what became of leases
-        elif event not in events:
-            raise record.error("event", f"{event!r} is not an event of a trace")
-        elif job_id in self.names:  # otherwise the trace began in the middle of the job
-            events[event](record, turn_id)
+        turn = self.live.get(turn_id)
+        match event:
+            case "arrived":
+                self._on_arrived(record, job_id, turn_id)
+            case "lease-refused":
+                self.data.refusals[record.text("reason")] += 1
+            case "wished":
+                record.optional(record.text, "result")  # only checked; others say what became of leases
+            case _ if event not in _EVENTS:
+                raise record.error("event", f"{event!r} is not an event of a trace")
+            case _ if job_id not in self.names:
+                pass  # the trace began in the middle of the job
+            case "started" if turn is not None:
+                self._on_started(record, turn)
+            case "preempted" if turn is not None:
+                turn.preemptions += 1
+                self.preempted[turn_id] = Preemption(turn.job, turn.turn, record.number("now_s"))
+                self.data.preemptions.append(self.preempted[turn_id])
+            case "resumed":
+                self._on_resumed(record, turn_id, turn)
+            case "finished" if turn is not None:
+                turn.last_token_s = record.number("now_s")
+                turn.output_tokens = record.integer("num_output_tokens")
+                turn.is_aborted = record.values.get("aborted") is True
+                if not turn.is_aborted:
+                    self.finished[turn.job] = turn
+            case "lease-granted":
+                self._on_lease_granted(record, turn_id, turn)
+            case "lease-truncated":
+                record.integer("num_blocks")
+                self._take(record, self.leases.get(turn_id))
+            case "lease-ended" if (lease := self.leases.pop(turn_id, None)) is not None:
+                self._on_lease_ended(record, lease)
 
     def _on_arrived(self, record: Fields, job_id: str, turn_id: str) -> None:
         number = record.integer("turn_number", 1)
@@ -456,45 +480,25 @@ class _TraceReader:
             self.data.facts[turn.job, turn.turn].parted_at = record.integer("parted_at")
         self.turns.append(turn)
 
-    def _on_started(self, record: Fields, turn_id: str) -> None:
-        turn = self.live.get(turn_id)
-        if turn is not None:
-            turn.start_s = record.number("now_s")
-            turn.hit_tokens = record.integer("num_hit_tokens")
-            turn.reusable_tokens = record.optional(record.integer, "num_reusable_tokens")
-            turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
-            if "short_group" in record:
-                group = record.text("short_group")
-                self.data.facts[turn.job, turn.turn].short_group = group
-                self.data.short_tokens[group] += record.integer("num_short_tokens")
+    def _on_started(self, record: Fields, turn: _TracedTurn) -> None:
+        turn.start_s = record.number("now_s")
+        turn.hit_tokens = record.integer("num_hit_tokens")
+        turn.reusable_tokens = record.optional(record.integer, "num_reusable_tokens")
+        turn.num_left_tokens = turn.prompt_tokens - turn.hit_tokens
+        if "short_group" in record:
+            group = record.text("short_group")
+            self.data.facts[turn.job, turn.turn].short_group = group
+            self.data.short_tokens[group] += record.integer("num_short_tokens")
 
-    def _on_resumed(self, record: Fields, turn_id: str) -> None:
+    def _on_resumed(self, record: Fields, turn_id: str, turn: _TracedTurn | None) -> None:
         num_hit = record.integer("num_hit_tokens")
         if (preemption := self.preempted.pop(turn_id, None)) is not None:
             preemption.resumed_s, preemption.hit_tokens = record.number("now_s"), num_hit
         num_lost = record.optional(record.integer, "num_lost_tokens")
-        if turn_id in self.live and num_lost is not None:
-            self.live[turn_id].lost_tokens = (self.live[turn_id].lost_tokens or 0) + num_lost
+        if turn is not None and num_lost is not None:
+            turn.lost_tokens = (turn.lost_tokens or 0) + num_lost
 
-    def _on_preempted(self, record: Fields, turn_id: str) -> None:
-        turn = self.live.get(turn_id)
-        if turn is not None:
-            turn.preemptions += 1
-            self.preempted[turn_id] = Preemption(turn.job, turn.turn, record.number("now_s"))
-            self.data.preemptions.append(self.preempted[turn_id])
-
-    def _on_finished(self, record: Fields, turn_id: str) -> None:
-        turn = self.live.get(turn_id)
-        if turn is None:
-            return
-        turn.last_token_s = record.number("now_s")
-        turn.output_tokens = record.integer("num_output_tokens")
-        turn.is_aborted = record.values.get("aborted") is True
-        if not turn.is_aborted:
-            self.finished[turn.job] = turn
-
-    def _on_lease_granted(self, record: Fields, turn_id: str) -> None:
-        turn = self.live.get(turn_id)
+    def _on_lease_granted(self, record: Fields, turn_id: str, turn: _TracedTurn | None) -> None:
         self.leases[turn_id] = LeaseRecord(
             job=self.names[record.text("job")],
             turn=turn.turn if turn else 0,
@@ -504,20 +508,13 @@ class _TraceReader:
         )
         self.data.leases.append(self.leases[turn_id])
 
-    def _on_lease_truncated(self, record: Fields, turn_id: str) -> None:
-        record.integer("num_blocks")
-        self._take(record, self.leases.get(turn_id))
-
     def _take(self, record: Fields, lease: LeaseRecord | None) -> None:
         taken_by = record.text("taken_by")
         self.data.takes[taken_by] += 1
         if lease is not None:
             lease.taken_by = taken_by
 
-    def _on_lease_ended(self, record: Fields, turn_id: str) -> None:
-        lease = self.leases.pop(turn_id, None)
-        if lease is None:
-            return
+    def _on_lease_ended(self, record: Fields, lease: LeaseRecord) -> None:
         lease.ended_s = record.number("now_s")
         lease.reason = record.text("reason")
         lease.num_blocks_left = record.integer("num_blocks")
@@ -545,12 +542,6 @@ class _TraceReader:
             name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
             if name in self.finished:
                 self.data.facts[name, self.finished[name].turn].offloaded = True
-
-    def _on_admission(self, record: Fields) -> None:
-        turn = self.live.get(record.text("turn"))
-        num_loaded = record.optional(record.integer, "num_external_hit_tokens")
-        if turn is not None and num_loaded:
-            turn.loaded_tokens = num_loaded
 
     def _on_step(self, record: Fields) -> None:
         now_s = record.number("now_s")
@@ -612,7 +603,8 @@ class _TraceReader:
 def read_trace(data: RunData, records: Iterable[Fields], *, with_samples: bool = True) -> None:
     """Fill `data`. Raises DataError for a malformed record, or if no turn arrived."""
     reader = _TraceReader(data, with_samples)
-    reader.read(records)
+    for record in records:
+        reader.read(record)
     if not reader.turns:
         raise DataError(f"{data.source}: no turn arrived in this trace")
     data.turns = [turn.to_record() for turn in reader.turns]
