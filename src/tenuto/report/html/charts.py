@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core.errors import clean
@@ -342,7 +343,7 @@ def _make_rows(
 def plot_turns(group: Group, looks: Looks) -> Chart | None:
     """Mean latency of first turns, second turns and so on, at up to three loads."""
     # Single turns have no curve.
-    loads = _choose_loads(group, lambda cell: any(len(run.record.by_turn) > 1 for run in cell.runs))
+    loads = _choose_loads(group, lambda cell: len(_average_turns(cell)) > 1)
     if not loads:
         return None
     rows, panels = [], []
@@ -357,13 +358,9 @@ def plot_turns(group: Group, looks: Looks) -> Chart | None:
                 for turn, latency in means.items()
             ]
         turns = [turn for curve in curves for turn in curve.at]
-        if not turns:
-            continue
         x = Axis(label="turn", is_whole=True, ends=stretch(turns, 0.5))
         y = replace(TIME, label="mean turn latency")
         panels.append(Panel(marks=curves, x=x, y=y, title=group.describe_load(load), height=2.6))
-    if not panels:
-        return None
     return Chart(
         name="turns",
         title="Latency turn by turn",
@@ -421,11 +418,9 @@ def _choose_loads(group: Group, has_data: Callable[[PolicyCell], bool]) -> list[
 
 def _average_turns(cell: PolicyCell | None) -> dict[int, float]:
     """Mean latency per turn; every run counts the same."""
-    found: dict[int, list[float]] = {}
-    for run in cell.runs if cell else ():
-        for turn, latency_s in run.record.get_turn_latencies().items():
-            found.setdefault(turn, []).append(latency_s)
-    return {turn: sum(found[turn]) / len(found[turn]) for turn in sorted(found)}
+    every = (run.record.get_turn_latencies().items() for run in (cell.runs if cell else ()))
+    found = group_by(chain.from_iterable(every), lambda item: item[0])
+    return {turn: statistics.fmean(latency_s for _, latency_s in found[turn]) for turn in sorted(found)}
 
 
 OF_A_SETTING: tuple[Callable[[Group, Looks], Chart | None], ...] = (
