@@ -410,32 +410,24 @@ class Ready:
             raise ServerError(f"the server died with status {status}; its log: {self.local.log}")
 
 
-@dataclass(eq=False)
-class Servers:
-    """Keeps one server running at a time or, with `keep_up`, all servers used so far. A context manager.
+class Servers(ExitStack):
+    """Keeps one server running at a time or, with `keep_up`, all servers used so far.
 
     If a start serves several runs, the last server stays up until another arm's server is opened.
     """
 
-    options: AbOptions
-    make_log_path: Callable[[str], Path]
-    say: Callable[[str], None]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, options: AbOptions, make_log_path: Callable[[str], Path], say: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        self._options, self._make_log_path, self._say = options, make_log_path, say
         self._up: dict[str, LocalServer] = {}
         self._used: set[str] = set()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     @contextmanager
     def open(self, arm: Arm) -> Iterator[Ready]:
         """Provide an arm's server for the duration of a run. Raises TenutoError if it does not start."""
-        options = self.options
+        options = self._options
         if arm.is_local and arm.name not in self._up:
             if not options.keep_up:
                 self._stop_all()
@@ -450,26 +442,26 @@ class Servers:
                 self._stop_all()
 
     def _stop_all(self) -> None:
-        self._stack.close()
+        self.close()
         self._used -= self._up.keys()
         self._up.clear()
 
     def _start(self, arm: Arm, port: int) -> LocalServer:
-        options = self.options
+        options = self._options
         check_port(port)
         serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
         command = make_command(arm, options.model or "", port, serve_args)
-        log = self.make_log_path(arm.name)
+        log = self._make_log_path(arm.name)
 
         def say_of_arm(text: str) -> None:
-            self.say(f"{arm.name}: {text}")
+            self._say(f"{arm.name}: {text}")
 
         say_of_arm(shlex.join(redact(command)))
         server = run_server(
             command, port, log, env=ENVIRONMENT, say=say_of_arm, limit_s=options.start_limit_s
         )
         try:
-            return self._stack.enter_context(server)
+            return self.enter_context(server)
         except FileNotFoundError:
             raise TenutoError(
                 f"--arm {arm.name}: there is no `vllm` command here; install it with: "
