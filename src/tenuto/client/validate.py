@@ -469,6 +469,12 @@ class _Validation:
     """Whether this call has added to the record. If not, how it began says nothing about the runs."""
 
     @property
+    def known(self) -> ValidationRecord:
+        """The record. It is there once a server has said what it is."""
+        assert self.record is not None
+        return self.record
+
+    @property
     def passed_s(self) -> float:
         return time.monotonic() - self.started_s
 
@@ -520,8 +526,7 @@ class _Validation:
 
     @cached_property
     def forecast(self) -> Forecast:
-        assert self.record is not None
-        server, options = self.record.server, self.options
+        server, options = self.known.server, self.options
         return Forecast(
             Setup(
                 model=find_sizes(options) or options.model,
@@ -603,26 +608,24 @@ class _Validation:
 
     def _measure_noise(self, url: str) -> tuple[float, float, float]:
         """Seconds of a burst, relative difference of equal bursts, approximate seconds per prompt token."""
-        assert self.record is not None
         self._burst(url, 0)  # warm-up
         begin_s = time.monotonic()
         self._burst(url, 1)
         is_slow = (time.monotonic() - begin_s) * PLAIN_TOKENS / FEW_TOKENS > BURST_S
-        self.record = replace(self.record, plain_tokens=FEW_TOKENS if is_slow else PLAIN_TOKENS)
+        self.record = replace(self.known, plain_tokens=FEW_TOKENS if is_slow else PLAIN_TOKENS)
         begin_s = time.monotonic()
         bursts = [self._burst(url, 2 + number) for number in range(NUM_BURSTS)]
         burst_s = (time.monotonic() - begin_s) / NUM_BURSTS
         means = [burst["latency_s"]["mean"] for burst in bursts]
         token_s = max(burst["ttft_s"]["max"] for burst in bursts)
-        token_s /= USERS * PROMPT_TOKENS * self.record.plain_tokens
+        token_s /= USERS * PROMPT_TOKENS * self.known.plain_tokens
         noise = max(means) / min(means) - 1
         self.say(f"identical bursts of requests differ by {noise:.0%}")
         return burst_s, noise, token_s
 
     def _burst(self, url: str, number: int) -> dict[str, Any]:
         """Send a few plain requests, which belong to no job."""
-        assert self.record is not None
-        num_tokens = self.record.plain_tokens
+        num_tokens = self.known.plain_tokens
         load = LoadOptions(
             workload="random",
             users=USERS,
@@ -641,8 +644,7 @@ class _Validation:
 
     def _profile(self, server: Ready, token_s: float) -> None:
         """Time as many of the server's steps as there is time for, and fit them."""
-        assert self.record is not None
-        known = self.record.server
+        known = self.known.server
         room_s = PROFILE_SHARE * self.options.limit_s
         for wanted in (16384, 8192, 4096, 2048, 1024):
             profile = ProfileOptions(
@@ -666,10 +668,9 @@ class _Validation:
         poor = find_poor(cost, steps, copies)
         replace(cost, poor=poor).save(self.options.out / COSTS)
         errors = {kind: round(error, 4) for kind, error in get_errors(cost, steps).items()}
-        self.record = replace(self.record, fit_error=errors, poor_fit=bool(poor), notes=poor)
+        self.record = replace(self.known, fit_error=errors, poor_fit=bool(poor), notes=poor)
 
     def _choose(self, start_s: float, burst_s: float, num_arms: int) -> None:
-        assert self.record is not None
         options = self.options
         plan = make_plan(self.left_s, start_s, num_arms, burst_s, quick=options.quick)
         load = self.forecast.choose_load(options, plan.run_s)
@@ -682,7 +683,7 @@ class _Validation:
         arms.append(ValidatedArm(name=TENUTO))
         assert load.jps is not None and load.window_s is not None
         self.record = replace(
-            self.record,
+            self.known,
             arms=tuple(arms),
             pairs_planned=plan.pairs,
             runs_per_start=plan.runs_per_start,
@@ -725,21 +726,19 @@ class _Validation:
 
     def _note_load(self, num_runs: int) -> None:
         """Add the load average to the mean over all runs, of earlier calls too. `num_runs`: with this one."""
-        assert self.record is not None
         self.has_measured = True
-        machine, load = self.record.machine, os.getloadavg()[0]
+        machine, load = self.known.machine, os.getloadavg()[0]
         before = load if machine.load_mean is None else machine.load_mean
         mean = round(before + (load - before) / num_runs, 2)
-        self.record = replace(self.record, machine=replace(machine, load_mean=mean))
+        self.record = replace(self.known, machine=replace(machine, load_mean=mean))
 
     def _ask_more(self, folder: AbFolder, slot: Slot, server: Ready) -> None:
         """Send plain requests to measure the hook's cost. Once, verify that leases are held."""
-        assert self.record is not None
         if slot.arm in (STOCK, TENUTO):
             burst = self._burst(server.url, slot.repeat)
             path = folder.get_run(slot) / PLAIN
             path.write_text(json.dumps({"itl_s": burst["itl_s"]["p50"]}), encoding="utf-8")
-        if slot.arm == TENUTO and self.record.verify is None:
+        if slot.arm == TENUTO and self.known.verify is None:
             found: Any = "not shown"
             try:
                 verdict = verify(server.url)
@@ -749,20 +748,19 @@ class _Validation:
                     found = "not held"
             except (httpx.HTTPError, DataError) as error:
                 self.say(f"verify: {error}")
-            self.record = replace(self.record, verify=found)
+            self.record = replace(self.known, verify=found)
             self.say(f"verify: {found}")
         self._write()
 
     def _find_hopeless(self, folder: AbFolder, slots: Sequence[Slot]) -> str | None:
         """Why all planned pairs will not suffice for a verdict; None if they may."""
-        assert self.record is not None
         if self.options.despite_noise or self.options.quick:
             return None
         found = conclude(self.ab, folder, slots)
-        stocks = [arm.name for arm in self.record.arms if arm.name != TENUTO]
+        stocks = [arm.name for arm in self.known.arms if arm.name != TENUTO]
         pairs = found.pairs.values()
         ratios = [[pair[TENUTO][MAIN.name] / pair[stock][MAIN.name] for pair in pairs] for stock in stocks]
-        planned = self.record.pairs_planned
+        planned = self.known.pairs_planned
         if not all(is_hopeless(each, planned) for each in ratios):
             return None
         return (
@@ -774,8 +772,7 @@ class _Validation:
 
     def finish(self) -> ValidationRecord:
         """Compare the arms, predict with the simulator, and write the record."""
-        assert self.record is not None
-        record = self.record
+        record = self.known
         verdict: Any = "no verdict"
         ratios: list[ValidatedRatio] = []
         if record.load is not None:
@@ -803,7 +800,7 @@ class _Validation:
             ratios=tuple(ratios),
         )
         if self.has_measured:
-            self.record = self._describe_call(self.record)
+            self.record = self._describe_call(self.known)
         self._write()
         return self.record
 
@@ -860,9 +857,8 @@ class _Validation:
         return comparisons
 
     def _write(self) -> None:
-        assert self.record is not None
         with writing(path := self.options.out / RECORD):
-            write_whole(path, json.dumps(self.record.to_json(), indent=1) + "\n")
+            write_whole(path, json.dumps(self.known.to_json(), indent=1) + "\n")
 
 
 def judge(comparisons: Iterable[Comparison]) -> Any:
