@@ -52,10 +52,10 @@ def draw_top(watched: Watch, seconds: float, path: Path) -> None:
     """Watch for so long, and write the last screen. Its fonts are the reader's: nothing is fetched."""
     for _ in range(max(2, round(seconds))):
         time.sleep(1.0)
-        state = watched.look()
+        watched.look()
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        console.print(make_screen(state, watched.history))
+        console.print(make_screen(watched.states))
     template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     console.save_svg(str(path), title="tenuto top", code_format=template, unique_id="top")
 
