@@ -361,12 +361,12 @@ class Driver:
         if not finish.aborted:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
-        if not finish.aborted and not is_side_answer:
+        if not (finish.aborted or is_side_answer or is_complete):
             job.is_rewritten = turn.is_parted
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
             )
-            if not (is_complete or job.is_released):
+            if not job.is_released:
                 self._jobs.remember(job, arrival)
         if turn.started:
             run_from = num_computed_tokens if turn.run_from is None else turn.run_from
