@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.ledger import Account, Ledger
@@ -181,20 +182,24 @@ class TurnState:
         facts = (has_lease, self.num_hit_tokens, self.num_preemptions, self.job.num_turns)
         if self._view is None or self._facts != facts:
             self._facts = facts
-            self._view = Turn(
-                turn_id=self.turn_id,
-                job=self.job.get_view(self.job_arrival_s),
-                arrival_s=self.arrival_s,
-                num_prompt_tokens=self.arrival.num_prompt_tokens,
-                num_hit_tokens=self.num_hit_tokens,
-                priority=self.arrival.priority,
-                num_preemptions=self.num_preemptions,
-                has_lease=has_lease,
-                is_last=self.arrival.hints.is_last,
-                expected_tool_s=self.arrival.hints.expected_tool_s,
-                is_parted=self.is_parted,
-            )
+            self._view = self._make_view(has_lease=has_lease, is_last=self.arrival.hints.is_last)
         return self._view
+
+    def _make_view(self, *, has_lease: bool, is_last: bool | None, **end: Any) -> Turn:
+        return Turn(
+            turn_id=self.turn_id,
+            job=self.job.get_view(self.job_arrival_s),
+            arrival_s=self.arrival_s,
+            num_prompt_tokens=self.arrival.num_prompt_tokens,
+            num_hit_tokens=self.num_hit_tokens,
+            priority=self.arrival.priority,
+            num_preemptions=self.num_preemptions,
+            has_lease=has_lease,
+            is_last=is_last,
+            expected_tool_s=self.arrival.hints.expected_tool_s,
+            is_parted=self.is_parted,
+            **end,
+        )
 
     def get_view_with_hits(self, view: Turn, num_cached_tokens: int) -> Turn:
         """This view with `Turn.num_cached_tokens`; cached until one of both changes."""
@@ -214,10 +219,10 @@ class TurnState:
                 is_last = finish.is_last if hints.tool is None else False
             self._finished = (
                 finish,
-                replace(
-                    self.get_view(has_lease=False),
-                    num_output_tokens=finish.num_output_tokens,
+                self._make_view(
+                    has_lease=False,
                     is_last=is_last,
+                    num_output_tokens=finish.num_output_tokens,
                     tool=tool,
                     is_aborted=finish.aborted,
                 ),
