@@ -320,7 +320,7 @@ class Forecast:
                 continue
             job = max(jobs, key=lambda each: each.turns[-1].num_prompt_tokens)
             cost = build(self.setup).step_cost
-            alone_s = get_isolated_time_s(job, cost, self.setup.max_num_batched_tokens or 1)
+            alone_s = get_isolated_time_s(job, cost.seconds, self.setup.max_num_batched_tokens or 1)
             most_s = (run_s - alone_s) / SLACK
             # Jobs must arrive during a quarter of the run at least.
             least_s = max(alone_s / (4 - SLACK), MIN_JOBS / most_jps)

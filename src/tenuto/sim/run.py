@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tenuto.records.files import OCCUPANCY, TURNS, RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import StepState, TraceWriter
-from tenuto.sim.cost.batch import StepBatch, StepCost, split_prompt
+from tenuto.sim.cost.batch import StepBatch, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
@@ -99,11 +100,12 @@ def run(
     wall_s = time.perf_counter() - started_s
     schedulers = simulation.schedulers
     offloaders = [each.offloader for each in schedulers if each.offloader is not None]
+    get_step_s = cache(machine.step_cost.seconds)  # jobs of a benchmark have equal steps
     record = make_record(
         turns,
         parents={job.job_id: job.parent for job in workload.jobs},
         isolated_s={
-            job.job_id: get_isolated_time_s(job, machine.step_cost, machine.config.max_num_batched_tokens)
+            job.job_id: get_isolated_time_s(job, get_step_s, machine.config.max_num_batched_tokens)
             for job in workload.jobs
             if job.parent is None
         },
@@ -270,17 +272,22 @@ def _cut(job: Job, lengths: dict[str, int]) -> Job:
     return replace(job, turns=tuple(turns), parent=parent)
 
 
-def get_isolated_time_s(job: Job, step_cost: StepCost, max_num_batched_tokens: int) -> float:
-    """Seconds of a job's steps and tool calls when it is alone and each turn's prefix is cached."""
+def get_isolated_time_s(
+    job: Job, get_step_s: Callable[[StepBatch], float], max_num_batched_tokens: int
+) -> float:
+    """Seconds of a job's steps and tool calls when it is alone and each turn's prefix is cached.
+
+    `get_step_s`: seconds of a step.
+    """
     total_s = 0.0
     context: tuple[Span, ...] = ()
     for turn in job.turns:
         num_cached = min(count_shared_tokens(context, turn.prompt), turn.num_prompt_tokens - 1)
         for step in split_prompt(turn.num_prompt_tokens, max_num_batched_tokens, num_cached):
-            total_s += step_cost.seconds(step)
+            total_s += get_step_s(step)
         # Context and cost grow with each step, so every step counts as the middle one.
         middle = turn.num_prompt_tokens + turn.num_output_tokens // 2
-        total_s += (turn.num_output_tokens - 1) * step_cost.seconds(StepBatch(0, 0, 0, 0.0, 1, middle))
+        total_s += (turn.num_output_tokens - 1) * get_step_s(StepBatch(0, 0, 0, 0.0, 1, middle))
         total_s += turn.tool_s
         context = (*turn.prompt, turn.output)
     return total_s

@@ -370,7 +370,7 @@ def simulate_until_steady(
     jobs = [job for job in take_sample(load).jobs if job.parent is None]
     budget = machine.config.max_num_batched_tokens
     # The mean time of the first jobs, each alone on the machine.
-    alone_s = fmean(get_isolated_time_s(job, machine.step_cost, budget) for job in jobs[:NUM_SAMPLED])
+    alone_s = fmean(get_isolated_time_s(job, machine.step_cost.seconds, budget) for job in jobs[:NUM_SAMPLED])
     # Most machines settle early, and generating jobs takes time. So try with few jobs first.
     few = FEW * effort.num_jobs
     for most in dict.fromkeys((few if few * STRETCH < max_jobs else max_jobs, max_jobs)):
