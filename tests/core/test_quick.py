@@ -22,6 +22,21 @@ class Point:
             raise ValueError("x is negative")
 
 
+@quick
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    x: int = 1
+    y: int
+
+
+def test_keyword_only_fields_may_have_defaults_in_any_order() -> None:
+    assert (Named(y=3).x, Named(y=3).y, Named(y=3, x=2)) == (1, 3, replace(Named(y=3), x=2))
+    with pytest.raises(TypeError):
+        Named(1, 3)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Named(x=2)  # type: ignore[call-arg]
+
+
 def test_an_object_has_the_values_it_was_given() -> None:
     assert (Point(1).x, Point(1).y, Point(1, y=3).y) == (1, 2, 3)
     assert type(Point(1)) is Point and isinstance(Point(1), Point)

@@ -20,12 +20,13 @@ def quick(cls: type[_T]) -> type[_T]:
 
     A frozen dataclass sets each field by a call of `object.__setattr__`, and an event of a turn makes several
     objects of a dozen fields. Here a new object first belongs to a class with the same slots and no guard.
-    The dataclass must have no subclass, and no field with a factory.
+    The dataclass must have no subclass, and no field with a factory. Either all fields are keyword-only, or
+    none is.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     unguarded = type(cls.__name__, (), {"__slots__": [each.name for each in fields]})
     scope: dict[str, Any] = {"set_any": object.__setattr__, "unguarded": unguarded, "guarded": cls}
-    parameters = ["self"]
+    parameters = ["self", *(["*"] if fields[0].kw_only else [])]
     for each in fields:
         has_default = each.default is not dataclasses.MISSING
         parameters.append(f"{each.name}=default_{each.name}" if has_default else each.name)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from tenuto.core.types import quick
 from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, LeftOut, Range
 
@@ -72,6 +73,7 @@ class Failure:
     failed_s: float
 
 
+@quick
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
     """One turn. Times are seconds on the run's clock; None if the turn did not get that far.
