@@ -39,6 +39,7 @@ from tenuto.core.types import (
     TakenBy,
     Turn,
     Yields,
+    quick,
 )
 from tenuto.core.wishes import Wish
 
@@ -82,6 +83,7 @@ class LeaseState:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
     """A lease began."""
@@ -90,6 +92,7 @@ class LeaseGranted:
     now_s: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class LeaseRefused:
     """A finished turn got no lease."""
@@ -99,6 +102,7 @@ class LeaseRefused:
     now_s: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class LeaseTruncated:
     """The last blocks of a lease were reclaimed; the lease keeps the others."""
@@ -109,6 +113,7 @@ class LeaseTruncated:
     now_s: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
     """A lease ended: it released all its blocks and left the table."""
