@@ -134,10 +134,12 @@ def choose_step_tokens(
         delays = {size: delay for size, (speed, delay) in zip(sizes, looks, strict=True) if speed >= enough}
         longest = SLACK * min(delays.values())
         return next(size for size, delay in delays.items() if delay <= longest)
-    looks = [look(size, num_decoding) for size in sizes]
     # Weighted seconds that turns wait for one more prompt token; infinite if prompts wait too long.
-    waits = []
-    for speed, delay in looks:
+    waits, fast = [], 0
+    for size in sizes:
+        speed, delay = look(size, num_decoding)
+        if not fast and speed >= most / SLACK:
+            fast = size
         left = speed - rate
         if left <= 0 or left < (most - rate) / PATIENCE:
             waits.append(math.inf)
@@ -145,7 +147,6 @@ def choose_step_tokens(
             waits.append(prompt_weight / left + num_decoding * delay)
     longest = SLACK * min(waits)
     best = max([size for size, wait in zip(sizes, waits, strict=True) if wait <= longest])
-    fast = min([size for size, (speed, _) in zip(sizes, looks, strict=True) if speed >= most / SLACK])
     return min(best, fast)
 
 
