@@ -156,8 +156,9 @@ class SteppedEngine:
         self.fast_forwards = fast_forwards
         """Whether a stretch of steps without events is advanced in one piece. The result is the same."""
         self.joins_stretches = False
-        """Whether a stretch follows another one at once, although a lease expired or gave up blocks, or the
-        policy was told of a tick. The result is the same, but the engine wakes less often."""
+        """Whether a step follows another one at once, if no turn finished, and a stretch another stretch,
+        although a lease expired or gave up blocks, or the policy was told of a tick. The result is the same,
+        but the engine wakes less often."""
         self.on_step: Callable[[Step, float], None] | None = None
         """Called with each scheduled step and the time, except for steps of a stretch."""
         self._step_cost = step_cost
@@ -182,11 +183,15 @@ class SteppedEngine:
         if self._stretch:
             self._end_stretch(math.inf)
         if place == ENDS:
+            num_requests = len(self.scheduler.state.requests)
             self._end_step()
-            self.next_wake = Wake(self.now_s, STARTS)
-        else:
-            self.now_s = max(self.now_s, at_s)
-            self.next_wake = self._schedule_on(horizon_s, plans=plans)
+            has_finished = len(self.scheduler.state.requests) < num_requests
+            if has_finished or not self.joins_stretches or self.now_s >= horizon_s:
+                # Other events of this moment, such as the next turn of a job that has no pause, come first.
+                self.next_wake = Wake(self.now_s, STARTS)
+                return
+        self.now_s = max(self.now_s, at_s)
+        self.next_wake = self._schedule_on(horizon_s, plans=plans)
 
     # What comes from outside.
 
