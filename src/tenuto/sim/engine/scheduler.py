@@ -72,6 +72,7 @@ class Scheduler:
         self.config = config
         self._by_priority = config.order == "priority"
         self._has_drafts = config.num_draft_tokens > 0
+        self._has_states = config.kv.has_states
         self._is_async = config.max_steps_in_flight > 1
         self.kv = kv = KvCache(
             config.kv,
@@ -367,13 +368,15 @@ class Scheduler:
 
         Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's scheduler.py.
         """
-        running = self.state.running
+        running, has_slots = self.state.running, self.kv.has_slots
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
             num_new_tokens = self._count_new_tokens(request, step)
             if num_new_tokens:
-                while not self._try_allocate(request, num_new_tokens, None):
+                while not has_slots(request, num_new_tokens) and not self._try_allocate(
+                    request, num_new_tokens, None
+                ):
                     victim_id = self.driver.get_victim([each.turn_id for each in running], self.state.now_s)
                     victim = running[-1] if victim_id is None else self.state.requests[victim_id]
                     self._preempt(step, victim, gives_back=False)
@@ -479,7 +482,7 @@ class Scheduler:
         `start`: its computed tokens. `shared_tokens`: where its prompt stops matching other prompts.
         """
         config = self.config
-        if not config.kv.has_states:
+        if not self._has_states:
             return num_tokens
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if start >= prefill_end:
