@@ -118,10 +118,9 @@ def _run_simulate(given: Given) -> int:
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.compare import make_stock
     from tenuto.sim.fidelity import get_error
-    from tenuto.sim.run import Extras, Occupancy, run, write_run
+    from tenuto.sim.run import GC_THRESHOLD, Extras, Occupancy, run, write_run
 
-    # A simulation makes hardly any cycles, and this process makes one or two. So almost never look for them.
-    gc.set_threshold(1_000_000)
+    gc.set_threshold(*GC_THRESHOLD)
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
     load = given.read(LoadOptions)
