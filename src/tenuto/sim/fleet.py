@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.dispatcher import Dispatcher, DispatchStats
@@ -17,6 +17,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.core.loader import load_router
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.router import NO_TOKENS, EngineInfo, EngineMetrics, Router, Sending
+from tenuto.records.metrics import group_by
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.event_loop import ENDS, SteppedEngine
@@ -141,7 +142,6 @@ class FleetFront(Front):
         """
         super().__init__(simulation)
         self.members = Members(make_engine, simulation)
-        self.counts: dict[str, EngineCounts] = {}
         self.num_copies_refused = 0
         """Copies of KV that found no room."""
         self.dispatcher = make_dispatcher()
@@ -191,19 +191,12 @@ class FleetFront(Front):
 
     def finish(self, turn: LiveTurn) -> None:
         """A turn is done."""
-        assert turn.engine is not None and turn.engine.name is not None
-        request, (job, index, _) = turn.request, turn.due
-        counts = self.counts[turn.engine.name]
-        counts.num_turns += 1
-        counts.num_jobs += index == len(job.turns) - 1
-        counts.num_computed_tokens += request.num_prompt_tokens - turn.num_hit_tokens
-        counts.num_output_tokens += request.num_output_tokens
         self._outbox += self.dispatcher.finish(
             turn.turn_id,
             self._loop.now_s,
-            request.num_output_tokens,
+            turn.request.num_output_tokens,
             num_hit_tokens=turn.num_hit_tokens,
-            is_last=request.hints.is_last,
+            is_last=turn.request.hints.is_last,
         )
 
     def settle(self) -> None:
@@ -268,7 +261,6 @@ class FleetFront(Front):
 
     def _welcome(self, name: str) -> None:
         """An engine takes turns from now on."""
-        self.counts.setdefault(name, EngineCounts())
         self._outbox += self.dispatcher.join(self.members.infos[name], self._loop.now_s)
 
     def _suffer(self, fault: Fault) -> None:
@@ -315,7 +307,10 @@ class FleetFront(Front):
 
     def summarise(self) -> dict[str, Any]:
         """What the fleet did, per engine and in total, in JSON types: see docs/fleet.md."""
-        members = self.members
+        members, records = self.members, self._simulation.records
+        by_engine = group_by(records, lambda turn: turn.engine)
+        last_turns = {turn.job: turn for turn in sorted(records, key=lambda turn: turn.turn)}
+        num_jobs = Counter(turn.engine for turn in last_turns.values())
         dispatchers = (*self._dispatchers_before, self.dispatcher)
         counts_of_each = (dataclasses.astuple(each.stats) for each in dispatchers)
         stats = DispatchStats(*map(sum, zip(*counts_of_each, strict=True)))
@@ -327,16 +322,17 @@ class FleetFront(Front):
         engines = [
             {
                 "name": name,
-                "speed": members.infos[name].speed,
-                "kv_tokens": members.infos[name].num_kv_tokens,
-                "jobs": counts.num_jobs,
-                "turns": counts.num_turns,
-                "computed_tokens": counts.num_computed_tokens,
-                "output_tokens": counts.num_output_tokens,
+                "speed": info.speed,
+                "kv_tokens": info.num_kv_tokens,
+                "jobs": num_jobs[name],
+                "turns": len(turns),
+                "computed_tokens": sum((turn.prompt_tokens or 0) - (turn.hit_tokens or 0) for turn in turns),
+                "output_tokens": sum(turn.output_tokens or 0 for turn in turns),
                 "busy_s": busy_s[name],
                 "died": name in members.died,
             }
-            for name, counts in self.counts.items()
+            for name, info in members.infos.items()
+            for turns in [by_engine.get(name, [])]
         ]
         return {
             "engines": engines,
@@ -350,17 +346,6 @@ class FleetFront(Front):
             "resent": stats.num_resent,
             "router_faults": sum(sum(each.faults.values()) for each in dispatchers),
         }
-
-
-@dataclass
-class EngineCounts:
-    """What one engine did in a run."""
-
-    num_turns: int = 0
-    num_jobs: int = 0
-    """Jobs whose last turn it answered."""
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
 
 
 class Members:
