@@ -15,8 +15,7 @@ from experiments.figures import page
 from experiments.figures.figures import FIGURES, IN_TIME, MEAN, PAPER, PLAIN, Claim, Figure, Panel
 from experiments.figures.points import keep, make_points
 from experiments.json_lines import read_lines
-from tenuto.sim.fleet import check_fleet
-from tenuto.sim.machine import build
+from tenuto.sim.fleet import check_machines
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -33,11 +32,7 @@ def test_every_figure_has_cells_that_can_be_built(name: str) -> None:
     assert {place.panel for place, _ in quick} == {place.panel for place, _ in full}
     setups = {(cell.setup.policy, str(cell.setup.options)): cell.setup for _, cell in quick}
     for setup in setups.values():
-        setup = replace(setup, step_cost="roofline")
-        if setup.fleet is not None:
-            check_fleet(setup)
-        else:
-            build(setup)
+        check_machines(replace(setup, step_cost="roofline"))
 
 
 def test_the_papers_figures_have_its_policies() -> None:

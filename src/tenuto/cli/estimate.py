@@ -25,7 +25,7 @@ from tenuto.sim.estimate import (
     make_load,
     suggest_next,
 )
-from tenuto.sim.hardware.gpus import GPUS, get_gpu
+from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.plan import SeedRunner
 from tenuto.sim.run import Extras
 from tenuto.sim.setup import Setup
@@ -65,7 +65,7 @@ def run(given: Given) -> int:
     options = given.read(EstimateOptions)
     seeds = tuple(dict.fromkeys(options.seeds))
     facts = {name: value for name, value in _ask(options).items() if not given.has(name)}
-    setup = given.read(Setup, gpu=get_gpu(options.gpu).name, fleet=None, **facts)
+    setup = given.read(Setup, gpu=options.gpu, fleet=None, **facts)
     load = given.read(LoadOptions, workload=options.workload, jps=options.jps, seed=seeds[0])
     load = make_load(setup, load, options.machines)
     sample = Extras(workload=take_sample(load))

@@ -147,10 +147,7 @@ def run(given: Given) -> int:
 
 def _check_prices(prices: Mapping[str, float], setups: Iterable[Setup]) -> None:
     """Raise ConfigError for the price of a GPU that no plan has."""
-    planned = set()
-    for setup in setups:
-        servers = setup.fleet.servers if setup.fleet is not None else ("",)
-        planned |= {server or setup.gpu for server in servers}
+    planned = {gpu for setup in setups for gpu in setup.engine_gpus}
     for gpu in prices:
         if gpu not in planned:
             raise ConfigError(f"--price of {gpu}: no plan has that GPU, only {', '.join(sorted(planned))}")

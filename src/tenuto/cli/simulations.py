@@ -16,7 +16,7 @@ from tenuto.core.console import Progress
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.records.files import writing
-from tenuto.sim.hardware.gpus import GPUS, get_gpu
+from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.server import ServerOptions
 from tenuto.sim.setup import FleetOptions, Setup
 from tenuto.workload.load import LoadOptions
@@ -37,8 +37,7 @@ class PolicyOptions(Options):
         """The setup of the machine with this policy."""
         options = parse_policy_options(self.options, self.policy)
         fleet = given.read(FleetOptions).make_fleet()
-        setup = given.read(Setup, policy=self.policy, options=options, fleet=fleet)
-        return replace(setup, gpu=get_gpu(setup.gpu).name)
+        return given.read(Setup, policy=self.policy, options=options, fleet=fleet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +62,12 @@ class GridOptions(Options):
         `known`: options of the fleet that are not from the command line.
         """
         fleets = given.read(FleetOptions, **known).make_fleets()
-        gpus = [get_gpu(name) for name in self.gpus]
         options = {
             policy: parse_policy_options(self.options, policy, self.policies) for policy in self.policies
         }
         return [
-            given.read(Setup, gpu=gpu.name, policy=policy, options=options[policy], fleet=fleet)
-            for gpu in gpus
+            given.read(Setup, gpu=gpu, policy=policy, options=options[policy], fleet=fleet)
+            for gpu in self.gpus
             for policy in self.policies
             for fleet in fleets
         ]

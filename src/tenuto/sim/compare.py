@@ -43,10 +43,10 @@ from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_know
 from tenuto.records.schema import get_config
 from tenuto.records.text import comes_from, is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
-from tenuto.sim.fleet import check_fleet
-from tenuto.sim.machine import build, check_step_costs, get_max_num_batched_tokens
+from tenuto.sim.fleet import check_machines
+from tenuto.sim.machine import check_step_costs, get_max_num_batched_tokens
 from tenuto.sim.run import GC_THRESHOLD, NO_EXTRAS, Extras, run
-from tenuto.sim.setup import Setup, name_gpus
+from tenuto.sim.setup import Setup
 from tenuto.workload.load import GENERATORS, LoadOptions, make_workload
 from tenuto.workload.schema import Workload
 
@@ -70,7 +70,7 @@ class Cell:
         A policy or router of the user's that has no file gets a digest that no other cell has.
         """
         setup, load, given = self.setup, self.load, self.extras.workload
-        router = "" if setup.fleet is None else setup.fleet.router
+        router = setup.router or ""
         of_router = {} if setup.fleet is None else setup.fleet.router_options
         named = {
             f"{whose} option {key}": value
@@ -101,12 +101,10 @@ class Cell:
         """Its name in the progress output."""
         load = "" if self.load.jps is None else f" {self.load.jps:g}/s"
         setup = self.setup
-        router = "" if setup.fleet is None else f"@{setup.fleet.router}"
         steps = "" if setup.step_tokens is None else f" @{setup.step_tokens}"
         kept = "" if setup.keep_kv else " keeping no KV"
-        return (
-            f"{name_gpus(setup, setup.gpu)} {setup.policy}{steps}{kept}{router}{load} seed {self.load.seed}"
-        )
+        what = f"{setup.policy}{steps}{kept}{setup.at_router}"
+        return f"{setup.gpu_names} {what}{load} seed {self.load.seed}"
 
 
 def _digest_workload(workload: Workload) -> str:
@@ -138,8 +136,7 @@ def check_cells(cells: Sequence[Cell]) -> list[str]:
     machines = {json.dumps(get_config(cell.setup, LoadOptions())): cell for cell in cells}.values()
     notes: list[str] = []
     for cell in machines:
-        setup, policy = cell.setup, cell.extras.policy
-        notes += check_fleet(setup, policy) if setup.fleet is not None else build(setup, policy).notes
+        notes += check_machines(cell.setup, cell.extras.policy)
     for load in dict.fromkeys(cell.load for cell in cells if cell.extras.workload is None):
         make_workload(load)
     return notes

@@ -76,9 +76,8 @@ def get_margin(setup: Setup) -> float:
     For a roofline it is at least that of tables which were never compared with their GPU, because a roofline
     was compared in three cells only.
     """
-    servers = setup.fleet.servers if setup.fleet is not None else ()
     margins = [LEAST_MARGIN]
-    for gpu in {server or setup.gpu for server in servers or ("",)}:
+    for gpu in set(setup.engine_gpus):
         step_cost = build(replace(setup, gpu=gpu, fleet=None)).step_cost_name
         error = get_error(gpu, "stock", step_cost)
         margins += [-error.low, -TABLES_ONLY.low if error is ROOFLINE else 0.0]

@@ -38,13 +38,15 @@ MakeEngine = Callable[[str, str, float], tuple[SteppedEngine, EngineInfo]]
 """Makes an engine with this name, on this GPU ("" for the first engine's GPU), that joins at this time."""
 
 
-def build_servers(setup: Setup, policy: Policy | None) -> tuple[list[Machine], list[Machine]]:
-    """The machines of the servers, and of those that join later. Raises ConfigError or PolicyError."""
-    assert setup.fleet is not None
+def build_machines(setup: Setup, policy: Policy | None) -> tuple[list[Machine], list[Machine]]:
+    """The machines of a setup, and those that join a fleet later. Raises ConfigError or PolicyError."""
     check_step_costs([setup])
-    machines = [_build_one(setup, gpu, policy) for gpu in setup.fleet.servers]
-    faults = map(read_fault, setup.fleet.faults)
-    return machines, [_build_one(setup, fault.what, policy) for fault in faults if fault.kind == "join"]
+    faults = map(read_fault, () if setup.fleet is None else setup.fleet.faults)
+    joining = [fault.what for fault in faults if fault.kind == "join"]
+    return (
+        [_build_one(setup, gpu, policy) for gpu in setup.engine_gpus],
+        [_build_one(setup, gpu, policy) for gpu in joining],
+    )
 
 
 def _build_one(setup: Setup, gpu: str, policy: Policy | None) -> Machine:
@@ -96,13 +98,11 @@ def add_fleet(
     return front
 
 
-def check_fleet(setup: Setup, policy: Policy | None = None) -> list[str]:
-    """Build a fleet's servers and its router once. Returns the machines' notes. Raises as `add_fleet`."""
-    fleet = setup.fleet
-    assert fleet is not None
-    if fleet.router != IDEAL:
-        load_router(fleet.router, fleet.router_options)
-    machines, joining = build_servers(setup, policy)
+def check_machines(setup: Setup, policy: Policy | None = None) -> list[str]:
+    """Build a setup's machines, and its router, once. Returns the machines' notes. Raises as `add_fleet`."""
+    if setup.fleet is not None and setup.fleet.router != IDEAL:
+        load_router(setup.fleet.router, setup.fleet.router_options)
+    machines, joining = build_machines(setup, policy)
     return [note for machine in (*machines, *joining) for note in machine.notes]
 
 

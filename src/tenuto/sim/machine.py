@@ -160,8 +160,7 @@ def check_step_costs(setups: Iterable[Setup]) -> None:
     for setup in setups:
         source, _ = split_variant(setup.step_cost)
         if source is not None and source not in BACKENDS and Path(source).is_file():
-            servers = setup.fleet.servers if setup.fleet is not None else ("",)
-            gpus.setdefault(source, set()).update(get_gpu(gpu or setup.gpu).name for gpu in servers)
+            gpus.setdefault(source, set()).update(setup.engine_gpus)
     for path, kinds in gpus.items():
         if len(kinds) > 1:
             raise ConfigError(

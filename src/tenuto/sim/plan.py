@@ -34,7 +34,7 @@ from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
-from tenuto.sim.setup import Setup, name_gpus
+from tenuto.sim.setup import Setup
 from tenuto.sim.steady import (
     MISSED,
     VERDICTS,
@@ -337,7 +337,7 @@ class Plan:
             "gpu": self.setup.gpu,
             "model": self.setup.model,
             "policy": self.setup.policy,
-            "router": None if self.setup.fleet is None else self.setup.fleet.router,
+            "router": self.setup.router,
             "num_machines": self.num_machines,
             "num_gpus": self.num_gpus,
             "usd_per_hour": self.usd_per_hour,
@@ -428,10 +428,10 @@ def _get_price(plan: Plan, prices: Mapping[str, float]) -> float | None:
     """Dollars per hour of all GPUs of a plan; None if one of its prices is not known."""
     if plan.num_machines is None:
         return None
-    servers = plan.setup.fleet.servers if plan.setup.fleet is not None else ()
-    if len(servers) != plan.num_machines:
-        servers = ("",) * plan.num_machines
-    known = [prices.get(gpu or plan.setup.gpu) for gpu in servers]
+    gpus = plan.setup.engine_gpus
+    if len(gpus) != plan.num_machines:
+        gpus = (plan.setup.gpu,) * plan.num_machines
+    known = [prices.get(gpu) for gpu in gpus]
     return plan.setup.tp * sum(price or 0.0 for price in known) if None not in known else None
 
 
@@ -740,7 +740,7 @@ def format_meaning(plans: Sequence[Plan]) -> str:
 
 
 def _get_kind(plan: Plan) -> tuple[str, str | None]:
-    return name_gpu(plan), plan.setup.fleet.router if plan.setup.fleet is not None else None
+    return name_gpu(plan), plan.setup.router
 
 
 def _describe_kind(plans: Sequence[Plan]) -> str:
@@ -782,12 +782,12 @@ def _describe_ratio(ratio: float) -> str:
 def name_gpu(plan: Plan) -> str:
     """The kind of GPU, or the kinds if several were given."""
     kinds = set(plan.setup.fleet.servers) if plan.setup.fleet is not None else {""}
-    return plan.setup.gpu if kinds == {""} else name_gpus(plan.setup, plan.setup.gpu)
+    return plan.setup.gpu if kinds == {""} else plan.setup.gpu_names
 
 
 def name_policy(plan: Plan) -> str:
     """The policy, and the router if one was simulated."""
-    return plan.setup.policy + ("" if plan.setup.fleet is None else f"@{plan.setup.fleet.router}")
+    return plan.setup.policy + plan.setup.at_router
 
 
 def _name_gpus(plan: Plan) -> str:

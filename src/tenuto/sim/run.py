@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import platform
 import sys
 import time
@@ -26,10 +25,10 @@ from tenuto.sim.cost.batch import StepBatch, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
-from tenuto.sim.fleet import FleetFront, add_fleet, build_servers
+from tenuto.sim.fleet import FleetFront, add_fleet, build_machines
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.machine import Machine, build
-from tenuto.sim.setup import Setup, name_gpus
+from tenuto.sim.machine import Machine
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.workload import Workload
 from tenuto.workload.hints import HINTS
@@ -112,8 +111,8 @@ def run(
         goodput_limits_ms=parse_limits(load.goodput),
         turns=TurnCounts(planned=len(turns), ok=len(turns), refused=prepared.num_cut),
         simulated=True,
-        policy=(extras.label or setup.policy) + ("" if setup.fleet is None else f"@{setup.fleet.router}"),
-        gpu=name_gpus(setup, machine.gpu.name),
+        policy=(extras.label or setup.policy) + setup.at_router,
+        gpu=setup.gpu_names,
         model=machine.model.name,
         workload=load.workload,
         jps=load.jps,
@@ -184,52 +183,37 @@ def prepare(
     if setup.fleet is not None and (log is not None or extras.trace is not None):
         raise ConfigError("a trace is of one engine: leave --trace or --servers out")
     given = make_workload(load) if extras.workload is None else extras.workload
+    machines, joining = build_machines(setup, extras.policy)
+    # A turn may reach any engine, also one that joins later.
+    caches = [each.make_scheduler().kv for each in (*machines, *joining)]
+    workload, num_cut = truncate_to_fit(given, min(caches, key=KvCache.count_most_tokens))
+    if not workload.jobs:
+        where = "this machine" if setup.fleet is None else "these machines"
+        raise ConfigError(f"{workload.name}: nothing to run: none of its {num_cut} turns fits {where}")
+    clients = Clients(workload, load.users, load.keeps_arrivals, HINTS[load.hints])
+    machine = machines[0]
     if setup.fleet is not None:
-        return _prepare_fleet(setup, load, given, extras, watch)
-    machine = build(setup, copy.deepcopy(extras.policy))
+        simulation = Simulation(clients, watch)
+        fleet = add_fleet(
+            simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
+        )
+        # The first machine stands for all: it gets the notes and step times of each. A roofline comes first.
+        names = {each.step_cost_name for each in machines}
+        sources = sorted(names, key=lambda name: (not name.startswith("roofline"), name))
+        notes = tuple(dict.fromkeys(note for each in machines for note in each.notes))
+        first = replace(machine, step_cost_name=", ".join(sources), notes=notes)
+        return Prepared(simulation, workload, num_cut, first, fleet)
     if extras.limits is not None:
         machine = replace(machine, limits=extras.limits)
-    scheduler = machine.make_scheduler(log, strict=extras.strict)
-    workload, num_cut = _truncate(given, scheduler.kv, "this machine")
     if isinstance(machine.policy, Oracle):
         machine.policy.set_oracle(workload.jobs)
-    simulation = Simulation.of_one(scheduler, machine.step_cost, _make_clients(workload, load), watch)
+    scheduler = machine.make_scheduler(log, strict=extras.strict)
+    simulation = Simulation.of_one(scheduler, machine.step_cost, clients, watch)
     if extras.trace is not None:
         (engine,) = simulation.engines
         engine.on_step = StepTracer(extras.trace, scheduler, engine.count_in_flight).record
         engine.fast_forwards = False
     return Prepared(simulation, workload, num_cut, machine)
-
-
-def _prepare_fleet(
-    setup: Setup, load: LoadOptions, given: Workload, extras: Extras, watch: Watch | None
-) -> Prepared:
-    machines, joining = build_servers(setup, extras.policy)
-    # A turn may reach any engine, also one that joins later.
-    caches = [each.make_scheduler().kv for each in (*machines, *joining)]
-    smallest = min(caches, key=KvCache.count_most_tokens)
-    workload, num_cut = _truncate(given, smallest, "these machines")
-    simulation = Simulation(_make_clients(workload, load), watch)
-    fleet = add_fleet(
-        simulation, setup, machines, policy=extras.policy, oracle=workload.jobs, strict=extras.strict
-    )
-    # The first machine stands for all: it gets the notes and step times of each. A roofline comes first.
-    names = {each.step_cost_name for each in machines}
-    sources = sorted(names, key=lambda name: (not name.startswith("roofline"), name))
-    notes = tuple(dict.fromkeys(note for each in machines for note in each.notes))
-    first = replace(machines[0], step_cost_name=", ".join(sources), notes=notes)
-    return Prepared(simulation, workload, num_cut, first, fleet)
-
-
-def _make_clients(workload: Workload, load: LoadOptions) -> Clients:
-    return Clients(workload, load.users, load.keeps_arrivals, HINTS[load.hints])
-
-
-def _truncate(workload: Workload, kv: KvCache, machines: str) -> tuple[Workload, int]:
-    workload, num_cut = truncate_to_fit(workload, kv)
-    if not workload.jobs:
-        raise ConfigError(f"{workload.name}: nothing to run: none of its {num_cut} turns fits {machines}")
-    return workload, num_cut
 
 
 def get_versions() -> dict[str, str]:

@@ -179,8 +179,31 @@ class Setup(Options):
     fleet: Fleet | None = None
     """Several engines behind a router instead of one. The other options describe each of them."""
 
+    @property
+    def router(self) -> str | None:
+        """The router's name; None for one engine."""
+        return None if self.fleet is None else self.fleet.router
+
+    @property
+    def at_router(self) -> str:
+        """What a policy's name is followed by: `@round-robin`; nothing for one engine."""
+        return "" if self.fleet is None else f"@{self.fleet.router}"
+
+    @property
+    def engine_gpus(self) -> tuple[str, ...]:
+        """The GPU of each engine."""
+        return (self.gpu,) if self.fleet is None else tuple(gpu or self.gpu for gpu in self.fleet.servers)
+
+    @property
+    def gpu_names(self) -> str:
+        """The GPUs of all engines: `H100` for one engine, else `4xH100`, or `2xH100+4xL40S`."""
+        if self.fleet is None:
+            return self.gpu
+        return "+".join(f"{count}x{name}" for name, count in Counter(self.engine_gpus).items())
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "gpu", get_gpu(self.gpu).name)  # it may be in lower case
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.prefill_schedule_interval > 1 and self.vllm == "0.32":
             raise ConfigError(
@@ -210,14 +233,6 @@ def write_options(setup: Setup) -> list[str]:
         else:
             words += [flag, str(value).removesuffix(".0") if isinstance(value, float) else str(value)]
     return words
-
-
-def name_gpus(setup: Setup, gpu: str) -> str:
-    """The GPUs of a setup: `H100`, or `4xH100`, or `2xH100+4xL40S`."""
-    if setup.fleet is None:
-        return gpu
-    counts = Counter(each or setup.gpu for each in setup.fleet.servers)
-    return "+".join(f"{count}x{name}" for name, count in counts.items())
 
 
 # Fleets.
