@@ -153,46 +153,29 @@ def run_grid(
 ) -> tuple[list[Record], list[Record]]:
     """The records of some cells, and of the further runs that `make_arms` asked for.
 
-    `folder`: where results are read and kept; None to keep none. `tell`: called with each record as it comes.
+    `folder`: where results are read and kept; None to keep none. The record of a cell that another version
+    made, or that named a file which has changed since, is replaced. `tell`: called with each record as it
+    comes. Raises ConfigError if results cannot be written.
     """
-    records: dict[str, Record] = {}
-    every = [*cells, *arms]
-    for cell, record in run_cells(every, folder, workers, ray) if folder else _run(every, workers):
+    every = {cell.key: cell for cell in (*cells, *arms)}
+    done = {} if folder is None else read_results(folder)
+    records = {key: done[key] for key in every if key in done}
+    for key, record in records.items():
+        tell(every[key], record)
+    missing = [cell for key, cell in every.items() if key not in done]
+    again = {_make_key(get_config(cell.setup, cell.load)) for cell in missing}
+    kept = [record for record in done.values() if _make_key(record["config"]) not in again]
+    if folder is not None and len(kept) < len(done):
+        with writing(folder / RESULTS):
+            write_whole(folder / RESULTS, "".join(json.dumps(record) + "\n" for record in kept))
+    for cell, record in run_each(run_cell, missing, workers, ray, lambda cell: cell.load.jps or 0):
+        if folder is not None:
+            record = {**record, "files": cell.files} if cell.files else record
+            with writing(folder / RESULTS), open(folder / RESULTS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
         records[cell.key] = record
         tell(cell, record)
     return [records[cell.key] for cell in cells], [records[cell.key] for cell in arms]
-
-
-def run_cells(
-    cells: Iterable[Cell], folder: Path, workers: int | None = None, ray: str | None = None
-) -> Iterator[tuple[Cell, Record]]:
-    """Run the cells that are not done yet. Yields each record as it comes and appends it to the results.
-
-    It replaces the record of a cell that another version made, or that named a file which has changed since.
-    Raises ConfigError if that cannot be written.
-    """
-    done = read_results(folder)
-    missing = []
-    for cell in cells:
-        if cell.key in done:
-            yield cell, done[cell.key]
-        else:
-            missing.append(cell)
-    path = folder / RESULTS
-    again = {_make_key(get_config(cell.setup, cell.load)) for cell in missing}
-    kept = [record for record in done.values() if _make_key(record["config"]) not in again]
-    if len(kept) < len(done):
-        with writing(path):
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-    for cell, record in _run(missing, workers, ray):
-        record = {**record, "files": cell.files} if cell.files else record
-        with writing(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        yield cell, record
-
-
-def _run(cells: Sequence[Cell], workers: int | None, ray: str | None = None) -> Iterator[tuple[Cell, Record]]:
-    return run_each(run_cell, cells, workers, ray, lambda cell: cell.load.jps or 0)
 
 
 def run_each(
