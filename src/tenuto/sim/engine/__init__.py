@@ -21,7 +21,11 @@ from tenuto.sim.tiers.offloader import Offload
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of the scheduler and of the cache. Raises ConfigError for values that make no sense."""
+    """The settings of the scheduler and of the cache.
+
+    `tenuto.sim.setup.Setup` checks what users give. Raises ConfigError for values that do not fit together,
+    and for those that a policy wants.
+    """
 
     kv: KvConfig
     max_num_batched_tokens: int = 8192
@@ -56,17 +60,10 @@ class EngineConfig:
         return get_max_step_tokens(self.step_tokens, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
-        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_steps_in_flight) < 1:
-            raise ConfigError(f"a step needs tokens, and requests and steps must be 1 or more: {self}")
         check_step_tokens(self.step_tokens, "step_tokens")
-        is_whole = self.offload is None or self.offload_chunk_tokens % self.kv.block_size == 0
-        if self.offload_chunk_tokens < 1 or not is_whole:
+        if self.offload is not None and self.offload_chunk_tokens % self.kv.block_size:
             raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
-        if self.long_prefill_token_threshold < 0 or self.num_draft_tokens < 0:
-            raise ConfigError(f"thresholds and numbers of drafts must not be negative: {self}")
-        if self.prefill_schedule_interval < 1:
-            raise ConfigError(f"prefill_schedule_interval must be 1 or more: {self}")
-        if self.prefill_schedule_interval > 1 and self.kv.vllm_release == "0.32":
-            raise ConfigError("vLLM 0.32 has a prefill_schedule_interval under data parallelism only")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(f"long_prefill_token_threshold must not be negative: {self}")
         if self.kv.has_states and self.num_draft_tokens:
             raise ConfigError(f"drafts are not simulated for models with recurrent states: {self}")

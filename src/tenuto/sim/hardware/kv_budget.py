@@ -71,11 +71,6 @@ class ProfileRun:
     non_torch_bytes: int = NON_TORCH_BYTES
     cuda_graph_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        for field, value in vars(self).items():
-            if value < 0:
-                raise ConfigError(f"{field} must not be negative: {value}")
-
 
 def default_profile_run(gpu: Gpu, release: Literal["0.32", "0.33"] = "0.32") -> ProfileRun:
     """The defaults of vLLM's API server on that GPU; those of 0.32 are those of 0.30 and 0.31 too.
@@ -146,8 +141,6 @@ class KvBudget:
 
     def num_blocks(self, block_size: int = 16) -> int:
         """Blocks of `block_size` tokens that fit."""
-        if block_size < 1:
-            raise ConfigError(f"block_size must be 1 or more: {block_size}")
         return self.kv_bytes // (block_size * self.kv_bytes_per_token)
 
     def explain(self) -> str:
@@ -171,11 +164,8 @@ def kv_budget(
     """Where the memory of one GPU of `tp` goes at this `gpu_memory_utilization`, as vLLM computes it.
 
     `profile` is vLLM's default for that GPU unless given. Raises ModelTooLargeError if the model leaves no
-    memory for the KV cache, ConfigError for a utilization not in (0, 1] or a `tp` that does not divide the
-    model's heads.
+    memory for the KV cache, ConfigError for a `tp` that does not divide the model's heads.
     """
-    if not 0 < utilization <= 1:
-        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1: {utilization}")
     run = profile or default_profile_run(gpu)
     # The rotary table: one row of cosines and sines per position.
     rotary_bytes = int(model.max_model_len * model.head_dim * DTYPE_BYTES[model.base_dtype])

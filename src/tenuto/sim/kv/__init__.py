@@ -20,7 +20,7 @@ from tenuto.core.windows import STATE, Layers
 
 @dataclass(frozen=True, kw_only=True)
 class KvConfig:
-    """Size and shape of the KV cache. Raises ConfigError for values that make no sense."""
+    """Size and shape of the KV cache. Raises ConfigError as `EngineConfig`."""
 
     vllm_release: Literal["0.32", "0.33"] = "0.32"
     """The release whose decisions are made, also by the scheduler and host memory.
@@ -74,10 +74,8 @@ class KvConfig:
         return STATE in self.windows
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 2 or self.block_size < 1 or self.max_model_len < 2:
-            raise ConfigError(f"num_blocks and max_model_len must be 2 or more, block_size 1 or more: {self}")
         interval = self.retention_interval
-        if interval is not None and (interval < 0 or interval % self.hit_alignment):
+        if interval is not None and interval % self.hit_alignment:
             raise ConfigError(
                 "prefix_cache_retention_interval must be a multiple of the block size "
                 f"({self.hit_alignment}), or None; got {interval}"
