@@ -165,7 +165,7 @@ GOOD = """
             "retain raised ZeroDivisionError('division by zero'); asked with",
         ),
         (("ttl_s: float", "rekey_s = 3.0\n        ttl_s: float"), 1, "Mine.rekey_s: is now needs = Needs("),
-        (("class Mine", "class Other"), 1, "there is no 'Mine' in it"),
+        (("class Mine", "class Other"), 2, "there is no 'Mine' in it"),
         (("@dataclass", ""), 1, "must be a dataclass"),
         (("import Keep", "import Keeep"), 1, "cannot be imported"),
     ],
@@ -192,3 +192,31 @@ def test_a_name_that_is_nearly_one() -> None:
         load_policy("tenut")
     with pytest.raises(PolicyError, match="did you mean offload-async"):
         load_policy("offload-asinc")
+
+
+@pytest.mark.parametrize("command", ["check-policy", "check-router"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tenutoo", "did you mean tenuto?"),
+        ("nowhere.py:Mine", "cannot read the file"),
+        ("no_such_module:Mine", "cannot be imported: ModuleNotFoundError"),
+        ("tenuto.no_such_module:Mine", "cannot be imported: ModuleNotFoundError"),
+        ("tenuto:Nothing", "there is no 'Nothing' in it"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_a_wrong_command(
+    command: str, name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, name]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_policy_that_imports_a_missing_module_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy_of_mine.py").write_text("import policy_of_mine_helper\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("policy_of_mine:Mine", "policy_of_mine.py:Mine"):
+        assert cli.main(["check-policy", name]) == 1
+        assert "policy_of_mine_helper" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.core.errors import PolicyError
+from tenuto.core.errors import NotFoundError, PolicyError
 from tenuto.core.settings import Options, option, parse_policy_options
 
 
@@ -62,6 +62,8 @@ def _run_check(given: Given, check: Callable[[str, Mapping[str, Any]], None]) ->
     options = given.read(CheckOptions)
     try:
         check(options.name, parse_policy_options(options.options, options.name))
+    except NotFoundError:
+        raise
     except PolicyError as error:
         print(f"{options.name}: {error}", file=sys.stderr)
         return 1
@@ -79,7 +81,8 @@ CHECK_POLICY = Command(
     summary="""\
 Check a policy: the names, arguments and answers of its hooks on a grid of inputs, then short simulations
 with little memory, each twice. Takes a few seconds and needs no vLLM.
-Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 for a wrong option.
+Exit status: 0 if nothing is wrong, 1 if the policy breaks its contract, 2 if it is not found
+or an option is wrong.
 """,
     examples="""\
   tenuto check-policy mine.py:Mine --option ttl_s=3
@@ -102,7 +105,8 @@ CHECK_ROUTER = Command(
     summary="""\
 Check a router: the names, arguments and answers of its hooks on a small fleet whose engines join, drain and
 die, twice. Takes a second and needs no vLLM.
-Exit status: 0 if nothing is wrong, 1 if the router breaks its contract, 2 for a wrong option.
+Exit status: 0 if nothing is wrong, 1 if the router breaks its contract, 2 if it is not found
+or an option is wrong.
 """,
     examples="""\
   tenuto check-router mine.py:Mine --option seed=3

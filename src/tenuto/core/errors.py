@@ -23,6 +23,10 @@ class PolicyError(TenutoError):
     """A policy cannot be loaded, or breaks the policy contract."""
 
 
+class NotFoundError(PolicyError):
+    """No policy or router has this name, or its file or module does not exist."""
+
+
 class IntegrityError(TenutoError):
     """An invariant of the block pool or of the leases does not hold; always a bug, never caused by input."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar
 
-from tenuto.core.errors import ConfigError, PolicyError, TenutoError, suggest
+from tenuto.core.errors import ConfigError, NotFoundError, PolicyError, TenutoError, suggest
 from tenuto.core.policy import EngineSettings, Learns, Oracle, Policy
 from tenuto.core.router import Router
 from tenuto.core.settings import check_settings
@@ -98,7 +98,7 @@ class ClassLoader(Generic[T]):
         modules = self._find_modules()
         if name not in modules:
             known = sorted({*modules, *further_names})
-            raise PolicyError(
+            raise NotFoundError(
                 f"no {self.noun} {name!r}; choose one of: {', '.join(known)}; or name your own as "
                 f"file.py:Class or my.module:Class{suggest(name, known)}"
             )
@@ -127,17 +127,19 @@ class ClassLoader(Generic[T]):
         try:
             is_file = module_name.endswith(".py")
             module = _import_file(Path(module_name)) if is_file else _import_module(module_name)
-        except PolicyError as error:
-            raise PolicyError(f"{self.noun} {path!r}: {error}") from error
+        except NotFoundError as error:
+            raise NotFoundError(f"{self.noun} {path!r}: {error}") from error
         except Exception as error:  # importing runs the module, so any error is possible
-            raise PolicyError(f"{self.noun} {path!r} cannot be imported: {error!r}") from error
+            is_missing = isinstance(error, ModuleNotFoundError) and _is_or_contains(error.name, module_name)
+            kind = NotFoundError if is_missing else PolicyError
+            raise kind(f"{self.noun} {path!r} cannot be imported: {error!r}") from error
         cls = getattr(module, class_name, None)
         if cls is None:
             known = [each.__name__ for each in self._get_classes(module)]
             hint = suggest(class_name, known)
             plural = self.package.rpartition(".")[2]
             hint = hint or f"; its {plural} are: {', '.join(known) or 'none'}"
-            raise PolicyError(
+            raise NotFoundError(
                 f"{self.noun} {path!r} cannot be imported: there is no {class_name!r} in it{hint}"
             )
         if not (isinstance(cls, type) and issubclass(cls, self.base)):
@@ -171,6 +173,11 @@ def _get_name_of_class(cls: type) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
 
+def _is_or_contains(package: str | None, module: str) -> bool:
+    """Whether this is the module's name, or that of a package around it."""
+    return package is not None and f"{module}.".startswith(f"{package}.")
+
+
 def _import_module(name: str) -> ModuleType:
     with _working_directory_in_path():
         return importlib.import_module(name)
@@ -196,7 +203,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
-        raise PolicyError(f"cannot read the file: {error.strerror or error}") from error
+        raise NotFoundError(f"cannot read the file: {error.strerror or error}") from error
     name = FILE_MODULE + hashlib.sha256(f"{path}:{changed}".encode()).hexdigest()[:16]
     if name in sys.modules:
         return sys.modules[name]
