@@ -206,3 +206,13 @@ def test_a_malformed_row_is_refused(write_rows, rows, words):
     with pytest.raises(DataError, match=words) as error:
         load_workload(path)
     assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_long_chain_of_parents_is_followed_once(write_rows, step):
+    # In time that grows with the cube of their number, these would take hours.
+    names = [f"s{number}" for number in range(20_000)][::step]
+    parents = [None, *names]
+    rows = [row(name, timestamp=0, parent=parent) for name, parent in zip(names, parents, strict=False)]
+    del rows[0]["parent"]
+    assert [job.parent for job in load_workload(write_rows(*rows[::step])).jobs] == parents[:-1][::step]
