@@ -307,10 +307,19 @@ def test_a_stop_string_is_not_a_disconnect(clock: Clock) -> None:
             return "\n".join({7: "```bash\nls\n```", 9: "STOP"}.get(token, "word") for token in tokens)
 
     scheduler._reader._tokenizer = Words()
-    for name, fourth, sixth in (("stopped", 7, 9), ("gone", 7, 8), ("ReAct", 6, 9)):
+    cases = (
+        ("stopped", 7, 9, 0),
+        ("gone", 7, 8, 0),
+        ("ReAct", 6, 9, 0),
+        ("late stop", 6, 9, 5),
+        ("gone later", 6, 9, 6),  # vLLM ignores the stop string: it is among the first six tokens
+        ("gone early", 6, 9, 20),
+    )
+    for number, (name, fourth, sixth, min_tokens) in enumerate(cases):
         tokens = {3: fourth, 5: sixth}
         engine._sample = lambda request_id, index, tokens=tokens: tokens.get(index, 6)
-        request = make_request(name, [len(name)] * 90, max_tokens=50, xargs={"job_id": name}, stop=["STOP"])
+        sampling = {"stop": ["STOP"], "min_tokens": min_tokens}
+        request = make_request(name, [number] * 90, max_tokens=50, xargs={"job_id": name}, **sampling)
         scheduler.add_request(request)
         for _ in range(7):
             engine.step()
@@ -318,7 +327,7 @@ def test_a_stop_string_is_not_a_disconnect(clock: Clock) -> None:
     engine.run()
     # An agent whose calls are not recognised may run a tool, too.
     leases = {lease.job_id: lease for lease in scheduler.driver.leases}
-    assert list(leases) == ["stopped", "ReAct"]
+    assert list(leases) == ["stopped", "ReAct", "late stop"]
     assert (leases["stopped"].turn.tool.name, leases["ReAct"].turn.tool) == ("ls", None)
     check(engine, idle=True)
 

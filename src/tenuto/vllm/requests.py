@@ -116,8 +116,7 @@ class OutputReader:
 
     def _get_finish(self, request: Any, reads_output: bool) -> Finish:
         num_output_tokens, end = request.num_output_tokens, get_end(request)
-        stop_strings = (request.sampling_params.stop or ()) if request.sampling_params else ()
-        if end == "aborted" and self._ends_with_stop(request, stop_strings):
+        if end == "aborted" and self._ends_with_stop(request):
             # The front end finds stop strings and aborts the request; to the client that is a normal end.
             tool = self._find_tool_call(request) if reads_output else None
             # Agents that send stop strings run a tool there, however they write their calls.
@@ -141,12 +140,17 @@ class OutputReader:
                 return find_tool_call(text)
             num_tail *= 4
 
-    def _ends_with_stop(self, request: Any, stop_strings: Sequence[str]) -> bool:
-        if not stop_strings or not request.num_output_tokens:
+    def _ends_with_stop(self, request: Any) -> bool:
+        params = request.sampling_params
+        if params is None or not params.stop or request.num_output_tokens <= params.min_tokens:
             return False
         # The request may have run for another step or two before the abort arrived.
-        text = self._decode(request.output_token_ids[-TAIL_TOKENS:])
-        return any(stop in text for stop in stop_strings)
+        tail = request.output_token_ids[-TAIL_TOKENS:]
+        text = self._decode(tail)
+        # vLLM ignores stop strings that end within the first `min_tokens`.
+        num_ignored = max(0, params.min_tokens - (request.num_output_tokens - len(tail)))
+        ignored = len(self._decode(tail[:num_ignored])) if num_ignored else 0
+        return any(text.find(stop, max(0, ignored + 1 - len(stop))) >= 0 for stop in params.stop)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:

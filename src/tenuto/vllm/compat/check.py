@@ -96,7 +96,7 @@ PUBLIC = {
         " num_prompt_tokens num_tokens output_token_ids priority prompt_token_ids request_id resumable"
         " sampling_params skip_reading_prefix_cache",
     ),
-    "sampling_params": ("vllm.sampling_params:SamplingParams", "extra_args stop"),
+    "sampling_params": ("vllm.sampling_params:SamplingParams", "extra_args min_tokens stop"),
     "adapter": ("vllm.lora.request:LoRARequest", "lora_name lora_path"),
     "output": (
         "vllm.v1.core.sched.output:SchedulerOutput",
