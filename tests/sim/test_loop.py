@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import pytest
 
 from tenuto.core.loader import get_engine_settings, load_policy
+from tenuto.core.policy import Policy
+from tenuto.core.types import Turn
 from tenuto.records.metrics import make_record
 from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv import KvConfig
+from tenuto.sim.kv.request import Request
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load import LoadOptions, make_workload
@@ -36,6 +42,12 @@ class LinearSteps(StepCost):
 
     def seconds(self, batch: StepBatch) -> float:
         return 0.01 + 2e-5 * batch.num_prefill_tokens + 1e-4 * batch.num_decodes
+
+
+class Deaf:
+    """A listener that does nothing."""
+
+    on_scheduled = on_computed = on_quiet_steps = lambda self, engine, told: None
 
 
 def simulate(
@@ -82,6 +94,38 @@ def test_skipping_quiet_stretches_changes_nothing(policy: str, num_blocks: int) 
     stepped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks, skips=False)
     skipped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks)
     assert skipped == stepped
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_within_a_stretch_counts_the_tokens_that_were_sent(depth: int) -> None:
+    @dataclass
+    class Listening(Policy):
+        ends: dict[str, tuple[int, float, bool]] = field(init=False, default_factory=dict)
+
+        def on_turn_finished(self, turn: Turn, now_s: float) -> None:
+            self.ends[turn.turn_id] = (turn.num_output_tokens, now_s, turn.is_aborted)
+
+    def run(*, skips: bool) -> dict[str, tuple[int, float, bool]]:
+        policy, loop = Listening(), EventLoop()
+        config = EngineConfig(kv=KvConfig(num_blocks=2000), max_steps_in_flight=depth)
+        scheduler = Scheduler(config, policy)
+        engine = SteppedEngine(None, scheduler, LinearSteps(), Deaf(), fast_forwards=skips)
+        loop.plan(engine)
+
+        def at(time_s: float, act: Callable[[float], None]) -> None:
+            loop.add(time_s, lambda: (act(time_s), loop.plan(engine))[1])
+
+        for number in range(12):
+            request = Request(f"t{number}", (Span(f"p{number}", 50),), Span(f"o{number}", 90), 0.0)
+            at(0.01 * number, partial(engine.add_request, request))
+            at(0.5 + 0.0371 * number, partial(engine.abort, request.turn_id))
+        while loop.has_next():
+            loop.step()
+        return policy.ends
+
+    stepped = run(skips=False)
+    assert sum(is_aborted for _, _, is_aborted in stepped.values()) > 8
+    assert run(skips=True) == stepped
 
 
 def test_every_turn_is_served_in_order() -> None:

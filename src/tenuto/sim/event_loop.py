@@ -204,7 +204,8 @@ class SteppedEngine:
     def abort(self, turn_id: str, now_s: float) -> None:
         """The connection of a turn broke; nothing happens if the turn is done."""
         self.catch_up(now_s)
-        self.scheduler.abort(turn_id, now_s)
+        # The last step of a stretch is counted whole, although it ends later: it gave each turn a token.
+        self.scheduler.abort(turn_id, now_s, num_early_tokens=int(self.now_s > now_s))
         self._last_step = None
         self.wake_if_idle(now_s)
 

@@ -188,15 +188,20 @@ class Scheduler:
             self.state.running.remove(request)
             self.state.running.insert(0, request)
 
-    def abort(self, turn_id: str, now_s: float) -> None:
-        """The client of a turn disconnected. Nothing happens if the turn is done."""
+    def abort(self, turn_id: str, now_s: float, *, num_early_tokens: int = 0) -> None:
+        """The client of a turn disconnected. Nothing happens if the turn is done.
+
+        `num_early_tokens`: output tokens that a running turn was given before their time.
+        """
         request = self.state.requests.get(turn_id)
         if request is None:
             return
         state = self.state
         state.now_s = now_s
+        num_output_tokens = request.num_output_tokens
         if request.status is Status.RUNNING:
             state.running.remove(request)
+            num_output_tokens -= num_early_tokens
         elif request in state.loaded:
             state.loaded.remove(request)
         elif request.status in (Status.LOADING, Status.LOADED):
@@ -205,7 +210,7 @@ class Scheduler:
         else:
             state.waiting.remove(request)
         computed = request.num_computed_tokens
-        self._finish(request, Finish(request.num_output_tokens, aborted=True, num_computed_tokens=computed))
+        self._finish(request, Finish(num_output_tokens, aborted=True, num_computed_tokens=computed))
 
     def reset_prefix_cache(self, now_s: float, *, preempt_running: bool = False) -> bool:
         """Forget all cached content, including leases. While requests run, return False and keep the content.
