@@ -79,7 +79,7 @@ def test_a_forged_answer_is_shown(trace: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["replay", "--decisions", str(write(tmp_path / "t", lines))]) == 1
     said = capsys.readouterr().out
     assert f"t:{number + 1}: evict_key was [0.0], is [" in said
-    assert "1 answers differ" in said
+    assert "1 different answer" in said
 
 
 def test_a_server_that_starts_again_begins_with_a_fresh_policy(trace: Path, tmp_path: Path) -> None:

@@ -77,4 +77,4 @@ def test_a_cache_of_unknown_size_cannot_be_filled() -> None:
 def test_prompts_that_stayed_on_the_gpu_are_left_out_and_said() -> None:
     found, said = time(Server(holds=True))
     assert found == []
-    assert "8 copies are left out" in said[-1]
+    assert "left out: 8 copies" in said[-1]

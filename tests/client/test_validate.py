@@ -201,7 +201,9 @@ def test_without_vllm_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_full_gpu_and_a_taken_port_are_found_before_a_server_starts() -> None:
     busy = replace(IDLE, gpu="G", gpu_processes=2)
     monkeypatched = ValidateOptions(model="m", engine="sim")
-    module.check(monkeypatched, busy, ["2 other processes use the GPU"])  # simulated servers do not care
+    module.check(
+        monkeypatched, busy, ["the GPU is used by 2 other processes"]
+    )  # simulated servers do not care
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -236,8 +238,8 @@ def test_time_that_is_up_before_the_first_run_is_an_error(
 
 def test_other_processes_on_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
-    busy, said = replace(IDLE, gpu="G", gpu_processes=2), ["2 other processes use the GPU"]
-    with pytest.raises(TenutoError, match=r"2 other processes use the GPU.*end them"):
+    busy, said = replace(IDLE, gpu="G", gpu_processes=2), ["the GPU is used by 2 other processes"]
+    with pytest.raises(TenutoError, match=r"the GPU is used by 2 other processes.*end them"):
         module.check(ValidateOptions(model="m", port=8199), busy, said)
     module.check(
         ValidateOptions(model="m", port=8199, serve_args=("--gpu-memory-utilization", "0.4")), busy, said
@@ -256,7 +258,7 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path:
     machine, disturbances = module.look_at_machine()
     assert (machine.gpu, machine.driver, machine.gpu_memory_mib) == ("NVIDIA X", "550.1", 81559)
     assert machine.gpu_processes == 2
-    assert disturbances[0] == "2 other processes use the GPU"
+    assert disturbances[0] == "the GPU is used by 2 other processes"
     assert disturbances[-1] == "a GPU was throttled because of heat: check its cooling"
     assert all(line.endswith("-i 3") for line in (tmp_path / "nvidia-smi.log").read_text().splitlines())
 

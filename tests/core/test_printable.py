@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.core.console import count
 from tenuto.core.errors import MAX_MESSAGE_CHARS, DataError, bound_message, clean
 
 
@@ -28,3 +29,11 @@ def test_a_message_keeps_its_lines_its_beginning_and_its_end() -> None:
     assert said.startswith("trace.jsonl:7: xxx")
     assert said.rstrip().endswith("is wrong; try this")
     said.encode()
+
+
+def test_a_number_has_its_noun() -> None:
+    words = [count(number, "run") for number in (0, 1, 2, 1000)]
+    assert words == ["0 runs", "1 run", "2 runs", "1,000 runs"]
+    assert [count(1, "copy"), count(2, "copy"), count(1, "loss"), count(2, "loss")] == [
+        "1 copy", "2 copies", "1 loss", "2 losses",
+    ]  # fmt: skip

@@ -41,7 +41,7 @@ def test_a_sweep_and_its_resumption(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / RESULTS).write_text(before[: before.rindex("{") + 40])
     assert main([*COMPARE, "--out", str(tmp_path)]) == 0
     output = capsys.readouterr()
-    assert "3 of 4 runs are there already" in output.err
+    assert "3 of 4 runs done already" in output.err
     assert len(read_results(tmp_path)) == 4
     assert output.out.count("*") >= 2
 
@@ -71,15 +71,15 @@ def test_what_named_a_file_that_has_changed_is_run_again(
         assert len((out / RESULTS).read_text().splitlines()) == 2
         return capsys.readouterr().err
 
-    assert "there already" not in run()
-    assert "2 of 2 runs are there already" in run()
+    assert "done already" not in run()
+    assert "2 of 2 runs done already" in run()
     policy.write_text(policy.read_text() + "\n# Another one.\n")
-    assert "1 of 2 runs are there already" in run()
+    assert "1 of 2 runs done already" in run()
     table.write_text("[]")
-    assert "1 of 2 runs are there already" in run()
+    assert "1 of 2 runs done already" in run()
     trace.write_text("".join(json.dumps({**row, "session": name}) + "\n" for name in "ab"))
-    assert "there already" not in run()
-    assert "2 of 2 runs are there already" in run()
+    assert "done already" not in run()
+    assert "2 of 2 runs done already" in run()
 
 
 def test_what_another_version_ran_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_what_another_version_ran_is_run_again(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert main([*COMPARE, "--out", str(tmp_path)]) == 0
     output = capsys.readouterr()
-    assert "3 of 4 runs are there already" in output.err and "999" not in output.out
+    assert "3 of 4 runs done already" in output.err and "999" not in output.out
     assert len((tmp_path / RESULTS).read_text().splitlines()) == 4
 
 

@@ -365,7 +365,7 @@ def test_a_machine_that_cuts_jobs_short_comes_after_those_that_do_not() -> None:
     best = get_best([small, large])
     assert best is large
     assert small.to_json()["point"]["cut_turns"] == 7
-    assert "RTX5090 stock: 7 turns are too long for this machine" in format_plans(
+    assert "RTX5090 stock: too long for this machine and left out: 7 turns" in format_plans(
         [small, large], Target(p95_s=20.0)
     )
     assert format_meaning([small, large]) == (

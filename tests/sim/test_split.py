@@ -146,7 +146,7 @@ def test_compare_shows_the_split_unless_told_not_to(
     assert main([*line, "--json"]) == 0
     output = capsys.readouterr()
     assert (
-        "note: 5 runs in addition to the 2 show where a gain comes from; --no-split leaves them out"
+        "note: 5 more runs beside the 2, to show where a gain comes from; --no-split leaves them out"
         in output.err
     )
     assert len(read_results(tmp_path)) == 7
@@ -161,7 +161,7 @@ def test_compare_shows_the_split_unless_told_not_to(
 
     assert main([*line, "--no-split"]) == 0
     output = capsys.readouterr()
-    assert "2 of 2 runs are there already" in output.err
+    assert "2 of 2 runs done already" in output.err
     assert "steps ×" not in output.out
 
 

@@ -197,7 +197,7 @@ def test_a_name_is_no_formula(tmp_path: Path) -> None:
         "jobs_left_out": 7,
     }
     rows, note = join_ranks([rank, rank])
-    assert note == "14 earlier jobs are left out"
+    assert note == "left out: 14 earlier jobs"
     assert rows[0]["turns"] == 2
     write_rows(tmp_path / "l.csv", rows)
     read = read_csv(tmp_path / "l.csv")

@@ -120,7 +120,7 @@ def test_losses_of_each_format_are_told():
         assert "'acme' → None" in told[name]
         assert "'ls -l' → None" in told[name]
         kept = {"weka": "{'ttft_ms': 1.5}"}.get(name, "{}")
-        assert f"other keys: changed 1 times, first {{'ttft_ms': 1.5, 'mine': 1}} → {kept}" in told[name]
+        assert f"other keys: changed 1 time, first {{'ttft_ms': 1.5, 'mine': 1}} → {kept}" in told[name]
     assert "'Task' → 'tool_use'" in told["weka"]
     # What jobs wait for can be said in both formats that know jobs; what strangers share in neither.
     for name in ("agentic-mooncake", "weka"):
@@ -194,7 +194,7 @@ def test_the_command_writes_new_files_only(write_rows, tmp_path, capsys):
     source = write_rows({"session": "a", "timestamp": 0, "input_length": 9, "output_length": 2})
     out = tmp_path / "out.jsonl"
     assert main(["convert", str(source), str(out), "--to", "mooncake"]) == 0
-    assert "1 jobs, 1 turns" in capsys.readouterr().out
+    assert "1 job, 1 turn" in capsys.readouterr().out
     for name in ("tenuto", "weka"):
         assert main(["convert", str(source), str(out), "--to", name]) == 2
     assert "is there already" in capsys.readouterr().err

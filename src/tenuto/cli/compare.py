@@ -11,7 +11,7 @@ from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
 from tenuto.cli.simulations import GridOptions, make_folder, say_notes
-from tenuto.core.console import Progress, format_time
+from tenuto.core.console import Progress, count, format_time
 from tenuto.core.settings import option
 from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.compare import (
@@ -61,7 +61,7 @@ def run(given: Given) -> int:
     arms = make_arms(cells) if options.split else []
     make_folder(options.out)
     if arms:
-        more = f"{len(arms)} runs in addition to the {len(cells)} show where a gain comes from"
+        more = f"{count(len(arms), 'more run')} beside the {len(cells)}, to show where a gain comes from"
         say_notes([f"{more}; --no-split leaves them out"])
     every = [*cells, *arms]
     runs = _Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
@@ -89,14 +89,17 @@ class _Runs:
         self._started_s = time.monotonic()
         self._progress = Progress()
         if num_done_before:
-            self._progress.say(f"{num_done_before} of {len(cells)} runs are there already")
+            self._progress.say(f"{num_done_before} of {count(len(cells), 'run')} done already")
 
     def show_waiting(self) -> AbstractContextManager[None]:
-        return self._progress.keep_updating(lambda: f"{self._num_done} of {self._num_cells} runs done")
+        return self._progress.keep_updating(
+            lambda: f"{self._num_done} of {count(self._num_cells, 'run')} done"
+        )
 
     def say_kept(self, folder: Path) -> None:
         self._progress.say(
-            f"{self._num_done} of {self._num_cells} runs are in {folder}; the same command goes on from there"
+            f"{self._num_done} of {count(self._num_cells, 'run')} kept in {folder}; "
+            "the same command goes on from there"
         )
 
     def say(self, cell: Cell, record: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tenuto.cli.command import Command, Given, Part
 from tenuto.cli.simulations import GridOptions, say_notes
-from tenuto.core.console import Progress
+from tenuto.core.console import Progress, count
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.text import write_csv
@@ -129,9 +129,8 @@ def run(given: Given) -> int:
             num_at_once=workers,
         )
         for plan in found:
-            count = "no number of GPUs" if plan.num_gpus is None else f"{plan.num_gpus} GPUs"
-            count = "1 GPU" if plan.num_gpus == 1 else count
-            progress.say(f"{name_gpu(plan)} {name_policy(plan)}: {count}: {plan.point}")
+            gpus = "no number of GPUs" if plan.num_gpus is None else count(plan.num_gpus, "GPU")
+            progress.say(f"{name_gpu(plan)} {name_policy(plan)}: {gpus}: {plan.point}")
             plans.append(plan)
         best = get_best(plans)
         if best is not None and not options.no_sensitivity:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tenuto.cli.command import Command, Given, Part, needing, policy_options
-from tenuto.core.console import Progress
+from tenuto.core.console import Progress, count
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.records.files import writing
@@ -174,7 +174,9 @@ def _run_simulate(given: Given) -> int:
 
 def _make_tell(progress: Progress, what: str) -> Callable[[float, int, int], None]:
     def tell(now_s: float, num_done: int, num_turns: int) -> None:
-        progress.tell(lambda: f"{what}{now_s:.0f} s simulated, {num_done} of {num_turns} turns finished")
+        progress.tell(
+            lambda: f"{what}{now_s:.0f} s simulated, {num_done} of {count(num_turns, 'turn')} finished"
+        )
 
     return tell
 

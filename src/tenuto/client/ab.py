@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,6 +50,7 @@ from tenuto.client.bench import get_end_signals, measure
 from tenuto.client.metrics import connect, empty_cache, explain
 from tenuto.client.options import AbOptions, Arm, BenchOptions
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, TenutoError, redact
 from tenuto.core.loader import find_file, load_policy
 from tenuto.core.settings import parse_option
@@ -143,7 +144,7 @@ def run_slots(
     arms = {arm.name: arm for arm in options.arms}
     todo = [slot for slot in slots if not folder.has_run(slot)]
     if len(todo) < len(slots):
-        say(f"{len(slots) - len(todo)} of {len(slots)} runs are there already")
+        say(f"{len(slots) - len(todo)} of {count(len(slots), 'run')} done already")
     started_s = time.monotonic()
     with Servers(options, folder.make_log_path, say) as servers:
         for number, slot in enumerate(todo):
@@ -391,7 +392,7 @@ class AbFolder:
 
 
 def _find_free(folder: Path, name: str, suffix: str) -> Path:
-    paths = (folder / f"{name}-{number}{suffix}" for number in count(1))
+    paths = (folder / f"{name}-{number}{suffix}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
+from tenuto.core.console import count
 from tenuto.core.errors import DataError
 from tenuto.records.files import RESULT, TURNS, read_first
 from tenuto.records.load import load_folder
@@ -209,7 +210,8 @@ def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
             kinds = {kind: each for run in runs for kind, each in run["client"]["failed_attempts"].items()}
             first = next((f" (first: {kind}: {each['first']})" for kind, each in kinds.items()), "")
             lines.append(
-                f"Errors: {arm} lost {lost} of {planned} turns{first}; jobs that failed on one arm are left "
+                f"Errors: {arm} lost {lost} of {count(planned, 'turn')}{first}; "
+                "jobs that failed on one arm are left "
                 "out on all."
             )
     idle = [arm for arm, runs in results.items() if not runs]
@@ -237,8 +239,9 @@ def describe_faults(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
         counts = [run.get("policy_faults") or 0 for run in runs]
         if any(counts):
             lines.append(
-                f"Policy faults: on {arm}, hooks of the policy failed {sum(counts)} times in "
-                f"{sum(map(bool, counts))} of {len(runs)} runs; the engine's default was used instead. The "
+                f"Policy faults: on {arm}, hooks of the policy failed {count(sum(counts), 'time')} in "
+                f"{sum(map(bool, counts))} of {count(len(runs), 'run')}; "
+                "the engine's default was used instead. The "
                 "verdict is not about the policy alone."
             )
     return lines
@@ -263,7 +266,8 @@ def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
         reasons = [run["client"]["invalid"] for run in runs if run["client"].get("invalid")]
         if reasons:
             lines.append(
-                f"INVALID: {len(reasons)} of {len(runs)} runs of {arm}: {reasons[0][0]}. To run them again, "
+                f"INVALID: {len(reasons)} of {count(len(runs), 'run')} of {arm}: {reasons[0][0]}. "
+                "To run them again, "
                 "remove their folders and give the same command."
             )
     return lines
@@ -320,12 +324,14 @@ class Comparison:
         if not self.is_valid:
             return f"{change} by figures that are INVALID (95 % interval: {span})"
         if not estimate.is_trusted:
-            return f"{change} in {estimate.num_pairs} pairs, too few to trust (95 % interval: {span})"
+            return (
+                f"{change} in {count(estimate.num_pairs, 'pair')}, too few to trust (95 % interval: {span})"
+            )
         if self.differs:
-            return f"{change} (95 % interval: {span}; {estimate.num_pairs} pairs)"
+            return f"{change} (95 % interval: {span}; {count(estimate.num_pairs, 'pair')})"
         if estimate.excludes_one:
             return f"no difference that matters: {change}, below the threshold (95 % interval: {span})"
-        return f"no difference seen (95 % interval: {span}; {estimate.num_pairs} pairs)"
+        return f"no difference seen (95 % interval: {span}; {count(estimate.num_pairs, 'pair')})"
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -392,7 +398,7 @@ def format_verdict(
     comparisons: Sequence[Comparison], num_pairs: int, num_planned: int, notes: Sequence[str]
 ) -> str:
     """Write a table and sentences. The first sentence states the first row of the table in words."""
-    lines = [f"{num_pairs} of {num_planned} pairs of runs"]
+    lines = [f"{num_pairs} of {count(num_planned, 'pair')} of runs"]
     if not num_pairs:
         lines[0] += ": no verdict, because it needs a run on every arm"
     for arm in dict.fromkeys(each.arm for each in comparisons):

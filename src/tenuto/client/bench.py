@@ -42,6 +42,7 @@ from tenuto.client.result import (
     read_simulated_server,
 )
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.records.files import (
     COMMANDS,
@@ -121,7 +122,7 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         behind = [await stack.enter_async_context(make_client(url)) for url in urls]
         setup = await _prepare(clients, Engines(behind or clients), options, workload)
         where = ", ".join(client.url for client in clients)
-        say(f"{len(workload.jobs)} jobs of {workload.name} on {setup.server.model} at {where}")
+        say(f"{count(len(workload.jobs), 'job')} of {workload.name} on {setup.server.model} at {where}")
         outcome = await _run_load(setup, turns, files)
     return make_result(
         outcome,
@@ -577,7 +578,9 @@ def format_sweep(results: Sequence[Result]) -> str:
         lines += [f"INVALID at {result['jps']:g} jobs/s: {why}." for why in result["client"]["invalid"]]
         turns = result["turns"]
         if turns["ok"] != turns["planned"]:
-            lines.append(f"{turns['planned'] - turns['ok']} turns got no answer at {result['jps']:g} jobs/s")
+            lines.append(
+                f"{count(turns['planned'] - turns['ok'], 'turn')} got no answer at {result['jps']:g} jobs/s"
+            )
     return "\n".join(lines)
 
 

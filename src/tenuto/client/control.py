@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tenuto.client.address import check_api_key, check_url, get_base_url
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.requests import SESSION_HEADER, get_header_id
@@ -226,7 +227,7 @@ def format_status(answer: Mapping[str, Any]) -> str:
             lines.append(f"{head}: would do it, but nothing was changed")
             continue
         lines.append(f"{head}: {rank['mode']}, policy {rank['policy']} {json.dumps(rank['options'])}")
-        lines.append(f"  leases {rank['leases']}, on {rank['leased_blocks']} blocks")
+        lines.append(f"  leases {rank['leases']}, on {count(rank['leased_blocks'], 'block')}")
         if any(rank.get("tenants", ())):
             lines.append(f"  leased blocks of tenants: {_list(rank['tenants'])}")
         if rank["canary"] is not None:
@@ -235,7 +236,8 @@ def format_status(answer: Mapping[str, Any]) -> str:
         if rank["changes"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(rank["changed_unix_s"]))
             lines.append(
-                f"  {rank['changes']} changes since the start, the last at {at} by {rank['changed_by']}"
+                f"  {count(rank['changes'], 'change')} since the start, "
+                f"the last at {at} by {rank['changed_by']}"
             )
     if answer.get("note"):
         lines.append(str(answer["note"]))
@@ -303,7 +305,7 @@ def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | Non
         for job in rank["jobs"]:
             jobs.setdefault((job["tenant"], job["job"]), []).append(job)
     num_left_out = sum(int(rank["jobs_left_out"]) for rank in ranks)
-    note = f"{num_left_out} earlier jobs are left out" if num_left_out else None
+    note = f"left out: {count(num_left_out, 'earlier job')}" if num_left_out else None
     rows = [_make_row("total", None, None, [rank["total"] for rank in ranks])]
     rows += [_make_row("tenant", name or None, None, each) for name, each in tenants.items()]
     rows += [_make_row("job", tenant, name, each) for (tenant, name), each in jobs.items()]
@@ -347,7 +349,7 @@ def format_rows(rows: Sequence[Row], most: int = 20) -> str:
     cells = ([_name(row), *(format_count(row.get(name)) for name in FIGURES)] for row in shown)
     lines = format_table(heads, cells, left=(0,))
     if len(jobs) > most:
-        lines.append(f"… and {len(jobs) - most} more jobs; --csv has all")
+        lines.append(f"… and {count(len(jobs) - most, 'more job')}; --csv has all")
     return "\n".join(lines)
 
 

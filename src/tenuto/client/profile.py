@@ -38,6 +38,7 @@ from tenuto.client.metrics import Totals, connect, get_growth, parse_totals, rea
 from tenuto.client.options import ProfileOptions
 from tenuto.client.probe import probe_server
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.records.files import writing
 from tenuto.workload.schema import Prompt, Span
@@ -315,7 +316,8 @@ async def time_copies(
     num_missing = repeats * len(lengths) - len(observations)
     if num_missing:
         say(
-            f"{num_missing} copies are left out: the prompts were still on the GPU (does the policy hold "
+            f"left out: {count(num_missing, 'copy')}, because the prompts were still on "
+            "the GPU (does the policy hold "
             "leases?), or no longer in host memory"
         )
     return observations

@@ -73,6 +73,7 @@ from tenuto.client.profile import get_max_context, run_profile
 from tenuto.client.profile import make_plan as make_profile_plan
 from tenuto.client.verify import read_model, verify
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
 from tenuto.records.files import RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_validation
@@ -137,7 +138,7 @@ def look_at_machine() -> tuple[ValidatedMachine, list[str]]:
     )
     found = []
     if processes:
-        found.append(f"{len(processes)} other processes use the GPU")
+        found.append(f"the GPU is used by {count(len(processes), 'other process')}")
     if load > max(1.0, 0.25 * (cores or 1)):
         found.append(
             f"the load average was {load:.1f} on {cores} cores before anything was started: end what else "
@@ -261,8 +262,8 @@ class Plan(NamedTuple):
     def describe(self, num_arms: int) -> str:
         """The plan in one line."""
         return (
-            f"{self.pairs} pairs: {self.pairs * num_arms} runs of about {self.run_s:.0f} s on "
-            f"{self.num_starts} server starts"
+            f"{count(self.pairs, 'pair')}: {self.pairs * num_arms} runs of about {self.run_s:.0f} s on "
+            f"{count(self.num_starts, 'server start')}"
         )
 
 
@@ -329,7 +330,8 @@ class Forecast:
             num_jobs = sum(each.parent is None for each in jobs) if is_trace else math.inf
             if num_jobs < most_jps * least_s:
                 raise ConfigError(
-                    f"{options.workload} has {num_jobs} jobs; at the rate that fills this machine, a run "
+                    f"{options.workload} has {count(int(num_jobs), 'job')}; "
+                    "at the rate that fills this machine, a run "
                     f"needs {math.ceil(most_jps * least_s)}: record more jobs, or name a generator"
                 )
             return self._find_rate(load, most_jps, alone_s, most_s, num_jobs)
@@ -764,7 +766,8 @@ class _Validation:
         if not all(is_hopeless(each, planned) for each in ratios):
             return None
         return (
-            f"noise: after {len(found.pairs)} pairs the ratios vary so much that {planned} pairs would not "
+            f"noise: after {count(len(found.pairs), 'pair')} the ratios vary so much that "
+            f"{planned} pairs would not "
             "show a difference as small as this one"
         )
 
@@ -825,7 +828,7 @@ class _Validation:
         """Add each arm's measurements, and the simulator's predictions for the same seeds, to the record."""
         arms = []
         for arm in record.arms:
-            self.say(f"simulating {len(found.pairs)} runs of {arm.name}")
+            self.say(f"simulating {count(len(found.pairs), 'run')} of {arm.name}")
             runs = [self.forecast.simulate(arm.name, arm.step_tokens, self.load, n) for n in found.pairs]
             pairs = [pair[arm.name] for pair in found.pairs.values()]
             values: Any = {name: tuple(round(pair[name], 4) for pair in pairs) for name in MEASURES}
@@ -889,7 +892,9 @@ def _make_notes(done: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     for arm, runs in done.items():
         planned = sum(run["turns"]["planned"] for run in runs)
         if lost := planned - sum(run["turns"]["ok"] for run in runs):
-            lines.append(f"{arm} lost {lost} of {planned} turns; their jobs are left out on all arms.")
+            lines.append(
+                f"{arm} lost {lost} of {count(planned, 'turn')}; their jobs are left out on all arms."
+            )
     return lines
 
 

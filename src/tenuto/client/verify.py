@@ -33,6 +33,7 @@ from tenuto.client.metrics import (
     read_cache_state,
     read_job,
 )
+from tenuto.core.console import count
 from tenuto.core.errors import DataError, TenutoError
 from tenuto.core.loader import get_policy_names, load_policy
 from tenuto.core.requests import SESSION_HEADER
@@ -470,10 +471,13 @@ def _conclude(verdict: Verdict) -> list[str]:
     else:
         lines.append("Healthy: hit on return, released at the end. But not shown in every gap:")
     if gaps["expired"]:
-        lines.append(f"{gaps['expired']} leases ended in the gap, at the policy's own deadline; see --gap.")
+        lines.append(
+            f"{count(gaps['expired'], 'lease')} ended in the gap, at the policy's own deadline; see --gap."
+        )
     if verdict.ok and gaps["not granted"]:
         lines.append(
-            f"{gaps['not granted']} times the policy asked for no lease. Holding is not shown on an idle "
+            f"In {count(gaps['not granted'], 'gap')} "
+            "the policy asked for no lease. Holding is not shown on an idle "
             "server: nothing evicts the cache here, and some policies hold only under load."
         )
     return lines

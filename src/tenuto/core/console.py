@@ -25,6 +25,12 @@ def say(command: str, text: str) -> None:
     print(f"[{command}] {text}", file=sys.stderr, flush=True)
 
 
+def count(number: int, noun: str) -> str:
+    """A number and its noun: 1 run, 2 runs."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def format_address(host: str, port: int) -> str:
     """Where a server listens, as clients take it."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

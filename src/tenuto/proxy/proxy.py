@@ -27,6 +27,7 @@ from yarl import URL
 from tenuto.client.address import get_base_url
 from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import SESSION_HEADER, get_header_id, read_hints
 from tenuto.proxy import RecordOptions
@@ -75,8 +76,8 @@ def run_recording(options: RecordOptions) -> int:
         file.close()
     lost = recorder.num_lost + file.num_lost
     say(
-        f"{recorder.num_turns} turns in {options.out}, {recorder.num_failed} requests without a whole answer"
-        + (f", {lost} lost" if lost else "")
+        f"{count(recorder.num_turns, 'turn')} in {options.out}, "
+        f"{count(recorder.num_failed, 'request')} without a whole answer" + (f", {lost} lost" if lost else "")
     )
     return 1 if lost else 0
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_reusable_tokens
 from tenuto.records import codec
@@ -75,8 +76,10 @@ def read_prototype(data: RunData, fields: Fields) -> None:
     if not data.turns:
         raise DataError(f"{data.source}: no request arrives in it")
     data.tells_leases = True
-    for name, count in unknown.items():
-        data.notes.append(f"{data.source}: {count} events {name!r} are not known and were passed over")
+    for name, number in unknown.items():
+        data.notes.append(
+            f"{data.source}: {count(number, 'event')} {name!r} passed over: the name is not known"
+        )
     if "null" in fields.values:
         data.notes.append(f"{data.source}: requests without a job id are one job, 'null'")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.records.files import writing
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
@@ -262,7 +263,7 @@ def format_validation(record: ValidationRecord) -> list[str]:
     if errors:
         lines.append(
             f"Simulated mean job times were off by (below 0: too fast): {', '.join(errors)}, over "
-            f"{num_pairs} {'pair' if num_pairs == 1 else 'pairs'}."
+            f"{count(num_pairs, 'pair')}."
         )
     cost = "Cost of the hook, by the time between tokens of plain requests"
     lines += [f"{cost}: {each.words}." for each in trusted if each.measure == "plain_itl_s"]

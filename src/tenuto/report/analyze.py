@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.core import console
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.types import WORDS
 from tenuto.records import load
@@ -541,7 +542,7 @@ def _format_per_turn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]  # fmt: skip
     lines = _table(("turn", "count", "latency", "queue", "prompt", "hit", "best", "preempted"), shown)
     left = len(rows) - _MAX_TURN_ROWS
-    return [*lines, f"  … and {left} more turns (--json has all)"] if left > 0 else lines
+    return [*lines, f"  … and {count(left, 'more turn')} (--json has all)"] if left > 0 else lines
 
 
 def _format_changed_prompts(parted: Mapping[str, Any]) -> list[str]:

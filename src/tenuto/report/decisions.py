@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.console import Progress
+from tenuto.core.console import Progress, count
 from tenuto.core.errors import ConfigError, DataError, TenutoError
 from tenuto.core.loader import find_file_options, load_policy
 from tenuto.core.policy import Learns, Oracle, Policy
@@ -91,7 +91,7 @@ def check_decisions(
                 verdict.num_differences += 1
                 if len(verdict.differences) < max_shown:
                     verdict.differences.append((record.place, difference))
-            progress.tell(lambda: f"{verdict.num_asked:,} decisions asked again")
+            progress.tell(lambda: f"{count(verdict.num_asked, 'decision')} asked again")
     if not verdict.num_asked:
         raise DataError(f"{path}: nothing was asked in this trace, so there is nothing to ask again")
     return verdict
@@ -174,15 +174,15 @@ def format_verdict(verdict: DecisionVerdict) -> str:
     """Format the result as text."""
     runs = verdict.policies
     lines = [
-        f"{verdict.num_asked:,} decisions of {', '.join(dict.fromkeys(runs))} asked again, "
-        f"{verdict.num_told:,} tellings, {len(runs)} run{'s' if len(runs) != 1 else ''}"
+        f"{count(verdict.num_asked, 'decision')} of {', '.join(dict.fromkeys(runs))} asked again, "
+        f"{count(verdict.num_told, 'telling')}, {count(len(runs), 'run')}"
     ]
     for place, each in verdict.differences:
         lines.append(f"{place}: {each.hook} was {_show(each.was)}, is {_show(each.answer)}")
         lines.append(f"    asked with {_show(each.inputs)}")
     if hidden := verdict.num_differences - len(verdict.differences):
         lines.append(f"… and {hidden:,} more")
-    differ = f"{verdict.num_differences:,} answers differ"
+    differ = count(verdict.num_differences, "different answer")
     return "\n".join(
         [*lines, *verdict.notes, differ if verdict.num_differences else "every answer is the same"]
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
+from tenuto.core.console import count
 from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData, TurnFacts
 from tenuto.records.schema import RunRecord, TurnRecord
@@ -446,12 +447,13 @@ def _show_growth(evidence: Evidence) -> str:
 
 
 def _find_storm(evidence: Evidence) -> Finding | None:
-    count = evidence.num_preemptions
-    if not count or not evidence.num_turns or count < STORM * evidence.num_turns:
+    number = evidence.num_preemptions
+    if not number or not evidence.num_turns or number < STORM * evidence.num_turns:
         return None
     return Finding(
         "preemption storm",
-        f"{count:,} preemptions in {evidence.num_turns:,} turns, {count / evidence.num_turns:.2f} a turn",
+        f"{count(number, 'preemption')} in {count(evidence.num_turns, 'turn')}, "
+        f"{number / evidence.num_turns:.2f} a turn",
         "More turns run than the KV cache has room for. Running turns lose their blocks and compute them "
         "again, many times.",
         "Start fewer turns at a time (--max-num-seqs, an admission policy), leave blocks free when one "
@@ -460,10 +462,10 @@ def _find_storm(evidence: Evidence) -> Finding | None:
 
 
 def _find_lease_ends(evidence: Evidence, reason: str, mode: str, means: str, do: str) -> Finding | None:
-    total, count = sum(evidence.lease_ends.values()), evidence.lease_ends.get(reason, 0)
-    if not total or count < MANY_LEASES * total:
+    total, number = sum(evidence.lease_ends.values()), evidence.lease_ends.get(reason, 0)
+    if not total or number < MANY_LEASES * total:
         return None
-    seen = f"{count:,} of {total:,} leases ended {reason} ({count / total:.0%})"
+    seen = f"{number:,} of {count(total, 'lease')} ended {reason} ({number / total:.0%})"
     if evidence.lease_p50_s is not None and evidence.tool_p50_s is not None:
         seen += (
             f"; leases held {_s(evidence.lease_p50_s)}, tool calls took {_s(evidence.tool_p50_s)} (medians)"

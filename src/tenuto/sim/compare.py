@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core import __version__
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
@@ -602,7 +603,8 @@ def format_rows(rows: Sequence[Row]) -> str:
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
         lines.append(
-            f"\n! hooks of the policy failed ({num_faults} times in all); stock's answer was used there"
+            f"\n! hooks of the policy failed ({count(num_faults, 'time')} in all); "
+            "stock's answer was used there"
         )
     return "\n".join(lines)
 

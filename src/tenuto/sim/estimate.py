@@ -24,6 +24,7 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.metrics import get_geometric_mean, get_percentile, group_by
 from tenuto.sim.compare import STOCK, TIE, get_stock_sizes, make_stock
@@ -388,7 +389,8 @@ def format_estimate(estimate: Estimate) -> str:
         lines.append(f"There was no time for: {'; '.join(estimate.left_out)}. Allow more with --limit.")
     if num_cut := estimate.stock.point.num_cut:
         lines.append(
-            f"{num_cut} turns are too long for this machine and were left out: their jobs end early."
+            f"Too long for this machine and left out: {count(num_cut, 'turn')}. "
+            "Jobs with such a turn end early."
         )
     lines.append("Known error of such means (below 0: too fast)")
     errors = group_by((estimate.stock, estimate.tenuto), lambda case: str(case.known_error))

@@ -27,6 +27,7 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
+from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.records.metrics import group_by
 from tenuto.sim.compare import open_processes
@@ -101,7 +102,7 @@ class Point:
         rates = f"{self.jps:.3g} jobs/s offered, {self.finished_jps:.3g} finished"
         if self.verdict != "steady":
             num_jobs = max(run.num_jobs for run in self.runs)
-            unsettled = f"not steady after {num_jobs} jobs"
+            unsettled = f"not steady after {count(num_jobs, 'job')}"
             words = {"overloaded": "overloaded", "late": "too slow", "unsettled": unsettled}
             return f"{words[self.verdict]}: {rates}"
         one_seed = " (one seed)" if len(self.runs) == 1 else ""
@@ -618,7 +619,7 @@ class SeedRunner:
             yield simulate(load, tell=partial(self._tell, name))
 
     def _tell(self, name: str, now_s: float, num_jobs: int, backlog: int) -> None:
-        jobs = f"{num_jobs} jobs have arrived, {backlog} of them have not ended"
+        jobs = f"{count(num_jobs, 'job')} arrived, {backlog} of them not ended"
         self._say(lambda: f"{self._describe_left()}{name}: {now_s:.0f} s simulated, {jobs}")
 
     def _run_apart(
@@ -652,7 +653,7 @@ class SeedRunner:
         names = dict(self._names)
         running = [name for future, name in names.items() if future.running()]
         num_done = sum(future.done() for future in names)
-        return f"{self._describe_left()}{num_done} runs done; now {'; '.join(running)}"
+        return f"{self._describe_left()}{count(num_done, 'run')} done; now {'; '.join(running)}"
 
     def _describe_left(self) -> str:
         left_s = self.get_left_s()
@@ -669,14 +670,14 @@ def format_plans(plans: Sequence[Plan], target: Target) -> str:
     wide = max(18, *(len(name_policy(plan)) for plan in plans))
     lines = [f"{'gpu':11} {'policy':{wide}} {'GPUs':>5}{price}  {'result':34}  with one machine less"]
     for plan in plans:
-        count = "none" if plan.num_gpus is None else str(plan.num_gpus)
+        gpus = "none" if plan.num_gpus is None else str(plan.num_gpus)
         cost = f" {'' if plan.usd_per_hour is None else f'{plan.usd_per_hour:.2f}':>8}" if has_prices else ""
         result = str(plan.point)
         if plan.num_gpus is None:
-            result = f"{plan.point.num_machines} machines: {result}"
+            result = f"{count(plan.point.num_machines, 'machine')}: {result}"
         fewer = "" if plan.fewer is None else str(plan.fewer)
         lines.append(
-            f"{name_gpu(plan):11} {name_policy(plan):{wide}} {count:>5}{cost}  {result:34}  {fewer}".rstrip()
+            f"{name_gpu(plan):11} {name_policy(plan):{wide}} {gpus:>5}{cost}  {result:34}  {fewer}".rstrip()
         )
     return "\n".join((*lines, "", _format_answer(plans, target)))
 
@@ -705,8 +706,9 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     lines = [
         f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
         f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
-        f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over {len(runs)} "
-        f"seeds), P95 TTFT {format_s(best.point.p95_ttft_s)}. Target: {replace(target, margin=best.margin)}.",
+        f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over "
+        f"{count(len(runs), 'seed')}), P95 TTFT {format_s(best.point.p95_ttft_s)}. "
+        f"Target: {replace(target, margin=best.margin)}.",
         f"{how} until steady: {min(run.simulated_s for run in runs):.0f} to "
         f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
         f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s.{router}",
@@ -714,8 +716,8 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         *_describe_errors(plans),
     ]
     lines += [
-        f"{name_gpu(plan)} {name_policy(plan)}: {plan.point.num_cut} turns are too long for this machine and "
-        "were left out: their jobs end early."
+        f"{name_gpu(plan)} {name_policy(plan)}: too long for this machine and left out: "
+        f"{count(plan.point.num_cut, 'turn')}. Jobs with such a turn end early."
         for plan in plans
         if plan.point.num_cut
     ]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, TextIO, cast
 
-from tenuto.core.console import Progress, say
+from tenuto.core.console import Progress, count, say
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 from tenuto.core.types import ToolCall
@@ -72,11 +72,14 @@ def run_convert(options: ConvertOptions) -> int:
     num_turns = sum(len(job.turns) for job in jobs)
     guessed = sum(bool(turn.extra.get(GUESSED)) for job in jobs for turn in job.turns)
     if guessed:
-        losses.append(f"lengths of {guessed:,} of {num_turns:,} turns are guesses: 4 characters a token")
+        losses.append(
+            f"lengths of {guessed:,} of {count(num_turns, 'turn')} are guesses: 4 characters a token"
+        )
     for loss in losses:
         say("convert", loss)
+    lost = count(len(losses), "loss") if losses else "no losses"
     done = {"out": str(options.out), "format": options.to, "jobs": len(jobs), "turns": num_turns}
-    text = f"{len(jobs):,} jobs, {num_turns:,} turns in {options.out}; {len(losses) or 'no'} losses"
+    text = f"{count(len(jobs), 'job')}, {count(num_turns, 'turn')} in {options.out}; {lost}"
     print(json.dumps({**done, "losses": losses}) if options.as_json else text)
     return 0
 
@@ -141,7 +144,7 @@ def _report(rows: Rows) -> Iterator[Mapping[str, object]]:
     with Progress("convert").cleared() as progress:
         for number, row in enumerate(rows, 1):
             yield row
-            progress.tell(f"{number:,} rows written")
+            progress.tell(f"{count(number, 'row')} written")
 
 
 def _check_is_new(out: Path, *, is_folder: bool) -> None:
@@ -197,7 +200,7 @@ class _Losses:
 
     def describe(self) -> Iterator[str]:
         for what, first in self._first.items():
-            yield f"{what}: changed {self._counts[what]:,} times, first {first}"
+            yield f"{what}: changed {count(self._counts[what], 'time')}, first {first}"
 
 
 def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str, str] | None) -> list[str]:
@@ -210,7 +213,9 @@ def find_losses(before: Sequence[Job], after: Sequence[Job], names: Mapping[str,
     if names is None:
         num_turns = sum(len(job.turns) for job in before)
         if num_turns > len(before):
-            lines.append(f"jobs: {len(before):,} jobs became {num_turns:,} requests that follow no answer")
+            lines.append(
+                f"jobs: {count(len(before), 'job')} became {num_turns:,} requests that follow no answer"
+            )
         _compare_requests(losses, before, after)
     else:
         renamed = sum(job_id != name for job_id, name in names.items())

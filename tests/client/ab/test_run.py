@@ -255,7 +255,7 @@ def test_control_c_gives_the_verdict_so_far_and_the_rest_can_follow(
         ours = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
         assert ours == handlers
         assert run_ab(chosen) == 0
-    assert "2 of 6 runs are there already" in capsys.readouterr().err
+    assert "2 of 6 runs done already" in capsys.readouterr().err
     assert read_verdict(tmp_path)["pairs"] == 3
     assert (tmp_path / "ab" / "cut" / "002-b-1" / "turns.jsonl").exists()
 

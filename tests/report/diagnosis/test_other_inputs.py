@@ -490,7 +490,7 @@ def test_a_forks_deadline_and_unknown_events(tmp_path: Path) -> None:
     path.write_text(json.dumps({"null": events}))
     report = analyze(path)
     assert report["leases"]["ended"] == {"revoked": 1}
-    assert "1 events 'ttl_decision'" in report["notes"][0]
+    assert "1 event 'ttl_decision'" in report["notes"][0]
     assert "without a job id" in report["notes"][1]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
 from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile, group_by
@@ -39,7 +40,6 @@ from tenuto.report.html.spec import (
     Table,
     Tile,
     Trace,
-    count,
     format_load,
     format_ratio,
     format_seconds,

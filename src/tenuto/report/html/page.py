@@ -20,7 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from tenuto.client.options import AbOptions, BenchOptions
-from tenuto.core.console import Progress
+from tenuto.core.console import Progress, count
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
 from tenuto.records.files import Say, write_whole, writing
@@ -30,7 +30,7 @@ from tenuto.report.html.charts import MAX_ROWS, Section, make_sections
 from tenuto.report.html.compare import Group, group_runs, sort_policies
 from tenuto.report.html.draw import draw, styled, to_inline_svg
 from tenuto.report.html.sources import Run, Sources, read_sources
-from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, count, format_seconds, make_looks, shorten
+from tenuto.report.html.spec import DARK, LIGHT, Looks, Table, format_seconds, make_looks, shorten
 from tenuto.report.html.timeline import make_timeline, write_trace_events
 from tenuto.report.html.verdict import ReportVerdict, describe
 from tenuto.sim.setup import FleetOptions, Setup

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
+from tenuto.core.console import count
 from tenuto.core.errors import DataError, clean
 from tenuto.records import codec, load
 from tenuto.records.codec import MAX_COUNT, Fields
@@ -148,9 +149,9 @@ class Run:
         """Why the run is incomplete, if the record says that it is."""
         planned, done = self.record.jobs_planned, self.record.jobs
         if self.client.get("interrupted"):
-            return f"was interrupted: {done} of {planned} jobs finished"
+            return f"was interrupted: {done} of {count(planned or 0, 'job')} finished"
         if planned is not None and done is not None and done < planned:
-            return f"{done} of {planned} jobs finished; the times are of those alone"
+            return f"{done} of {count(planned, 'job')} finished; the times are of those alone"
         return None
 
     @property
@@ -426,10 +427,10 @@ def _drop_copies(sources: Sources) -> None:
             same.append(results)
             kept.append(run)
     if dropped := len(sources.runs) - len(kept) + len(sources.validations) - len(validations):
-        sources.notes.append(f"Copies of {dropped:,} records were there; each counts once.")
+        sources.notes.append(f"Copies were there of {count(dropped, 'record')}; each counts once.")
     sources.runs, sources.validations = kept, validations
     if repeated := sum(len(same) > 1 and bool(setting.is_simulated) for (setting, _), same in by_key.items()):
         sources.notes.append(
-            f"{repeated:,} simulated runs are there with different results under one policy, setting, load "
-            "and seed: were they made with different options? Their mean is shown."
+            f"Different results of simulated runs are there for {count(repeated, 'combination')} of policy, "
+            "setting, load and seed: were they made with different options? Their mean is shown."
         )

@@ -21,12 +21,6 @@ def shorten(name: str, most: int = MAX_NAME) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def count(number: int, noun: str) -> str:
-    """A number and its noun: 1 run, 2 runs."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
 def format_load(load: float | None) -> str:
     """A load in words."""
     return "arrivals as recorded" if load is None else f"{load:g} {'job' if load == 1 else 'jobs'}/s"

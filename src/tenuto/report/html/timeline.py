@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.records.metrics import estimate_reusable_tokens, group_by
 from tenuto.records.run_data import DEFAULT_BLOCK_SIZE, LeaseRecord
 from tenuto.records.schema import TurnRecord
 from tenuto.report.html.sources import Detail
-from tenuto.report.html.spec import BLOCK_STATES, count
+from tenuto.report.html.spec import BLOCK_STATES
 
 State = Literal["queue", "wait", "prefill", "decode", "held", "tool", "failed"]
 CacheVerdict = Literal["first", "hit", "part", "miss", "unknown"]

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from tenuto.client.ab_verdict import Estimate, describe_change, describe_span
+from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.records.schema import ValidationRecord
 from tenuto.records.text import MIN_PAIRS, format_validation, name_machine
@@ -24,7 +25,7 @@ from tenuto.report.html.compare import (
     sort_policies,
 )
 from tenuto.report.html.sources import NO_GPU, Run, Setting
-from tenuto.report.html.spec import FAULT_MARK, count, format_load, format_seconds, shorten
+from tenuto.report.html.spec import FAULT_MARK, format_load, format_seconds, shorten
 
 MAX_NAMED = 3
 """Winners whose names are in the headline; the others are in the map."""
