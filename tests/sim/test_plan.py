@@ -306,7 +306,37 @@ def test_a_load_of_which_no_job_comes_in_a_generators_usual_window(
 def test_no_number_of_gpus_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--jps", "2", "--p95", "0.05", "--max-machines", "2", "--no-sensitivity"]
     assert main([*PLAN, *arguments]) == 1
-    assert "Nothing that was tried keeps P95 job time 0.05 s" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "Nothing that was tried keeps P95 job time 0.05 s" in output
+    assert "more machines do not help. A job that is alone on one takes P95 0.44 s" in output
+    assert "--tp" in output and "--max-machines" not in output
+
+
+def test_more_machines_are_advised_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--jps", "40", "--p95", "1", "--max-machines", "1", "--no-sensitivity"]
+    assert main([*PLAN, *arguments]) == 1
+    output = capsys.readouterr().out
+    assert "Allow more machines with --max-machines." in output and "do not help" not in output
+    assert main([*PLAN, *arguments, "--json"]) == 1
+    alone = json.loads(capsys.readouterr().out)["plans"][0]["alone"]
+    assert 0 < alone["p95_ttft_s"] < alone["p95_s"] < 1
+
+
+def test_machines_that_are_named_and_too_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--jps",
+        "2",
+        "--p95",
+        "0.05",
+        "--no-sensitivity",
+        "--servers",
+        "L40S:1",
+        "--router",
+        "random",
+    ]
+    assert main([*PLAN, *arguments]) == 1
+    output = capsys.readouterr().out
+    assert "Name more or faster machines with --servers." in output and "--max-machines" not in output
 
 
 def test_gpus_that_the_model_does_not_fit_are_left_out_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:

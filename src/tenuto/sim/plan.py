@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
@@ -31,10 +32,11 @@ from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.records.metrics import group_by
 from tenuto.sim.compare import open_processes
-from tenuto.sim.cost.batch import StepBatch
+from tenuto.sim.cost.batch import StepBatch, split_prompt
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.hardware.kv_budget import ModelTooLargeError
 from tenuto.sim.machine import build
+from tenuto.sim.run import get_isolated_time_s, truncate_to_fit
 from tenuto.sim.setup import Setup
 from tenuto.sim.steady import (
     MISSED,
@@ -179,6 +181,45 @@ Expect = Callable[[int], None]
 """Called with the number of points that are still to be measured."""
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What more machines do not improve: P95s of jobs that are alone on one with the KV that they share."""
+
+    p95_s: float
+    p95_ttft_s: float
+    verdict: Verdict = "steady"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"p95_s": self.p95_s, "p95_ttft_s": self.p95_ttft_s}
+
+
+def measure_alone(setup: Setup, load: LoadOptions) -> Alone:
+    """How fast a machine is for jobs that are alone on it. Only jobs that wait for others take longer."""
+    machine = build(setup)
+    step_cost, budget = machine.step_cost, machine.config.max_num_batched_tokens
+
+    def get_prefill_s(prompt: Sequence[Span], num_cached: int) -> float:
+        num_tokens = sum(span.num_tokens for span in prompt)
+        steps = split_prompt(num_tokens, budget, min(num_cached, num_tokens - 1))
+        return sum(step_cost.seconds(step) for step in steps)
+
+    sample, _ = truncate_to_fit(take_sample(load), machine.make_scheduler().kv)
+    jobs = [job for job in sample.jobs if job.parent is None]
+    times_s, ttfts_s = [], []
+    for job in jobs:
+        others = (other.turns[0].prompt for other in jobs if other is not job)
+        first = job.turns[0].prompt
+        num_shared = max((count_shared_tokens(prompt, first) for prompt in others), default=0)
+        ttfts_s.append(get_prefill_s(first, num_shared))
+        saved_s = get_prefill_s(first, 0) - ttfts_s[-1]
+        times_s.append(get_isolated_time_s(job, step_cost.seconds, budget) - saved_s)
+        for before, turn in pairwise(job.turns):
+            num_shared = count_shared_tokens((*before.prompt, before.output), turn.prompt)
+            ttfts_s.append(get_prefill_s(turn.prompt, num_shared))
+    return Alone(get_p95(tuple(times_s)), get_p95(tuple(ttfts_s)))
+
+
 def get_most_jps(setup: Setup, load: LoadOptions) -> float:
     """Jobs per second of one machine whose steps are full and which computes no token twice.
 
@@ -321,6 +362,8 @@ class Plan:
     """The price of all its GPUs; None if it is not known."""
     margin: float = 0.0
     """The share of the target that is left as a margin."""
+    alone: Alone | None = None
+    """If no number that was tried is enough: the times of jobs that are alone on a machine."""
 
     @property
     def num_gpus(self) -> int | None:
@@ -346,6 +389,7 @@ class Plan:
             "step_cost": self.point.runs[0].step_cost,
             "known_error": self.known_error.to_json(),
             "point": self.point.to_json(),
+            "alone": None if self.alone is None else self.alone.to_json(),
             "with_one_machine_less": None if self.fewer is None else self.fewer.to_json(),
         }
 
@@ -385,6 +429,8 @@ def make_plans(  # noqa: PLR0913 - how to search, by keyword
                 # The plan also says how many jobs they finish, so measure that.
                 effort = Effort(num_jobs=QUICK)
                 plan = replace(plan, point=measure_jobs(setup, load, max_machines, measure, effort))
+            if plan.num_machines is None:
+                plan = replace(plan, alone=measure_alone(setup, load))
         return replace(plan, usd_per_hour=_get_price(plan, prices or {}), margin=own.margin)
 
     for place in range(len(setups)):
@@ -691,7 +737,7 @@ STEP_COSTS = {
 def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     best = get_best(plans)
     if best is None:
-        return f"Nothing that was tried keeps {target}; allow more with --max-machines."
+        return "\n".join(_explain_failure(plans, target))
     runs, step_cost = best.point.runs, best.point.runs[0].step_cost
     has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
     low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
@@ -722,6 +768,28 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         if plan.point.num_cut
     ]
     return "\n".join(lines)
+
+
+def _explain_failure(plans: Sequence[Plan], target: Target) -> Iterator[str]:
+    """Why no plan keeps the target, and what to change."""
+    yield f"Nothing that was tried keeps {target}."
+    slow = [plan for plan in plans if plan.alone is not None and not _may_keep(plan, target)]
+    for plan in slow:
+        assert plan.alone is not None
+        yield (
+            f"{name_gpu(plan)} {name_policy(plan)}: more machines do not help. A job that is alone on one "
+            f"takes P95 {format_s(plan.alone.p95_s)}, TTFT P95 {format_s(plan.alone.p95_ttft_s)}; the margin "
+            f"is {plan.margin:.0%}. Use a faster --gpu, more GPUs for a machine (--tp), or a looser target."
+        )
+    if any(plan.alone is not None and plan not in slow for plan in plans):
+        yield "Allow more machines with --max-machines."
+    elif not slow:
+        yield "Name more or faster machines with --servers."
+
+
+def _may_keep(plan: Plan, target: Target) -> bool:
+    """Whether some number of such machines may keep the target."""
+    return plan.alone is None or replace(target, margin=plan.margin).is_met(plan.alone)
 
 
 def _describe_errors(plans: Sequence[Plan]) -> list[str]:
