@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from tenuto.cli import COMMANDS, load_command
+from tenuto.cli import COMMANDS, load_command, main
 from tenuto.cli.command import Command, Given, Part, make_parser, parse_options
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
@@ -169,3 +170,40 @@ def test_what_is_on_by_default_can_be_turned_off() -> None:
     assert given == [True, False, True]
     assert "--quick, --no-quick" in (text := make_parser("x", COMMAND).format_help())
     assert "hurry (default: on)" in text and "--no-json" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["memory", "--gpu", "H100", "--kv-tokens", "9" * 400],
+            "--kv-tokens must be at most 9223372036854775807",
+        ),
+        (["memory", "--gpu", "H100", "--max-num-seqs", "9" * 400], "--max-num-seqs must be at most"),
+        (["memory", "--gpu", "H100", "--max-model-len", "9" * 400], "got a number of 1329 bits"),
+        (["memory", "--gpu", "H100", "--model", "m" * 300], "m: File name too long"),
+        (["simulate", "--workload", "w" * 300], "w: File name too long"),
+        (["simulate", "--jps", "1", "--csv", "c" * 300], "c: File name too long"),
+        (["simulate", "--workload", ""], "the workload is empty"),
+        (["simulate", "--workload", "ab8", "--jps", "1", "--csv", ""], "--csv is empty"),
+        (["convert", "", "out.jsonl"], "IN is empty"),
+        (["simulate", "--workload", "ab8", "--jps", "1", "--scale-turns", "1e300"], "more than 2,048"),
+        (["plan", "--gpu", "L40S", "--jps", "1", "--p95", "9", "--scale-turns", "1e18"], "more than 2,048"),
+    ],
+)
+def test_values_that_are_too_large_or_empty(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_in_a_folder_that_cannot_be_entered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert main(["simulate", "--workload", "closed/jobs.jsonl"]) == 2
+    assert capsys.readouterr().err.endswith("tenuto: closed/jobs.jsonl: Permission denied\n")

@@ -30,6 +30,7 @@ def write(tmp_path, data, name="trace.jsonl"):
         (b'{"a": 1}\n{"a": "\xff"}\n', r"trace.jsonl:2: not UTF-8"),
         (b"\x1f\x8bnonsense", "cannot be read"),
         (gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], "cannot be read"),
+        (b"\x28\xb5\x2f\xfd\x00\x58", "compressed with zstd; unpack it"),
         (b"[1, 2]", r"trace.jsonl\[0\]: must be a JSON object, got 1"),
         (b'[{"a": 1}, 3]', r"trace.jsonl\[1\]: must be a JSON object, got 3"),
         (b"[]", "is empty"),

@@ -17,7 +17,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from tenuto.core import __version__
-from tenuto.core.errors import ConfigError, TenutoError, suggest
+from tenuto.core.errors import ConfigError, TenutoError, bound_message, suggest
 
 if TYPE_CHECKING:
     from tenuto.cli.command import Command, Given
@@ -81,6 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
+            print(f"tenuto: {bound_message(str(error.filename))}: {error.strerror}", file=sys.stderr)
+            return 2
         # The reader closed the pipe (for example `| head`), or the output is a file on a full disk.
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise

@@ -337,6 +337,9 @@ class Given:
 def _convert(flag: Flag, given: Any) -> Any:
     if flag.kind is bool:
         return given
+    if flag.kind is Path and given == "":
+        # It would be the working directory.
+        raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
     try:
         return flag.kind(given)
     except ValueError:

@@ -19,6 +19,8 @@ from tenuto.core.errors import ConfigError, suggest
 
 MAX_TIER_GB = 1e9
 """Most memory of a tier, GiB. More is a typing error."""
+MAX_WHOLE = 2**63 - 1
+"""The largest whole number of any setting. A larger one is a typing error, and overflows in floats."""
 
 _BOUNDS = (
     ("minimum", "at least", operator.ge),
@@ -143,6 +145,8 @@ def find_problem(value: Any, metadata: Mapping[str, Any]) -> str | None:
         bound = metadata.get(name)
         if bound is not None and not is_kept(value, bound):
             return f"must be {words} {bound:g}, got {value!r}"
+    if isinstance(value, int) and abs(value) > MAX_WHOLE:
+        return f"must be at most {MAX_WHOLE}, got a number of {value.bit_length()} bits"
     return None
 
 

@@ -48,6 +48,7 @@ The largest public workload in one file is 570 MB. A trace is read line by line,
 limit then applies to each line."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _QUIET_S = 2.0
 """Seconds after which reading a file starts to show progress."""
@@ -215,8 +216,10 @@ def _open(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError(f"{path}: is a pipe or a device; save it to a file first")
     with path.open("rb") as file:
-        is_packed = file.read(2) == _GZIP_MAGIC
-    return gzip.open(path) if is_packed else path.open("rb")  # type: ignore[return-value]
+        head = file.read(4)
+    if head == _ZSTD_MAGIC:
+        raise DataError(f"{path}: is compressed with zstd; unpack it (zstd -d), or use gzip")
+    return gzip.open(path) if head.startswith(_GZIP_MAGIC) else path.open("rb")  # type: ignore[return-value]
 
 
 class _Float(float):

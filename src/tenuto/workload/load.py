@@ -281,6 +281,8 @@ def load_workload(
     `window_s` ends sooner. `RandomLengths` select the generator `random` with these lengths. Raises
     ConfigError for settings, DataError for files.
     """
+    if source == "":
+        raise ConfigError("the workload is empty: name a file, a folder or a generator")
     if isinstance(source, RandomLengths) or (isinstance(source, str) and source in GENERATORS):
         name = "random" if isinstance(source, RandomLengths) else source
         if jps is None:

@@ -16,6 +16,10 @@ from tenuto.core.errors import ConfigError
 from tenuto.records.codec import MAX_SECONDS
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
+MAX_TURNS = 2048
+"""Most turns of a job that are made by repeating its own. Prompts grow with each turn, so they would fill the
+memory."""
+
 
 def arrival_times(process: str, jps: float, seed: int) -> Iterator[float]:
     """Generate rising arrival times in seconds without end. The first arrival comes one gap after 0.
@@ -182,6 +186,12 @@ def scale_turns(workload: Workload, factor: float) -> Workload:
     positive, or if turns wait for other jobs.
     """
     _check_factor(factor)
+    longest = max((len(job.turns) for job in workload.jobs), default=0)
+    if factor > 1 and longest * factor > MAX_TURNS:
+        raise ConfigError(
+            f"{workload.name}: --scale-turns {factor:g} would give a job of {longest} turns more than "
+            f"{MAX_TURNS:,}"
+        )
     if any(turn.after for job in workload.jobs for turn in job.turns):
         raise ConfigError(f"{workload.name}: --scale-turns is for jobs that do not wait for each other")
 
