@@ -48,6 +48,8 @@ class Live:
     def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
         if body is not None:
             kwargs["json"] = body
+        elif "content" in kwargs:
+            kwargs["headers"] = {"Content-Type": "application/json", **kwargs.get("headers", {})}
         return httpx.post(self.url + path, timeout=60, **kwargs)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tenuto.sim.server.tokens import PieceTokenizer
 from tenuto.wire.request import RequestError
 from tests.sim_server.live import Live, serve
 
+JSON = "Content-Type: application/json\r\n"
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "x"}
@@ -205,6 +206,61 @@ def test_arguments_fit_the_schema_and_hostile_schemas_end() -> None:
         assert make_value(strange) == {}
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"tools": []}, "tools"),
+    ],
+)
+def test_values_that_vllm_refuses_are_refused(live: Live, fields: dict[str, Any], named: str) -> None:
+    messages = [{"role": "user", "content": "Fix it."}]
+    refused = {CHAT} if named == "tools" else {CHAT, PLAIN, "/v1/responses"}
+    if named in ("temperature", "top_p", "top_k"):
+        refused.add("/v1/messages")
+    for path, body in (
+        (CHAT, {"messages": messages, "max_tokens": 2}),
+        (PLAIN, {"prompt": "x", "max_tokens": 2}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 2}),
+    ):
+        response = live.post(path, {**body, **fields})
+        assert response.status_code == (400 if path in refused else 200), path
+        assert path not in refused or named in response.json()["error"]["message"]
+
+
+def test_values_at_the_ends_of_their_ranges_are_taken(live: Live) -> None:
+    for fields in (
+        {"temperature": 2, "top_p": 1, "top_k": -1, "min_p": 0, "stop": "a"},
+        {"temperature": None, "top_p": None, "top_k": 0, "min_p": 1, "stop": ["a"]},
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 0.1, "stop": []},
+    ):
+        live.complete("x", max_tokens=2, **fields)
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN, "/v1/responses", "/v1/messages", "/tokenize"])
+def test_a_body_must_be_called_json(live: Live, path: str) -> None:
+    """As vLLM, which refuses what `curl -d` sends without another word."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = live.post(path, content=b'{"prompt": "x"}', headers=form)
+    assert response.status_code == 400 and "application/json" in response.text
+    exact = {"Content-Type": "Application/JSON; charset=utf-8"}
+    answer = live.post("/tokenize", content=b'{"prompt": "x"}', headers=exact)
+    assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/json")
+    assert response.headers["Content-Type"] == "application/json"
+
+
 def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     for response, status in (
         (live.post(PLAIN, {"prompt": ""}), 400),
@@ -225,7 +281,7 @@ def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFix
 def test_a_stream_ends_for_a_client_of_http_1_0_that_would_keep_its_connection(live: Live) -> None:
     """It has no chunks, and waits for the end of the connection."""
     body = json.dumps({"prompt": "x", "max_tokens": 2, "stream": True})
-    head = f"POST {PLAIN} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {PLAIN} HTTP/1.0\r\nConnection: keep-alive\r\n{JSON}Content-Length: {len(body)}\r\n\r\n"
     host, _, port = live.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall((head + body).encode())
@@ -300,7 +356,7 @@ def test_clients_that_go_away_leave_nothing_behind() -> None:
                     "vllm_xargs": {"job_id": f"job{number % 9}", "tool": "ls"},
                 }
             ).encode()
-            head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            head = f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\n{JSON}Content-Length: {len(body)}\r\n\r\n".encode()
             _, writer = await asyncio.open_connection(host, int(port))
             data = head + body
             writer.write(data[: chance.choice([len(data)] * 4 + [len(data) - 9])])

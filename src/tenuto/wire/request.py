@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -126,6 +126,35 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
         priority=get_int(body, "priority") or 0,
         cache_salt=get_string(body, "cache_salt"),
     )
+
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
+    "top_p": ("above 0, and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("a whole number of 1 or more; 0 and -1 mean all", lambda value: value >= -1 and value % 1 == 0),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "repetition_penalty": ("above 0", lambda value: value > 0),
+}
+"""What vLLM allows (`SamplingParams` in vllm/sampling_params.py@0.32)."""
+
+
+def check_ranges(body: Body, names: Iterable[str] = tuple(_RANGES)) -> None:
+    """Refuse values of these sampling fields that vLLM refuses. Raises RequestError."""
+    for name in names:
+        words, is_allowed = _RANGES[name]
+        value = _get(body, name, object, "a number", _is_number)
+        if isinstance(value, int | float) and not is_allowed(value):
+            raise RequestError(f"{name} must be {words}; got {show(value)}", name)
+
+
+def check_stop(body: Body) -> None:
+    """Refuse stop strings that are no strings. Raises RequestError."""
+    stop = body.get("stop")
+    texts = stop if isinstance(stop, list) else [stop]
+    if stop is not None and not all(isinstance(each, str) for each in texts):
+        raise RequestError("stop must be a text, or a list of texts", "stop")
 
 
 MAX_LOGPROBS = 20

@@ -148,7 +148,7 @@ def _make_guard(api_key: str | None) -> Middleware:
         try:
             if api_key is not None and request.path.startswith(CLIENTS) and not _may(request, api_key):
                 raise RequestError("wrong API key, or none", status=401)
-            return await handler(request)
+            return _name_json(await handler(request))
         except RequestError as error:
             refusal = error
         except ConfigError as error:
@@ -158,9 +158,16 @@ def _make_guard(api_key: str | None) -> Middleware:
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.path)
             refusal = RequestError(f"the server failed: {type(error).__name__}", status=500)
-        return web.json_response(write_error(request.path, refusal), status=refusal.status)
+        return _name_json(web.json_response(write_error(request.path, refusal), status=refusal.status))
 
     return guard
+
+
+def _name_json(response: web.StreamResponse) -> web.StreamResponse:
+    """The response, whose type is without a charset if it is JSON, as vLLM's."""
+    if response.content_type == "application/json" and not response.prepared:
+        response.charset = None
+    return response
 
 
 def _may(request: web.Request, api_key: str) -> bool:

@@ -47,6 +47,8 @@ LARGE_BODY_BYTES = 2**17
 
 async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
     """The result of `read` for a request's body, in a thread if the body is large. Raises RequestError."""
+    if http.content_type.lower() != "application/json":
+        raise RequestError("the Content-Type must be application/json, as for vLLM")
     try:
         raw = await http.read()
     except web.RequestPayloadError as error:

@@ -6,8 +6,9 @@ the request's `tool_choice` demands or names one, or when its `vllm_xargs` conta
 has fewer results of tools than `sim_calls`. The call's arguments are `sim_arguments`, or a minimal value that
 the tool's schema allows. Headers may say the same (`X-Sim-Tool`), for agents that can add no field.
 
-Fields that only steer sampling are accepted and change nothing. Fields that would change the form of the
-answer, and that the simulation cannot serve, are refused by name. One chat template serves all models:
+Fields that only steer sampling change nothing; values that vLLM refuses are refused. Fields that would
+change the form of the answer, and that the simulation cannot serve, are refused by name. One chat template
+serves all models:
 
     <|system|>…<|end|><|user|>…<|end|><|assistant|>
 
@@ -29,12 +30,14 @@ from typing import Any
 from tenuto.core.requests import Hints, are_xargs, read_hints, write_context_as_text
 from tenuto.core.wishes import Mark
 from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
-from tenuto.wire import Format, get_format
+from tenuto.wire import Format, anthropic_messages, get_format, openai_chat
 from tenuto.wire.request import (
     Body,
     Message,
     RequestError,
     Sampling,
+    check_ranges,
+    check_stop,
     get_list,
     get_object,
     get_string,
@@ -94,6 +97,13 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
     form = get_format(path)
     _refuse_not_simulated(body)
     sampling = read_sampling(body, form.LIMITS)
+    if form.PATH == anthropic_messages.PATH:
+        check_ranges(body, ("temperature", "top_p", "top_k"))  # as vLLM, it ignores the other fields
+    else:
+        check_ranges(body)
+        check_stop(body)
+    if form.PATH == openai_chat.PATH and body.get("tools") == []:
+        raise RequestError("tools must not be an empty list; leave it out", "tools")
     if form.COUNTS_ALWAYS:
         sampling = replace(sampling, includes_usage=True, counts_pieces=True)
     elif body.get("stream_options") and not sampling.is_stream:
