@@ -82,6 +82,7 @@ def test_the_events_of_a_response_are_numbered_and_typed(live: Live) -> None:
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert all(event["logprobs"] == [] for event in events if "output_text" in event["type"])
+    assert [event["item"]["status"] for event in events if "item" in event] == ["in_progress", "completed"]
 
 
 def test_an_agent_that_speaks_responses_hits_all_it_said_before(client: openai.OpenAI, live: Live) -> None:

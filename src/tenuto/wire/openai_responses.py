@@ -224,6 +224,8 @@ class Writer(BlockWriter):
 
     def _begin_block(self, block: Part) -> Events:
         item = _write_item(self._item_id, block)
+        if "status" in item:
+            item["status"] = "in_progress"
         events = [{"type": "response.output_item.added", "output_index": self._index, "item": item}]
         if block.kind != "call":
             item["content"], (content,) = [], item["content"]
