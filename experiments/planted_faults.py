@@ -519,6 +519,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "policies: after a step that failed, no step is told",
+        "vllm/hooks.py",
+        "if all(each.output is not output for each in self._scheduled):",
+        "if not self._scheduled or self._scheduled[0].output is not output:",
+        ("vllm/test_time.py::test_steps_that_failed_do_not_hide_those_after_them",),
+    ),
+    Fault(
         "policies: admission is not asked",
         "vllm/hooks.py",
         "idle = not self._scheduler.running and not order",

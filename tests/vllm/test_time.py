@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.request import RequestStatus
+
 import tenuto.vllm
 from tenuto.core.types import StepView
-from tests.support.checks import check_integrity
+from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import EOS, Engine, make_config, make_request, make_scheduler
 
@@ -67,6 +71,27 @@ def test_with_two_steps_in_flight_a_step_lasts_from_the_end_of_the_one_before(cl
         StepView(1000.5, pytest.approx(0.5), 20, 1),
         StepView(1000.9, pytest.approx(0.4), 1, 1),
     ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_that_failed_do_not_hide_those_after_them(clock: Clock, depth: int, tmp_path: Path) -> None:
+    """With --enable-fault-tolerance, vLLM aborts all requests after a failed step, and goes on."""
+    trace = tmp_path / "trace.jsonl"
+    config = make_config(
+        is_async=depth > 1, tenuto={"policy": "tests.vllm.policies:Watching", "trace": str(trace)}
+    )
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config), depth=depth)
+    engine.scheduler.add_request(make_request("a", [5] * 20, max_tokens=9))
+    for _ in range(depth):
+        engine.scheduler.schedule()
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    engine.scheduler.add_request(make_request("b", [7] * 30, max_tokens=3))
+    engine.run()
+    assert [step.num_tokens for step in get_policy(engine).steps] == [30, 1, 1]
+    engine.scheduler.shutdown()
+    records = map(json.loads, trace.read_text().splitlines())
+    assert [record["num_in_flight"] for record in records if record["kind"] == "step"][-1] == 0
+    check_nothing_is_left(engine.scheduler)
 
 
 def run_steps(clock: Clock, launches: list[tuple[float, float]]) -> list[tuple[int, float]]:

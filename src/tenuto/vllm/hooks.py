@@ -427,9 +427,11 @@ class StepReporter:
     def finish(self, output: Any, now_s: float) -> None:
         """The results of a step have arrived."""
         # Steps that were in flight when this object was made are not in `_scheduled`.
-        if not self._scheduled or self._scheduled[0].output is not output:
+        if all(each.output is not output for each in self._scheduled):
             return
-        step = self._scheduled.popleft()
+        # Steps before it that have not ended will not: they failed, and vLLM goes on (fault tolerance).
+        while (step := self._scheduled.popleft()).output is not output:
+            pass
         num_drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         num_tokens = output.total_num_scheduled_tokens - num_drafts
         num_requests = len(output.num_scheduled_tokens)

@@ -523,13 +523,14 @@ class StepTracer:
     def __init__(self, trace: TraceWriter, scheduler: Any) -> None:
         self._trace = trace
         self._scheduler = scheduler
-        self._num_in_flight = 0
+        self._in_flight: deque[Any] = deque()
         """Scheduled steps with tokens that have not ended."""
 
     def finish(self, output: Any) -> None:
-        """The results of a step have arrived."""
-        if output.total_num_scheduled_tokens:
-            self._num_in_flight = max(0, self._num_in_flight - 1)
+        """The results of a step have arrived. Steps end in their order, so those before it failed."""
+        if any(each is output for each in self._in_flight):
+            while self._in_flight.popleft() is not output:
+                pass
 
     def record(self, output: Any, now_s: float, max_tokens: int) -> None:
         """Record one step, after the driver was told of it; the trace's step number increases by one.
@@ -561,7 +562,7 @@ class StepTracer:
         self._trace.write(
             StepState(
                 now_s=now_s,
-                num_in_flight=self._num_in_flight,
+                num_in_flight=len(self._in_flight),
                 running=(request.request_id for request in scheduler.running),
                 requests=scheduler.requests,
                 num_waiting=scheduler.get_request_counts()[1],
@@ -579,7 +580,8 @@ class StepTracer:
                 num_tokens=output.num_scheduled_tokens,
             ).describe()
         )
-        self._num_in_flight += bool(output.total_num_scheduled_tokens)
+        if output.total_num_scheduled_tokens:
+            self._in_flight.append(output)
         self._trace.end_step()
 
 
