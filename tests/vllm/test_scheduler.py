@@ -11,12 +11,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from prometheus_client import REGISTRY
 from vllm.config import HiSparseConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 import tenuto.vllm
@@ -268,6 +272,37 @@ def test_multimodal_and_streamed_in_requests_run_as_stock(clock: Clock) -> None:
     request.resumable = True
     assert describe(request, TenantVerifier(), OutputReader(None)).hints == OUTSIDE
     assert not describe(request, TenantVerifier(), OutputReader(None)).is_supported
+
+
+def test_chats_that_differ_in_embeddings_only_are_different_jobs(clock: Clock) -> None:
+    """A chat message with `prompt_embeds` has the same token id at each of its places."""
+    engine = start({"policy": KEEP_ALL})
+    scheduler = engine.scheduler
+
+    def send(name: str, prompt: list[int], embedding: float) -> str:
+        request = make_request(name, prompt, max_tokens=6)
+        embeddings = torch.zeros((len(prompt), 4))
+        embeddings[50:58] = embedding
+        is_token = [not 50 <= place < 58 for place in range(len(prompt))]
+        request = Request(
+            name,
+            prompt,
+            request.sampling_params,
+            None,
+            prompt_embeds=embeddings,
+            prompt_is_token_ids=is_token,
+            block_hasher=get_request_block_hasher(16, sha256),
+        )
+        scheduler.add_request(request)
+        job = scheduler.driver.get_turn(name).job.job_id
+        engine.run()
+        return str(job)
+
+    prompt = list(range(100, 160))
+    first = send("a", prompt, 1.0)
+    other = send("b", [*prompt, *range(300, 310)], 2.0)
+    assert other != first
+    assert send("c", [*prompt, *engine.outputs["a"], *range(400, 420)], 1.0) == first
 
 
 def test_requests_that_read_no_cache_run_as_stock(clock: Clock) -> None:

@@ -13,7 +13,13 @@ from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.core.wishes import MarkFinder, Wish
 from tenuto.records.codec import MAX_DEPTH, is_deep
-from tenuto.vllm.compat.scheduler import get_end, get_session_id, has_release_hint, replace_fields
+from tenuto.vllm.compat.scheduler import (
+    get_end,
+    get_prompt,
+    get_session_id,
+    has_release_hint,
+    replace_fields,
+)
 from tenuto.vllm.complaints import Complaints
 from tenuto.vllm.tenants import TenantVerifier
 
@@ -75,7 +81,7 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
     return Arrival(
         hints=hints,
         num_prompt_tokens=num_prompt_tokens,
-        prompt=request.prompt_token_ids,
+        prompt=get_prompt(request) or (),
         hashes=request.block_hashes,
         priority=request.priority,
     )

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
+from vllm.v1.utils import tensor_data
 
 from tenuto.core.fairness import BlockRefCounts
 
@@ -247,6 +248,19 @@ def has_release_hint(request: Any) -> bool:
         return False
     actions = getattr(envelope, "actions", None) or ()
     return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
+
+
+def get_prompt(request: Any) -> Sequence[int] | None:
+    """A prompt's token ids. At places for which a client sent an embedding, a hash of the embedding.
+
+    All these places have the same token id. None if there are no token ids.
+    """
+    tokens, are_tokens = request.prompt_token_ids, getattr(request, "prompt_is_token_ids", None)
+    if tokens is None or are_tokens is None:
+        prompt: Sequence[int] | None = tokens
+        return prompt
+    places = zip(tokens, are_tokens, request.prompt_embeds, strict=True)
+    return [token if is_token else hash(bytes(tensor_data(row))) for token, is_token, row in places]
 
 
 def reads_cache(request: Any) -> bool:
