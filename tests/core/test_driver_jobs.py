@@ -309,8 +309,7 @@ def test_of_jobs_that_end_together_those_idle_longest_are_forgotten(max_idle: in
         engine.start_first(1)
     for job_id in "abcd":
         engine.finish(f"{job_id}1", 2, tool=LS, is_last=job_id == "b")
-    waits = driver._fairness._waits
-    assert waits is not None
+    waits = driver._fairness.waits
     kept = list("acd"[3 - max_idle :])
     assert list(driver._jobs.jobs) == kept == [lease.job_id for lease in driver.leases]
     assert all(driver._jobs.jobs[job_id].last_marks is not None for job_id in kept)

@@ -118,7 +118,7 @@ def test_a_preempted_turn_runs_again_after_one_turn_of_service(limits, expected)
 def test_a_preempted_turn_that_leaves_is_forgotten() -> None:
     flood = Flood(LastFirst())
     flood.warm_up()
-    queue = flood.engine.driver._fairness._waits
+    queue = flood.engine.driver._fairness.waits
     for end in ("abort", "finish"):
         flood.arrive("plain")
         flood.engine.start_first(flood.now_s)
@@ -261,8 +261,8 @@ def measure_second_turn(num_between: int) -> float:
         flood.arrive()
         flood.serve()
     flood.engine.arrive("b", 99, [*prompt, *OUTPUT, *make_tokens(900, 12)], OUTPUT, Hints(job_id="job"))
-    work = flood.engine.driver._fairness._waits._live["b"].work
-    return work - 8.0 * flood.engine.driver._fairness._waits._output.value
+    work = flood.engine.driver._fairness.waits._live["b"].work
+    return work - 8.0 * flood.engine.driver._fairness.waits._output.value
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def _check_tenants(driver: Any) -> None:
     if waiting != driver.shares._waiting.keys():
         raise IntegrityError("the turns that wait are not those that the tenants' service counts")
     live = {turn.turn_id for turn in turns}
-    waits, notes = driver._fairness._waits, {"charged": driver.shares._charges}
+    waits, notes = driver._fairness.waits, {"charged": driver.shares._charges}
     notes |= {"counted as running": quota._running_blocks, "sharing prefixes": driver.pins._shared}
-    notes |= {} if waits is None else {"compared with stock": waits._live}
+    notes["compared with stock"] = waits._live
     for name, kept in notes.items():
         if stray := kept.keys() - live:
             raise IntegrityError(f"{sorted(stray)[:5]} left, and still {name}")

@@ -120,7 +120,7 @@ class Driver:
             self._caller,
             engine,
             self._retention,
-            self._fairness,
+            self._fairness.waits,
             self.limits,
             self.decided,
             self._canary,
@@ -305,7 +305,7 @@ class Driver:
         if self.pins.max_blocks:
             self.pins.finish(turn)
         self._retention.leave(turn)
-        self._fairness.free(turn)
+        self._fairness.quota.leave(turn)
         self._order.leave(turn_id)
         if self._history is not None:
             self._history.record(
@@ -734,7 +734,7 @@ class Driver:
 
     def get_next_tick_s(self) -> float:
         """The next time at which `tick` has work to do; infinity if nothing depends on time."""
-        return min(self._fairness.get_next_overdue_s(), self.next_reorder_s)
+        return min(self._fairness.waits.get_next_s(), self.next_reorder_s)
 
     @property
     def hears_steps(self) -> bool:
@@ -905,7 +905,7 @@ class Driver:
         if reason is LeaseEnd.JOB_ENDED and (job.is_released or view.came_back) and not keeps_copies:
             self._engine.end_job(job.job_id)
         self._jobs.forget(job)
-        self._fairness.forget_job(job.job_id)
+        self._fairness.waits.forget_job(job.job_id)
 
     def _adopt(self, turn: TurnState, now_s: float) -> None:
         job = turn.job

@@ -21,6 +21,7 @@ Every event takes O(log n) time in the number of waiting turns and tenants.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, UNVERIFIED, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
-from tenuto.core.stock_queue import StockQueue, make_stock_queue
+from tenuto.core.stock_queue import StockQueue
 from tenuto.core.turn_work import MAX_NAMES, MovingMean, get_work
 from tenuto.core.types import LeaseRefusal
 
@@ -53,8 +54,10 @@ class Fairness:
         """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
         self.shares = Shares(limits.tenant_weights, by_priority=by_priority)
         self.quota = Quota(limits, num_blocks, block_size)
-        self._waits: StockQueue | None = make_stock_queue(policy, limits, num_blocks * block_size)
-        """None if no limit bounds how long turns wait."""
+        if not any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim")):
+            # Such a policy makes no turn wait.
+            limits = dataclasses.replace(limits, max_wait_over_stock=None, max_held_back_s=math.inf)
+        self.waits = StockQueue(limits, num_blocks * block_size)
 
     def arrive(self, turn: TurnState, num_leased_tokens: int) -> bool:
         """A turn arrived, while leases keep this many tokens.
@@ -67,36 +70,23 @@ class Fairness:
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn is about to get its first step."""
         self.shares.start(turn, num_hit_tokens)
-        if self._waits is not None:
-            self._waits.start(turn, num_hit_tokens, now_s)
+        self.waits.start(turn, num_hit_tokens, now_s)
         self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again."""
         self.quota.stop(turn)
-        if self._waits is not None:
-            self._waits.preempt(turn, now_s)
+        self.waits.preempt(turn, now_s)
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
-        if self._waits is not None:
-            self._waits.resume(turn, now_s)
+        self.waits.resume(turn, now_s)
         self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
 
-    def free(self, turn: TurnState) -> None:
-        """A turn needs no memory any more; `leave` follows."""
-        self.quota.leave(turn)
-
     def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
-        """A turn ended, or left before it started; its memory is free already (`free`)."""
+        """A turn ended, or left before it started; the quota knows it already."""
         self.shares.leave(turn, num_output_tokens)
-        if self._waits is not None:
-            self._waits.leave(turn, num_output_tokens, now_s)
-
-    def forget_job(self, job_id: str) -> None:
-        """A job was forgotten."""
-        if self._waits is not None:
-            self._waits.forget_job(job_id)
+        self.waits.leave(turn, num_output_tokens, now_s)
 
     def take_over(self, other: Fairness, weights: Mapping[str, float] | None) -> None:
         """Take over the shares of the engine's earlier driver, with new weights. Then `adopt` its turns."""
@@ -109,35 +99,13 @@ class Fairness:
         begins = self._enter(turn, num_leased_tokens)
         if turn.started:
             self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
-            if self._waits is not None:
-                self._waits.start(turn, turn.num_hit_tokens, now_s)
+            self.waits.start(turn, turn.num_hit_tokens, now_s)
             if turn.run_from is None:
                 self.preempt(turn, now_s)
         return begins
 
-    def is_overdue(self, turn_id: str) -> bool:
-        """Whether a waiting turn has waited too long compared with stock vLLM, so that it goes first."""
-        return self._waits is not None and self._waits.is_overdue(turn_id)
-
-    def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
-        """Turns that have become overdue since the last call."""
-        return iter(()) if self._waits is None else self._waits.pop_overdue(now_s)
-
-    def get_next_overdue_s(self) -> float:
-        """When the next turn becomes overdue if nothing starts before; infinity if none waits."""
-        return math.inf if self._waits is None else self._waits.get_next_s()
-
-    def started_overdue(self, turn_id: str) -> bool:
-        """Whether a running turn started because it was overdue, so that it is preempted last."""
-        return self._waits is not None and self._waits.started_overdue(turn_id)
-
-    def get_number(self, turn_id: str) -> int:
-        """A waiting turn's place in the order of arrival, from 1; 0 if there is no such queue."""
-        return 0 if self._waits is None else self._waits.get_number(turn_id)
-
     def _enter(self, turn: TurnState, num_leased_tokens: int) -> bool:
-        if self._waits is not None:
-            self._waits.arrive(turn, num_leased_tokens)
+        self.waits.arrive(turn, num_leased_tokens)
         return self.quota.arrive(turn)
 
 

@@ -313,7 +313,7 @@ class Yielding:
     ) -> None:
         """`is_before(turn, lease, now_s)`: whether a waiting turn may take a lease's blocks."""
         self._leases = leases
-        self._fairness = fairness
+        self._waits = fairness.waits
         self._quota = fairness.quota
         self._limits = limits
         self._is_before = is_before
@@ -351,7 +351,7 @@ class Yielding:
             own = self._leases.get_first_to_yield(yields, spare, tenant)
             if is_over and own is None and not turn.started and not lease.is_unproven:
                 return None
-            if is_over or self._fairness.is_overdue(turn.turn_id):
+            if is_over or self._waits.is_overdue(turn.turn_id):
                 lease = own or lease
         taken_by = self._get_taker(lease, turn, now_s, is_late=is_late)
         return None if taken_by is None else (lease, taken_by)
@@ -370,7 +370,7 @@ class Yielding:
         """
         if turn.started:
             return TakenBy.RUNNING
-        if is_late or self._fairness.is_overdue(turn.turn_id):
+        if is_late or self._waits.is_overdue(turn.turn_id):
             return TakenBy.OVERDUE
         if lease.terms.yields is not Yields.FIRST and not self._is_before(turn, lease, now_s):
             return None

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator
 
 from tenuto.core.engine import Engine
-from tenuto.core.fairness import Fairness
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.leases import Retention
@@ -18,6 +17,7 @@ from tenuto.core.limits import Canary, Limits
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.stats import DriverStats
+from tenuto.core.stock_queue import StockQueue
 
 
 class Order:
@@ -28,7 +28,7 @@ class Order:
         caller: PolicyCaller,
         engine: Engine,
         retention: Retention,
-        fairness: Fairness,
+        waits: StockQueue,
         limits: Limits,
         stats: DriverStats,
         canary: Canary,
@@ -40,7 +40,7 @@ class Order:
         self._policy = caller.policy
         self._engine = engine
         self._retention = retention
-        self._fairness = fairness
+        self._waits = waits
         self._limits = limits
         self._stats = stats
         self._canary = canary
@@ -114,7 +114,7 @@ class Order:
 
     def pop_overdue(self, now_s: float) -> Iterator[str]:
         """Turns that have become overdue since the last call. They are admitted next and start first."""
-        for turn in self._fairness.pop_overdue(now_s):
+        for turn in self._waits.pop_overdue(now_s):
             if turn.turn_id in self._held:
                 self._overdue[turn.turn_id] = turn
             yield turn.turn_id
@@ -125,8 +125,8 @@ class Order:
         """The key of a waiting turn; the smallest key goes first."""
         if turn.job.runs_as_stock:
             return self.get_stock_key(turn)
-        if self._fairness.is_overdue(turn.turn_id):
-            first: Key = (-math.inf, self._fairness.get_number(turn.turn_id))
+        if self._waits.is_overdue(turn.turn_id):
+            first: Key = (-math.inf, self._waits.get_number(turn.turn_id))
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
         is_wanted = self._looks_up and self._caller.ask("wants_hits", view)
@@ -137,7 +137,7 @@ class Order:
 
     def get_stock_key(self, turn: TurnState) -> Key:
         """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
-        number = self._fairness.get_number(turn.turn_id)
+        number = self._waits.get_number(turn.turn_id)
         key: Key = (0 if turn.num_preemptions else 1, turn.arrival_s, number)
         return (turn.arrival.priority, *key) if self._by_priority else key
 
@@ -159,7 +159,7 @@ class Order:
             priority = -turn.priority if self._by_priority else 0
             # Otherwise, a turn that the policy puts last would start when it is overdue, and be preempted at
             # once.
-            started_overdue = self._fairness.started_overdue(turn.turn_id)
+            started_overdue = self._waits.started_overdue(turn.turn_id)
             keys[turn.turn_id] = (priority, started_overdue, get_sort_key(key))
         return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
 
@@ -173,5 +173,5 @@ class Order:
     # Internal.
 
     def _is_late(self, turn: TurnState, now_s: float) -> bool:
-        is_overdue = self._fairness.is_overdue(turn.turn_id)
+        is_overdue = self._waits.is_overdue(turn.turn_id)
         return is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s

@@ -46,7 +46,6 @@ from dataclasses import dataclass
 
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Policy
 from tenuto.core.turn_work import MIN_WEIGHT, Counts, KindCounts, MovingMean, get_work
 
 SHORT = 0.25
@@ -66,13 +65,6 @@ PRIOR_ENDS = 0.5
 one job that came back counts as one of three turns."""
 MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
-
-
-def make_stock_queue(policy: Policy, limits: Limits, num_cache_tokens: int) -> StockQueue | None:
-    """A queue for a policy that can make turns wait; None for other policies, or if no limit bounds waits."""
-    delays = any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim"))
-    is_bounded = limits.max_wait_over_stock is not None or limits.max_held_back_s < math.inf
-    return StockQueue(limits, num_cache_tokens) if delays and is_bounded else None
 
 
 LEAST_REBUILT = 64
