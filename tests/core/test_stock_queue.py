@@ -203,7 +203,9 @@ def test_turns_that_ended_are_not_remembered() -> None:
         queue.start(turn, 0, 0.0)
         queue.leave(turn, 10, 0.0)
     assert len(queue._waiting) == 60
-    assert sum(map(len, (queue._places, *queue._due.values()))) < 3 * (2 * 61 + stock_queue.LEAST_REBUILT)
+    for order in (queue._places, *queue._due.values()):
+        assert set(order) <= queue._waiting.keys()
+        assert len(order._heap) <= 2 * 61 + 16
 
 
 @dataclass

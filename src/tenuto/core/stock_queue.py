@@ -44,6 +44,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.turn_work import MIN_WEIGHT, Counts, KindCounts, MovingMean, get_work
@@ -67,13 +68,6 @@ MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
 
 
-LEAST_REBUILT = 64
-"""Smaller heaps are not rebuilt without the turns that no longer wait."""
-
-_Entry = tuple[float, int, str]
-"""A value to order by, `_Wait.fixed`, and the turn's id."""
-
-
 @dataclass(slots=True)
 class _Wait:
     """What the queue knows of one turn in the engine."""
@@ -89,8 +83,6 @@ class _Wait:
     """The value of `reached` at which stock vLLM would start it."""
     extra: float = 0.0
     """Work that may begin after that before the turn has waited too long."""
-    fixed: int = 0
-    """The number of the latest `place` and `extra`; heaps also hold earlier ones."""
     is_agents: bool = False
     """Whether its job is expected to send `LEAST_TURNS` turns, and the turn was not preempted."""
     began_before: float = 0.0
@@ -144,14 +136,13 @@ class StockQueue:
         """The turns in the engine."""
         self._evicted_at: dict[str, float] = {}
         """By job: the `_num_allocated` at which stock vLLM evicts its last finished turn's blocks."""
-        self._places: list[_Entry] = []
-        """A heap of waiting turns by `place`. Turns that no longer wait are skipped, also below."""
-        self._due: dict[bool, list[_Entry]] = {False: [], True: []}
-        """Heaps by `due`, of turns that stock would have started: those that are overdue from then on, and
-        agents' turns, if they are within the share."""
+        self._places = IndexedHeap()
+        """Turns that wait in stock too, by `place`."""
+        self._due = {False: IndexedHeap(), True: IndexedHeap()}
+        """Turns that stock would have started, by `due`: those that are overdue from then on, and agents'
+        turns, if they are within the share."""
         self._credit = 0.0
         """Below 0 while agents' overdue turns took more than `FORCED_SHARE` of the begun work."""
-        self._num_fixed = 0
         self._waiting: dict[str, _Wait] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
         self._overdue: dict[str, _Wait] = {}
@@ -252,6 +243,7 @@ class StockQueue:
                 if now_s < self._get_latest_s(wait):
                     return
             self._overdue[wait.turn.turn_id] = self._waiting.pop(wait.turn.turn_id)
+            self._discard(wait.turn.turn_id)
             if wait.is_agents:
                 self._credit -= wait.work
             yield wait.turn
@@ -315,50 +307,42 @@ class StockQueue:
 
     def _place(self, wait: _Wait, before: float, extra: float) -> None:
         """A turn begins to wait, behind so much work of stock vLLM's."""
-        self._num_fixed += 1
-        wait.fixed = self._num_fixed
         wait.place, wait.extra = self._began + self._skipped + before, extra
-        self._push(self._places, wait.place, wait)
+        self._places.push(wait.turn.turn_id, (wait.place, wait.number))
 
     def _follow_stock(self) -> None:
         """Fix `due` of the turns that stock vLLM would have started by now."""
         while True:
             gone = self._gone[0][0] if self._gone else math.inf
-            place = self._places[0][0] if self._places else math.inf
+            first = self._places.get_first()
+            wait = None if first is None else self._waiting[first]
+            place = math.inf if wait is None else wait.place
             if min(gone, place) > self._began + self._skipped:
                 return
-            if gone <= place:
+            if wait is None or gone <= place:
                 _, work = heapq.heappop(self._gone)
                 self._skipped += work
                 self._gone_work -= work
-            elif (wait := self._try_get(heapq.heappop(self._places))) is not None:
-                due = place - self._skipped + wait.extra
-                self._push(self._due[wait.is_agents], due, wait)
-                if wait.is_agents:
-                    before = wait.began_before
-                    self._push(self._due[False], before + AGENTS_LIMIT * (due - before), wait)
+                continue
+            due, before = place - self._skipped + wait.extra, wait.began_before
+            self._due[wait.is_agents].push(self._places.pop(), (due, wait.number))
+            if wait.is_agents:
+                due = before + AGENTS_LIMIT * (due - before)
+                self._due[False].push(wait.turn.turn_id, (due, wait.number))
 
     def _find_due(self) -> _Wait | None:
         """A waiting turn that is overdue now, and was not before; None if there is none."""
         self._follow_stock()
-        for is_agents, heap in self._due.items():
-            while heap and heap[0][0] <= self._began and not (is_agents and self._credit < 0.0):
-                if (wait := self._try_get(heapq.heappop(heap))) is not None:
-                    return wait
+        for is_agents, order in self._due.items():
+            key = order.get_first_key()
+            if key is not None and float(key[0]) <= self._began and not (is_agents and self._credit < 0.0):
+                return self._waiting[order.pop()]
         return None
 
-    def _push(self, heap: list[_Entry], value: float, wait: _Wait) -> None:
-        heapq.heappush(heap, (value, wait.fixed, wait.turn.turn_id))
-        # The rest is of turns that no longer wait. O(1) amortised.
-        if len(heap) > 2 * len(self._waiting) + LEAST_REBUILT:
-            heap[:] = [entry for entry in heap if self._try_get(entry) is not None]
-            heapq.heapify(heap)
-
-    def _try_get(self, entry: _Entry) -> _Wait | None:
-        """The turn of an entry, if it still waits, is not overdue, and the entry is its latest."""
-        _, fixed, turn_id = entry
-        wait = self._waiting.get(turn_id)
-        return wait if wait is not None and wait.fixed == fixed else None
+    def _discard(self, turn_id: str) -> None:
+        """A turn no longer waits, or is overdue."""
+        for order in (self._places, *self._due.values()):
+            order.discard(turn_id)
 
     def _count_hits(self, turn: TurnState) -> int:
         """Tokens that stock vLLM would hit: all reusable ones, until it evicts the earlier turn's blocks."""
@@ -388,13 +372,12 @@ class StockQueue:
         was_overdue = self._overdue.pop(turn_id, None) is not None
         if self._waiting.pop(turn_id, None) is None and not was_overdue:
             return False
+        self._discard(turn_id)
         wait.started_overdue = was_overdue
         self._backlog -= wait.work
         if not self._waiting and not self._overdue:
             self._backlog = self._saved = 0.0
             self._saved_by_job.clear()
-            for heap in (self._places, *self._due.values()):
-                heap.clear()
             self._gone.clear()
             self._gone_work = self._skipped = 0.0
         return True
