@@ -10,7 +10,6 @@ evicted turn sees (T, weighted by how far jobs are from memoryless, η) and the 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from tenuto.core.types import EngineView, Job, Lease, Turn
 from tenuto.estimators.tool_times import MIN_SAMPLES, RecentTimes, ToolSamples
 from tenuto.policies.published._prefill import LearnsPrefill, get_reload_s
 
-_CHUNK = 32
-
 
 def get_default_ttl_s(benefit_s: float) -> float:
     """τ* for an unknown tool, as if its times were exponential with mean 1 s.
@@ -34,29 +31,13 @@ def get_default_ttl_s(benefit_s: float) -> float:
 
 
 def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
-    """τ* over samples in ascending order: the shortest of equally good ones, 0 if none is worth its cost.
-
-    The result is exact, and usually takes less than O(n). The last samples of all chunks give a gain to beat.
-    A chunk is searched only if its last sample's share at its first sample's cost would beat that gain.
-    """
-    if not sorted_s:
-        return 0.0
-    gain_per_sample = benefit_s / len(sorted_s)
-    # A τ that costs as much as the largest possible gain is worth nothing.
-    num = bisect_left(sorted_s, benefit_s)
-    if num == 0:
-        return 0.0
-    ends = [min(first + _CHUNK, num) for first in range(0, num, _CHUNK)]
-    to_beat = max(end * gain_per_sample - sorted_s[end - 1] for end in ends)
+    """τ* over samples in ascending order: the shortest of equally good ones, 0 if none is worth its cost."""
+    gain_per_sample = benefit_s / max(1, len(sorted_s))
     best_s, best_gain = 0.0, 0.0
-    for first, end in zip(range(0, num, _CHUNK), ends, strict=True):
-        bound = end * gain_per_sample - sorted_s[first]
-        if bound < to_beat or bound <= best_gain:
-            continue
-        for rank, sample_s in enumerate(sorted_s[first:end], first + 1):
-            gain = rank * gain_per_sample - sample_s
-            if gain > best_gain:
-                best_s, best_gain = sample_s, gain
+    for rank, sample_s in enumerate(sorted_s, 1):
+        gain = rank * gain_per_sample - sample_s
+        if gain > best_gain:
+            best_s, best_gain = sample_s, gain
     return best_s
 
 
