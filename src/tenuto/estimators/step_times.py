@@ -30,15 +30,8 @@ class _Moments:
     def __init__(self) -> None:
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
 
-    def observe(self, x: float, y: float) -> None:
-        self.weight = self.weight * FADE + 1.0
-        self.x = self.x * FADE + x
-        self.y = self.y * FADE + y
-        self.xx = self.xx * FADE + x * x
-        self.xy = self.xy * FADE + x * y
-
-    def observe_each(self, x: float, ys: Iterable[float]) -> None:
-        """The same as `observe(x, y)` for each y."""
+    def observe(self, x: float, ys: Iterable[float]) -> None:
+        """Add steps with x tokens that took these seconds."""
         weight, sum_x, sum_y, sum_xx, sum_xy = self.weight, self.x, self.y, self.xx, self.xy
         square = x * x
         for y in ys:
@@ -140,10 +133,10 @@ class StepTimes:
         num_prefill_tokens = num_tokens - num_requests
         if num_prefill_tokens < MIN_PREFILL_TOKENS:
             self._decode_line = None
-            self._decode.observe(num_requests, duration_s)
+            self._decode.observe(num_requests, [duration_s])
         else:
             self._token_s = None
-            self._prefill.observe(num_tokens, duration_s)
+            self._prefill.observe(num_tokens, [duration_s])
             decode_s = self.get_decode_s(num_requests)
             self._added.observe(num_prefill_tokens, duration_s - decode_s, decode_s, num_requests)
 
@@ -159,7 +152,7 @@ class StepTimes:
         known_s = durations_s if min(durations_s) > 0 else [each_s for each_s in durations_s if each_s > 0]
         if known_s:
             self._decode_line = self._added_line = None
-            self._decode.observe_each(num_requests, known_s)
+            self._decode.observe(num_requests, known_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen.
