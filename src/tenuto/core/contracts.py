@@ -17,7 +17,7 @@ from typing import Any
 from tenuto.core.dispatcher import Dispatcher, check_route
 from tenuto.core.errors import PolicyError
 from tenuto.core.policy import ANSWERS, Learns, Policy
-from tenuto.core.policy_caller import check_answer, describe_fault, to_json
+from tenuto.core.policy_caller import check_answer, describe_fault, get_kinds, to_json
 from tenuto.core.router import (
     HOOKS,
     Arrival,
@@ -52,20 +52,14 @@ def check_contract(policy: Policy) -> None:
     shapes: dict[str, tuple[bool, ...]] = {}
     for turn, view in itertools.product(_get_turns(), _get_views()):
         lease = Lease(turn, view.now_s - 1, view.now_s, 0.0, 3, next_turn_waiting=False)
-        asked: dict[str, tuple[Any, ...]] = {
-            "wants_hits": (turn,),
-            "queue_key": (turn, view.now_s),
-            "admit": (turn, view),
-            "load": (turn, LoadOffer(64, 0.5), view),
-            "retain": (turn, view),
-            "reconsider": (lease, view),
-            "evict_key": (lease, view),
-            "may_reclaim": (lease, turn, view),
-            "tier_key": (turn, view),
-            "preempt_key": (turn, view),
-            "may_preempt": (turn, turn, view),
-            "step_budget": (view,),
+        samples = {
+            Turn: turn,
+            EngineView: view,
+            Lease: lease,
+            LoadOffer: LoadOffer(64, 0.5),
+            float: view.now_s,
         }
+        asked = {hook: tuple(samples[kind] for kind in get_kinds(hook)) for hook in ANSWERS}
         for hook in ANSWERS:
             _check_asked(policy, hook, *asked[hook])
         _call_told_hooks(policy, turn, view)

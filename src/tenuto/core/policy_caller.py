@@ -217,13 +217,14 @@ class Replay:
 
 def _check_inputs(hook: str, inputs: list[Any]) -> None:
     """Raise TypeError if a hook of this version does not take these inputs."""
-    kinds = _get_kinds(hook)
+    kinds = get_kinds(hook)
     if len(inputs) != len(kinds) or not all(map(_fits, inputs, kinds)):
         raise TypeError(f"it takes {', '.join(map(_name_kind, kinds))}")
 
 
 @cache
-def _get_kinds(hook: str) -> tuple[Any, ...]:
+def get_kinds(hook: str) -> tuple[Any, ...]:
+    """The types of the inputs of a policy's hook."""
     hints = get_type_hints(getattr(Policy, hook))
     return tuple(kind for name, kind in hints.items() if name != "return")
 
