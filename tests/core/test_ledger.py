@@ -18,11 +18,11 @@ from tests.support.tier_orders import pop_firsts, use
 def test_each_event_reaches_the_job_its_tenant_and_all() -> None:
     ledger = Ledger()
     one, two, other = ledger.open("1", "a"), ledger.open("2", "a"), ledger.open("3", "b")
-    one.start(100, 40, 8)
-    one.copy(num_loaded=16, num_stored=32, num_lost=5)
-    one.stop(60, 7)
-    two.start(10, 0, 0)
-    other.stop(3)
+    one.add(turns=1, prompt=100, cached=40, recomputed=8)
+    one.add(loaded=16, stored=32, recomputed=5)
+    one.add(computed=60, output=7)
+    two.add(turns=1, prompt=10)
+    other.add(computed=3)
     wanted = {
         "turns": 1,
         "prompt_tokens": 100,
@@ -77,7 +77,7 @@ def test_who_left_blocks_in_a_tier_pays_until_they_are_gone() -> None:
 def test_names_that_clients_make_up_are_bounded() -> None:
     ledger = Ledger()
     for number in range(3 * MAX_TENANTS):
-        ledger.open(f"j{number}", f"t{number}").stop(1)
+        ledger.open(f"j{number}", f"t{number}").add(computed=1)
     assert len(ledger.tenants) == MAX_TENANTS + 1
     assert ledger.tenants[OTHER_TENANTS].computed == 2 * MAX_TENANTS
     assert ledger.total.computed == 3 * MAX_TENANTS

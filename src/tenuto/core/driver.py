@@ -212,7 +212,7 @@ class Driver:
             self._fairness.resume(turn, now_s)
             num_lost_tokens = count_lost_tokens(turn.num_computed_tokens, num_hit_tokens)
             self.stats.num_recomputed_tokens += num_lost_tokens
-            turn.job.account.copy(num_lost=num_lost_tokens)
+            turn.job.account.add(recomputed=num_lost_tokens)
             self._tell("on_turn_started", turn, now_s)
             if self._history is not None:
                 self._history.record(
@@ -234,10 +234,11 @@ class Driver:
             turn.job.num_kept_tokens += min(num_reused_tokens, self._retention.count_held_tokens(turn))
         turn.num_missed_tokens = count_missed_tokens(turn.num_reusable_tokens, num_hit_tokens)
         self.stats.num_recomputed_tokens += turn.num_missed_tokens
-        turn.job.account.start(
-            turn.arrival.num_prompt_tokens,
-            max(0, num_hit_tokens - turn.num_loaded_tokens),
-            turn.num_missed_tokens,
+        turn.job.account.add(
+            turns=1,
+            prompt=turn.arrival.num_prompt_tokens,
+            cached=max(0, num_hit_tokens - turn.num_loaded_tokens),
+            recomputed=turn.num_missed_tokens,
         )
         if short_hit is not None:
             self.stats.num_short_tokens[short_hit.group] += short_hit.num_tokens
@@ -263,7 +264,7 @@ class Driver:
         turn.num_preemptions += 1
         turn.num_computed_tokens = num_computed_tokens
         if turn.run_from is not None:
-            turn.job.account.stop(max(0, num_computed_tokens - turn.run_from))
+            turn.job.account.add(computed=max(0, num_computed_tokens - turn.run_from))
         turn.run_from, turn.num_loaded_tokens = None, 0
         self._fairness.preempt(turn, now_s)
         self._tell("on_turn_preempted", turn, now_s)
@@ -275,14 +276,14 @@ class Driver:
         turn = self._turns.get(turn_id)
         if turn is not None:
             turn.num_loaded_tokens = num_tokens
-            turn.job.account.copy(num_loaded=num_tokens)
+            turn.job.account.add(loaded=num_tokens)
 
     def store(self, turn_id: str | None, job_id: str | None, num_tokens: int) -> None:
         """The engine stores `num_tokens` of a turn in tiers. `job_id`: the job, if the turn has ended."""
         turn = None if turn_id is None else self._turns.get(turn_id)
         job = turn.job if turn is not None else self._jobs.get(job_id or "")
         account = self.ledger.get_closed(job_id or "") if job is None else job.account
-        (account or self.ledger.total).copy(num_stored=num_tokens)
+        (account or self.ledger.total).add(stored=num_tokens)
 
     def hold_below(self, job_id: str, place: str, num_blocks: int, now_s: float) -> None:
         """A tier stored `num_blocks` blocks that this job used last. A negative number: it evicted them."""
@@ -370,8 +371,11 @@ class Driver:
                 self._jobs.remember(job, arrival)
         if turn.started:
             run_from = num_computed_tokens if turn.run_from is None else turn.run_from
-            num_computed_tokens = max(0, num_computed_tokens - run_from)
-            job.account.stop(num_computed_tokens, finish.num_output_tokens, turn.num_added_tokens)
+            job.account.add(
+                computed=max(0, num_computed_tokens - run_from),
+                output=finish.num_output_tokens,
+                prompt=turn.num_added_tokens,
+            )
         if self._step_chooser is not None:
             if not turn.started:
                 self._step_chooser.observe_start(turn.turn_id)

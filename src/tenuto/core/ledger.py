@@ -67,35 +67,12 @@ class Account:
     output: int = 0
     stored: int = 0
 
-    def start(self, num_prompt_tokens: int, num_cached_tokens: int, num_missed_tokens: int) -> None:
-        """A turn got its first step. `num_missed_tokens` of its prompt are computed again."""
+    def add(self, **numbers: int) -> None:
+        """Add numbers of turns and tokens, by the names of the fields."""
         account: Account | None = self
         while account is not None:
-            account.turns += 1
-            account.prompt += num_prompt_tokens
-            account.cached += num_cached_tokens
-            account.recomputed += num_missed_tokens
-            account = account.above
-
-    def stop(self, num_computed_tokens: int, num_output_tokens: int = 0, num_added_tokens: int = 0) -> None:
-        """A turn ended or was preempted. It computed `num_computed_tokens` since it last started.
-
-        `num_added_tokens`: of its prompt, those that were streamed in after its start.
-        """
-        account: Account | None = self
-        while account is not None:
-            account.computed += num_computed_tokens
-            account.output += num_output_tokens
-            account.prompt += num_added_tokens
-            account = account.above
-
-    def copy(self, *, num_loaded: int = 0, num_stored: int = 0, num_lost: int = 0) -> None:
-        """Tokens were loaded, were stored, or were lost by a preemption and will be computed again."""
-        account: Account | None = self
-        while account is not None:
-            account.loaded += num_loaded
-            account.stored += num_stored
-            account.recomputed += num_lost
+            for name, number in numbers.items():
+                setattr(account, name, getattr(account, name) + number)
             account = account.above
 
     def count_held(self, place: str) -> int:
