@@ -32,6 +32,7 @@ from tenuto.core.leases import (
     LeaseEvent,
     LeaseGranted,
     LeaseRefused,
+    LeaseShortened,
     LeaseState,
     LeaseTruncated,
     Retention,
@@ -171,9 +172,6 @@ class Driver:
         self._order.enter(turn)
         if not turn.is_beside:
             self._apply(self._retention.claim(turn, now_s))
-        if (lease := self.leases.get(job.job_id)) is not None:
-            # The lease may be shorter now.
-            self._count_held(lease, job, now_s)
         if pause_s is not None:
             self.stats.tool_s.observe(pause_s)
             self._tell("on_tool_returned", turn, job.last_tool, pause_s)
@@ -319,23 +317,24 @@ class Driver:
             job.has_finished, job.paused_s, job.last_tool = True, now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
         turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
+        refusal: LeaseRefusal | None = None
+        if finish.aborted:
+            refusal = LeaseRefusal.ABORTED
+        elif view.is_last or job.is_released or is_side_answer:
+            refusal = turn.get_last_reason()
         retains = self._retains and not job.runs_as_stock
-        goes_on = not (view.is_last or job.is_released or is_side_answer)
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
-        if retains and finish.aborted:
-            self._apply(LeaseRefused(view, LeaseRefusal.ABORTED, now_s))
-        elif retains and not goes_on and wish is None:
-            self._apply(LeaseRefused(view, turn.get_last_reason(), now_s))
+        if retains and refusal is not None and wish is None:
+            self._apply(LeaseRefused(view, refusal, now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted and not is_side_answer)
-        if is_complete and not job.live_turn_ids:
+        ends_job = is_complete and not job.live_turn_ids
+        if ends_job:
             self._remember(turn, view, now_s, finish, is_complete=True, is_side_answer=is_side_answer)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
-            if wish is not None:
-                self._retain(turn, view, now_s, wish, turn.get_last_reason())
+        if retains and (refusal is None or wish is not None):
+            self._retain(turn, view, now_s, wish, refusal, is_side_answer=is_side_answer)
+        if ends_job:
             return
-        if retains and not finish.aborted and not job.is_released and (goes_on or wish is not None):
-            given_up = None if goes_on else turn.get_last_reason()
-            self._retain(turn, view, now_s, wish, given_up, is_side_answer=is_side_answer)
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
         self._remember(turn, view, now_s, finish, is_complete=False, is_side_answer=is_side_answer)
@@ -450,12 +449,9 @@ class Driver:
         """
         num_ended = 0
         for event in self._retention.expire(now_s, max_renewals):
-            if isinstance(event, LeaseState):
-                self._count_held(event, self._jobs.get(event.job_id), now_s)
-                continue
             self._apply(event)
             self.settle()
-            num_ended += 1
+            num_ended += isinstance(event, LeaseEnded)
         return num_ended
 
     def reclaim(
@@ -811,23 +807,29 @@ class Driver:
 
     def _apply(self, event: LeaseEvent | None) -> None:
         """Count, log and record an event of a lease, and the waiting turn that must be reordered for it."""
-        stats = self.decided
+        if event is None:
+            return
+        job_id = event.turn.job.job_id if isinstance(event, LeaseRefused) else event.lease.job_id
+        job, stats = self._jobs.get(job_id), self.decided
+        if not isinstance(event, LeaseRefused) and stats is self.stats:
+            account = None if job is None else job.account
+            self._jobs.ledger.hold(job_id, account, "gpu", len(event.lease.blocks), event.now_s)
         news: LeaseEnd | LeaseRefusal | TakenBy | None
         match event:
-            case None:
+            case LeaseShortened():
                 return
             case LeaseGranted():
-                job_id, news = event.lease.job_id, None
+                news = None
                 stats.num_leases_granted += 1
             case LeaseRefused():
-                job_id, news = event.turn.job.job_id, event.reason
+                news = event.reason
                 stats.num_lease_refusals[event.reason] += 1
             case LeaseTruncated():
-                job_id, news = event.lease.job_id, event.taken_by
+                news = event.taken_by
                 stats.num_revoked_blocks += event.num_blocks
                 stats.num_takes[event.taken_by] += 1
             case LeaseEnded():
-                job_id, news = event.lease.job_id, event.taken_by or event.reason
+                news = event.taken_by or event.reason
                 stats.num_leases_ended[event.reason] += 1
                 if event.reason is LeaseEnd.REVOKED:
                     stats.num_revoked_blocks += event.num_blocks
@@ -836,20 +838,10 @@ class Driver:
                 waiting_id = event.lease.next_turn_id
                 if waiting_id is not None and event.reason is not LeaseEnd.HIT:
                     self._to_reorder.append(waiting_id)
-        is_news = not isinstance(event, LeaseRefused) or job_id not in self.leases
-        if (job := self._jobs.get(job_id)) is not None and is_news:
+        if job is not None and not (isinstance(event, LeaseRefused) and job_id in self.leases):
             job.lease_news = news
-        if not isinstance(event, LeaseRefused) and stats is self.stats:
-            account = None if job is None else job.account
-            self._jobs.ledger.hold(job_id, account, "gpu", len(event.lease.blocks), event.now_s)
         if self._history is not None:
             self._history.record_lease(event)
-
-    def _count_held(self, lease: LeaseState, job: JobState | None, now_s: float) -> None:
-        """Charge a job, if it is still known, for what its lease still holds after it was cut."""
-        if not self.is_shadow:
-            account = None if job is None else job.account
-            self._jobs.ledger.hold(lease.job_id, account, "gpu", len(lease.blocks), now_s)
 
     def _get_wish_refusal(self, turn: TurnState) -> LeaseRefusal | None:
         """The reason why nothing is kept for a turn, whatever its client wishes; None if there is none."""

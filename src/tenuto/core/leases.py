@@ -115,6 +115,14 @@ class LeaseTruncated:
 
 @quick
 @dataclass(frozen=True, slots=True)
+class LeaseShortened:
+    """A lease may have given up its last blocks, because its job or its client needs only the others."""
+
+    lease: LeaseState
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseEnded:
     """A lease ended: it released all its blocks and left the table."""
 
@@ -127,7 +135,7 @@ class LeaseEnded:
     """Who took its last blocks, if the reason is `REVOKED`."""
 
 
-LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseEnded
+LeaseEvent = LeaseGranted | LeaseRefused | LeaseTruncated | LeaseShortened | LeaseEnded
 
 
 @dataclass(slots=True)
@@ -553,7 +561,7 @@ class Retention:
 
     # What happens to turns.
 
-    def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | None:
+    def claim(self, turn: TurnState, now_s: float) -> LeaseEnded | LeaseShortened | None:
         """A turn arrived. Its job's lease now waits for it, unless the lease already waits for another turn.
 
         The lease is truncated to the blocks that the prompt shares. It ends if the prompt shares none. For a
@@ -569,7 +577,7 @@ class Retention:
             if not self._keep_tokens(lease, num_common):
                 return self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
         lease.next_turn_id = turn.turn_id
-        return None
+        return LeaseShortened(lease, now_s)
 
     def get_claimed(self, turn: TurnState | None) -> LeaseState | None:
         """The lease that waits for this turn, or None."""
@@ -695,11 +703,8 @@ class Retention:
 
     # Time.
 
-    def expire(self, now_s: float, max_renewals: float) -> Iterator[LeaseEnded | LeaseState]:
-        """End or renew leases whose deadline has passed.
-
-        Yields those that keep only what their clients wish from now on, too: they may be shorter.
-        """
+    def expire(self, now_s: float, max_renewals: float) -> Iterator[LeaseEnded | LeaseShortened]:
+        """End or renew leases whose deadline has passed, or shorten them to what their clients wish."""
         num_renewed = 0
         view: EngineView | None = None
         while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
@@ -727,7 +732,7 @@ class Retention:
                 num_renewed += 1
                 if num_wished is None:
                     continue
-                yield lease
+                yield LeaseShortened(lease, now_s)
             else:
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
             view = None
