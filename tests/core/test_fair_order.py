@@ -231,7 +231,7 @@ def test_tenants_that_left_are_forgotten() -> None:
         queue.arrive(f"t{number}", f"tenant{number}")
         queue.serve()
     assert len(queue.shares._tenants) < 5
-    assert queue.shares.num_live_tenants == 0
+    assert not queue.shares._tenants
 
 
 def test_tenants_that_clients_invent_are_bounded_while_the_engine_is_busy() -> None:

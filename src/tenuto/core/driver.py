@@ -167,8 +167,9 @@ class Driver:
             turn.job_arrival_s = now_s
         job.enter(turn_id)
         self._turns[turn_id] = turn
-        if self._fairness.arrive(turn, self._retention.get_num_leased_tokens()):
-            self.leases.begin_counting()
+        self._fairness.arrive(turn, self._retention.get_num_leased_tokens())
+        if job.tenant is not None:
+            self.leases.count_by_tenant()
         self._order.enter(turn)
         if not turn.is_beside:
             self._apply(self._retention.claim(turn, now_s))
@@ -906,8 +907,9 @@ class Driver:
     def _adopt(self, turn: TurnState, now_s: float) -> None:
         job = turn.job
         self._place(job, turn.arrival)
-        if self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s):
-            self.leases.begin_counting()
+        self._fairness.adopt(turn, self._retention.get_num_leased_tokens(), now_s)
+        if job.tenant is not None:
+            self.leases.count_by_tenant()
         self._order.enter(turn)
         if not turn.started:
             self._update_chooser(turn)

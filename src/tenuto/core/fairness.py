@@ -59,13 +59,11 @@ class Fairness:
             limits = dataclasses.replace(limits, max_wait_over_stock=None, max_held_back_s=math.inf)
         self.waits = StockQueue(limits, num_blocks * block_size)
 
-    def arrive(self, turn: TurnState, num_leased_tokens: int) -> bool:
-        """A turn arrived, while leases keep this many tokens.
-
-        Return True if the blocks of all leases must be counted by tenant from now on.
-        """
+    def arrive(self, turn: TurnState, num_leased_tokens: int) -> None:
+        """A turn arrived, while leases keep this many tokens."""
         self.shares.arrive(turn)
-        return self._enter(turn, num_leased_tokens)
+        self.waits.arrive(turn, num_leased_tokens)
+        self.quota.arrive(turn)
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn is about to get its first step."""
@@ -94,19 +92,15 @@ class Fairness:
         self.shares.set_weights(weights)
         self.quota.counts_blocks = other.quota.counts_blocks
 
-    def adopt(self, turn: TurnState, num_leased_tokens: int, now_s: float) -> bool:
+    def adopt(self, turn: TurnState, num_leased_tokens: int, now_s: float) -> None:
         """Take over a waiting or running turn: as `arrive`, `start` and `preempt`, as far as it came."""
-        begins = self._enter(turn, num_leased_tokens)
+        self.waits.arrive(turn, num_leased_tokens)
+        self.quota.arrive(turn)
         if turn.started:
             self.quota.start(turn, self.shares.get_expected_tokens(turn.turn_id))
             self.waits.start(turn, turn.num_hit_tokens, now_s)
             if turn.run_from is None:
                 self.preempt(turn, now_s)
-        return begins
-
-    def _enter(self, turn: TurnState, num_leased_tokens: int) -> bool:
-        self.waits.arrive(turn, num_leased_tokens)
-        return self.quota.arrive(turn)
 
 
 # Order.
@@ -153,8 +147,6 @@ class Shares:
         """Turns that wait for their first step, in order of arrival."""
         self._charges: dict[str, _Charge] = {}
         """The charge of each turn in the engine."""
-        self.num_live_tenants = 0
-        """Number of tenants with a turn in the engine."""
 
     def get_time(self, tenant: str) -> float:
         """The tenant's virtual time. It never decreases while the tenant has a turn in the engine."""
@@ -180,7 +172,6 @@ class Shares:
             own = self._tenants[name] = _Share(get_weight(self._weights, name))
         if not own.num_live:
             self._idle.discard(name)
-            self.num_live_tenants += 1
         if not own.num_waiting:
             own.time = max(own.time, self._now.get(self._get_priority(turn), 0.0))
         self._waiting[turn.turn_id] = turn
@@ -234,13 +225,12 @@ class Shares:
             self._charge(turn, own, 0.0)
         del self._charges[turn.turn_id]
         if not own.num_live:
-            self.num_live_tenants -= 1
             self._idle.push(name, (own.time,))
             self._forget_idle()
             if len(self._idle) > MAX_NAMES:
                 # Clients may invent tenants. The one that goes first gains least by starting anew.
                 del self._tenants[self._idle.pop()]
-        if not self.num_live_tenants:
+        if len(self._tenants) == len(self._idle):
             # The engine is idle, so all tenants begin equal again.
             self._tenants.clear()
             self._idle = IndexedHeap()
@@ -466,12 +456,9 @@ class Quota:
 
     # Events.
 
-    def arrive(self, turn: TurnState) -> bool:
-        """A turn arrived. Return True if the blocks of all leases must be counted from now on (`add`)."""
+    def arrive(self, turn: TurnState) -> None:
+        """A turn arrived."""
         self._enter(turn.job.tenant or NOBODY).num_live += 1
-        begins = turn.job.tenant is not None and not self.counts_blocks
-        self.counts_blocks |= begins
-        return begins
 
     def start(self, turn: TurnState, num_expected_tokens: float) -> None:
         """A turn started or resumed. `num_expected_tokens`: the total tokens that it is expected to reach."""

@@ -189,8 +189,11 @@ class LeaseTable:
             self._quota.add(tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
 
-    def begin_counting(self) -> None:
+    def count_by_tenant(self) -> None:
         """Count the leases of each tenant from now on."""
+        if self._quota.counts_blocks:
+            return
+        self._quota.counts_blocks = True
         for lease in self:
             self._quota.add(lease.tenant, self._engine.get_block_ids(lease.blocks))
             self._enter_tenant(lease, self.evict_order[lease.terms.yields].get_key(lease.job_id))
