@@ -37,7 +37,6 @@ from tenuto.core.wish_dialects import (
     get_context,
     get_targets,
     list_actions,
-    normalize_wish,
     read_wish,
     read_wish_text,
 )
@@ -144,24 +143,21 @@ def parse_hints(fields: Mapping[str, Any] | None, session_id: str | None = None)
         job_id = None if job_id is None else f"{tenant}\t{job_id}"
         conversation = None if conversation is None else f"{tenant}\t{conversation}"
     found = {_FIELDS[name][0]: value for name, value in given.items()}
-    wish = read_wish_text(given.get(WISH_FIELD))
-    return Hints(**{**found, "job_id": job_id, "conversation": conversation, "wish": wish})
+    return Hints(**{**found, "job_id": job_id, "conversation": conversation})
 
 
 def make_fields(hints: Hints) -> dict[str, str | int | float]:
     """The request fields for these hints, in types that `vllm_xargs` allows. `parse_hints` reads them."""
-    given = {name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()}
-    given[WISH_FIELD] = None if hints.wish is None else write_wish(hints.wish)
-    return _make_xargs(given)
+    return _make_xargs({name: getattr(hints, hint) for name, (hint, _) in _FIELDS.items()})
 
 
 def _make_xargs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _make_xarg(value) for name, value in fields.items() if value is not None}
+
+
+def _make_xarg(value: Any) -> Any:
     # vLLM accepts strings and numbers. It would convert True to 1, so convert it here.
-    return {
-        name: int(value) if isinstance(value, bool) else value
-        for name, value in fields.items()
-        if value is not None
-    }
+    return int(value) if isinstance(value, bool) else write_wish(value) if isinstance(value, Wish) else value
 
 
 def get_usable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +249,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "tenuto_group": ("group", get_bounded_id),
     SESSION_FIELD: ("is_session", _get_bool),
     CONVERSATION_FIELD: ("conversation", get_bounded_id),
-    WISH_FIELD: ("wish", normalize_wish),
+    WISH_FIELD: ("wish", read_wish_text),
 }
 """By request field: the hint that it carries, and the function that reads it."""
 HINT_FIELDS = tuple(_FIELDS)
@@ -345,7 +341,7 @@ def get_new_fields(
     if (tool := get_bounded_tool(_get_forced_tool(request))) is not None:
         fields.setdefault("tool", tool)
     if WISH_FIELD not in fields and (wish := read_wish(request, xargs, unix_s)) is not None:
-        fields[WISH_FIELD] = write_wish(wish)
+        fields[WISH_FIELD] = wish
     return _make_xargs({name: value for name, value in fields.items() if name not in usable})
 
 

@@ -23,7 +23,6 @@ from tenuto.core.wishes import (
     parse_wish,
     read_duration,
     read_number,
-    write_wish,
 )
 
 Body = Mapping[str, Any]
@@ -283,12 +282,6 @@ def _make_span(body: Mapping[str, Any], keep_s: float, end: Place | int | None) 
     return Span(keep_s, None, make_mark(body, end)) if isinstance(end, tuple) else Span(keep_s, end)
 
 
-def normalize_wish(text: Any) -> str | None:
-    """An untrusted text of a wish, in the form of `write_wish`; None if it is not a wish."""
-    wish = parse_wish(text, DIALECTS)
-    return None if wish is None else write_wish(wish)
-
-
 def read_wish_text(text: Any) -> Wish | None:
-    """Read a text that `write_wish` wrote; None for any other text."""
+    """Read an untrusted text that `write_wish` may have written; None if it is not a wish."""
     return parse_wish(text, DIALECTS)
