@@ -154,15 +154,15 @@ def test_an_idle_engine_waits_for_nothing_but_leases() -> None:
     while (next_s := engine.advance(301.0)) is not None and next_s <= 301.0:
         pass
     (record,) = clients.records
-    leases = engine.scheduler.driver.leases
-    assert leases.num_blocks == (92 + 19) // 16
+    driver = engine.scheduler.driver
+    assert driver.get_num_leased_blocks() == (92 + 19) // 16
     # The tool call's lease runs out 2 s after the turn, by itself.
     assert next_s == pytest.approx(record[5] + 2.0)
     assert engine.advance(next_s - 0.01) == next_s
-    assert leases.num_blocks > 0
+    assert driver.get_num_leased_blocks() > 0
     while engine.advance(next_s) is not None:
         pass
-    assert leases.num_blocks == 0
+    assert driver.get_num_leased_blocks() == 0
 
 
 @pytest.mark.parametrize("policy", ["stock", "continuum-fixed"])

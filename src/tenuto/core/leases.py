@@ -161,8 +161,6 @@ class LeaseTable:
         self.evict_order = {yields: IndexedHeap() for yields in Yields}
         self._by_tenant: dict[str, _TenantLeases] = {}
         """The leases of each tenant, once there are tenants."""
-        self.num_blocks = 0
-        """Blocks of all leases together. A block that several leases share counts once for each."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -182,7 +180,6 @@ class LeaseTable:
         assert lease.job_id not in self._leases
         self._leases[lease.job_id] = lease
         self._engine.hold(lease.blocks)
-        self.num_blocks += len(lease.blocks)
         tenant = lease.tenant
         self._quota.grant(tenant)
         if self._quota.counts_blocks:
@@ -224,7 +221,6 @@ class LeaseTable:
         if not tail:
             return
         del lease.blocks[num_blocks:]
-        self.num_blocks -= len(tail)
         if self._quota.counts_blocks:
             self._quota.remove(lease.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
@@ -233,7 +229,6 @@ class LeaseTable:
         """Make a lease hold `blocks` instead of its own. Some may be in both lists."""
         self._engine.hold(blocks)
         old, lease.blocks = lease.blocks, blocks
-        self.num_blocks += len(blocks) - len(old)
         if self._quota.counts_blocks:
             self._quota.add(lease.tenant, self._engine.get_block_ids(blocks))
             self._quota.remove(lease.tenant, self._engine.get_block_ids(old))
