@@ -318,41 +318,42 @@ class Driver:
             job.has_finished, job.paused_s, job.last_tool = True, now_s, view.tool
         self._tell("on_turn_finished", turn, now_s, view=view)
         turn.num_added_tokens = max(0, (num_prompt_tokens or 0) - turn.arrival.num_prompt_tokens)
-        refusal: LeaseRefusal | None = None
+        given_up: LeaseRefusal | None = None
         if finish.aborted:
-            refusal = LeaseRefusal.ABORTED
+            given_up = LeaseRefusal.ABORTED
         elif view.is_last or job.is_released or is_side_answer:
-            refusal = turn.get_last_reason()
+            given_up = turn.get_last_reason()
         retains = self._retains and not job.runs_as_stock
         wish = None if turn.arrival.hints.wish is None else self._grant_wish(turn, finish, now_s)
-        if retains and refusal is not None and wish is None:
-            self._apply(LeaseRefused(view, refusal, now_s))
+        if retains and given_up is not None and wish is None:
+            self._apply(LeaseRefused(view, given_up, now_s))
         is_complete = job.is_released or (view.is_last and not finish.aborted and not is_side_answer)
         ends_job = is_complete and not job.live_turn_ids
         if ends_job:
-            self._remember(turn, view, now_s, finish, is_complete=True, is_side_answer=is_side_answer)
+            self._remember(turn, view, finish, now_s, is_side_answer=is_side_answer)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
-        if retains and (refusal is None or wish is not None):
-            self._retain(turn, view, now_s, wish, refusal, is_side_answer=is_side_answer)
+        if retains and (given_up is None or wish is not None):
+            refusal = None
+            for event in self._retention.retain(
+                turn, view, now_s, wish=wish, given_up=given_up, is_side_answer=is_side_answer
+            ):
+                self._apply(event)
+                refusal = event.reason if isinstance(event, LeaseRefused) else None
+            if wish is not None:
+                # The tiers keep what no lease keeps.
+                self._report_wish(turn, None if self._keeps_below else refusal, now_s)
         if ends_job:
             return
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._remember(turn, view, now_s, finish, is_complete=False, is_side_answer=is_side_answer)
+        self._remember(turn, view, finish, now_s, is_side_answer=is_side_answer)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _remember(
-        self,
-        turn: TurnState,
-        view: Turn,
-        now_s: float,
-        finish: Finish,
-        *,
-        is_complete: bool,
-        is_side_answer: bool,
+        self, turn: TurnState, view: Turn, finish: Finish, now_s: float, *, is_side_answer: bool
     ) -> None:
-        """Keep what is left of a turn that ended. `is_complete`: its job ends too.
+        """Keep what is left of a turn that ended.
 
         `is_side_answer`: see `TurnState.is_side_answer`; then its job goes on from the turn before.
         """
@@ -869,28 +870,6 @@ class Driver:
             turn.job.wish_news = verdict
         if self._history is not None:
             self._history.record_wish(turn, now_s, wish, verdict)
-
-    def _retain(
-        self,
-        turn: TurnState,
-        view: Turn,
-        now_s: float,
-        wish: Wish | None,
-        given_up: LeaseRefusal | None,
-        *,
-        is_side_answer: bool = False,
-    ) -> None:
-        """Grant a lease or not, and report what becomes of the wish. The tiers keep what no lease keeps."""
-        refusal: LeaseRefusal | None = None
-        events = self._retention.retain(
-            turn, view, now_s, wish=wish, given_up=given_up, is_side_answer=is_side_answer
-        )
-        for event in events:
-            self._apply(event)
-            if isinstance(event, LeaseRefused):
-                refusal = event.reason
-        if wish is not None:
-            self._report_wish(turn, None if self._keeps_below else refusal, now_s)
 
     def _end_job(self, job: JobState, now_s: float, reason: LeaseEnd, *, keeps_copies: bool = False) -> None:
         """End a job. `keeps_copies`: tiers below the GPU keep the KV that only this job used."""
