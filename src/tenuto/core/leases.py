@@ -622,11 +622,7 @@ class Retention:
         answer: Decision
         answer = self._caller.ask("retain", turn, view) if given_up is None else Release(given_up)
         retain_s = state.arrival.hints.retain_s
-        terms = self._bound(answer, now_s, retain_s) if isinstance(answer, Keep) else None
-        num_wished: int | None = None
-        if wish is not None and (terms is None or terms.until_s <= now_s):
-            wished, num_wished = self._get_wished_terms(wish, answer, now_s, now_s, retain_s)
-            terms = wished or terms
+        terms, num_wished = self._get_terms(answer, wish, now_s, now_s, retain_s)
         old = self.leases.get(turn.job.job_id)
         # Another turn of the job may wait for the old lease. That turn has already arrived, and the turn
         # after this one has not. So the old lease has precedence.
@@ -712,19 +708,13 @@ class Retention:
             is_wished = lease.terms.yields is Yields.FIRST
             answer: Decision
             answer = Release() if is_wished else self._caller.ask("reconsider", lease.get_view(), view)
-            terms, num_wished = None, None
-            if isinstance(answer, Keep):
-                if now_s < answer.until_s < now_s + MIN_RENEWAL_S:
-                    answer = dataclasses.replace(answer, until_s=now_s + MIN_RENEWAL_S)
-                terms = self._bound(answer, lease.granted_s, lease.most_s)
+            if isinstance(answer, Keep) and now_s < answer.until_s < now_s + MIN_RENEWAL_S:
+                answer = dataclasses.replace(answer, until_s=now_s + MIN_RENEWAL_S)
             elif isinstance(answer, Offload):
                 self._engine.store(lease.blocks, lease.turn, lease.wish)
-            if (terms is None or terms.until_s <= now_s) and lease.wish is not None:
-                terms, num_wished = self._get_wished_terms(
-                    lease.wish, answer, lease.granted_s, now_s, lease.most_s
-                )
-                if num_wished is not None and not self._keep_tokens(lease, num_wished):
-                    terms = None
+            terms, num_wished = self._get_terms(answer, lease.wish, lease.granted_s, now_s, lease.most_s)
+            if num_wished is not None and not self._keep_tokens(lease, num_wished):
+                terms = None
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
@@ -829,16 +819,22 @@ class Retention:
         latest_s = granted_s + self._limits.get_longest_s(most_s)
         return terms if terms.until_s <= latest_s else dataclasses.replace(terms, until_s=latest_s)
 
-    def _get_wished_terms(
-        self, wish: Wish, answer: Decision, granted_s: float, now_s: float, most_s: float | None
+    def _get_terms(
+        self, answer: Decision, wish: Wish | None, granted_s: float, now_s: float, most_s: float | None
     ) -> tuple[Keep | None, int | None]:
-        """The terms of a lease that only a wish keeps, and its number of tokens; None if there is none."""
+        """The terms of a lease by the policy's answer, or else by a wish; None if neither keeps anything.
+
+        Also the number of tokens that only the wish keeps; None for all.
+        """
+        terms = self._bound(answer, granted_s, most_s) if isinstance(answer, Keep) else None
+        if wish is None or (terms is not None and terms.until_s > now_s):
+            return terms, None
         span = wish.get_span(now_s - granted_s)
         if span is None:
-            return None, None
+            return terms, None
         why = answer.why or LeaseRefusal.POLICY
-        terms = self._bound(Keep(granted_s + span.keep_s, yields=Yields.FIRST, why=why), granted_s, most_s)
-        return (terms, span.num_tokens) if terms.until_s > now_s else (None, None)
+        wished = self._bound(Keep(granted_s + span.keep_s, yields=Yields.FIRST, why=why), granted_s, most_s)
+        return (wished, span.num_tokens) if wished.until_s > now_s else (terms, None)
 
     def _cut(self, blocks: Blocks, num_tokens: int | None) -> Blocks:
         """The blocks of a turn's first `num_tokens` tokens; all blocks if that is None."""
