@@ -113,10 +113,6 @@ class StepTimes:
         self._added = _Added()
         self._token_s: float | None = None
         """Seconds per prefill token; None if a step with prefill was observed since."""
-        self._decode_line: tuple[float, float] | None = None
-        """The line of decoding; None if a step without prefill was observed since."""
-        self._added_line: tuple[float, float] | None = None
-        """The line of `get_added`; None if a step was observed since."""
         self._full_share = 0.0
 
     def observe(
@@ -129,10 +125,8 @@ class StepTimes:
         self._full_share += MIN_WEIGHT * (is_full - self._full_share)
         if duration_s <= 0 or num_requests < 1:
             return
-        self._added_line = None
         num_prefill_tokens = num_tokens - num_requests
         if num_prefill_tokens < MIN_PREFILL_TOKENS:
-            self._decode_line = None
             self._decode.observe(num_requests, [duration_s])
         else:
             self._token_s = None
@@ -150,9 +144,7 @@ class StepTimes:
                 full_share += MIN_WEIGHT * (is_full - full_share)
             self._full_share = full_share
         known_s = durations_s if min(durations_s) > 0 else [each_s for each_s in durations_s if each_s > 0]
-        if known_s:
-            self._decode_line = self._added_line = None
-            self._decode.observe(num_requests, known_s)
+        self._decode.observe(num_requests, known_s)
 
     def get_token_s(self) -> float:
         """Seconds that one more prefill token takes; 0 before any was seen.
@@ -172,13 +164,9 @@ class StepTimes:
 
         The first is one pass over the weights, and host time.
         """
-        if self._decode_line is None:
-            fit = self._decode
-            # No line while all steps decode for equally many: most of their time is the pass over the
-            # weights.
-            mean_s = fit.y / fit.weight if fit.weight else 0.0
-            self._decode_line = fit.try_get_line() or (mean_s, 0.0)
-        return self._decode_line
+        fit = self._decode
+        # No line while all steps decode for equally many: most of their time is the pass over the weights.
+        return fit.try_get_line() or (fit.y / fit.weight if fit.weight else 0.0, 0.0)
 
     def get_decode_s(self, num_requests: float) -> float:
         """Seconds of a step that decodes for this many requests; 0 before any was seen."""
@@ -198,7 +186,9 @@ class StepTimes:
         if not (num_running_blocks > 0 and shared_s > 0):
             return math.inf
         gain = shared_s / (pass_s + request_s * view.num_running)
-        restore_s = min([self.get_token_s() * view.block_size, *(tier.s_per_block for tier in view.tiers)])
+        restore_s = self.get_token_s() * view.block_size
+        for tier in view.tiers:
+            restore_s = min(restore_s, tier.s_per_block)
         return restore_s * num_running_blocks / gain
 
     def get_added(self) -> tuple[float, float]:
@@ -207,10 +197,7 @@ class StepTimes:
         The intercept is negative where computing both together saves time, and positive where a mixed step
         has a cost of its own. (0, 0) before any prefill was seen.
         """
-        if self._added_line is None:
-            known = self._added.weight > PRIOR_CASES
-            self._added_line = self._added.get_line() if known else (0.0, self.get_token_s())
-        return self._added_line
+        return self._added.get_line() if self._added.weight > PRIOR_CASES else (0.0, self.get_token_s())
 
     def __repr__(self) -> str:
         return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._full_share!r})"
