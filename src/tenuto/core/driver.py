@@ -330,7 +330,7 @@ class Driver:
         is_complete = job.is_released or (view.is_last and not finish.aborted and not is_side_answer)
         ends_job = is_complete and not job.live_turn_ids
         if ends_job:
-            self._remember(turn, view, finish, now_s, is_side_answer=is_side_answer)
+            self._remember(turn, view, finish, now_s, is_followed=False)
             self._end_job(job, now_s, LeaseEnd.JOB_ENDED, keeps_copies=wish is not None)
         if retains and (given_up is None or wish is not None):
             refusal = None
@@ -346,24 +346,22 @@ class Driver:
             return
         # If too many jobs are idle, the one that has been idle longest is forgotten.
         forgotten = None if job.live_turn_ids else self._jobs.mark_idle(job)
-        self._remember(turn, view, finish, now_s, is_side_answer=is_side_answer)
+        is_followed = not finish.aborted and not is_side_answer
+        self._remember(turn, view, finish, now_s, is_followed=is_followed)
         if forgotten is not None:
             self._end_job(forgotten, now_s, LeaseEnd.FORGOTTEN)
 
     def _remember(
-        self, turn: TurnState, view: Turn, finish: Finish, now_s: float, *, is_side_answer: bool
+        self, turn: TurnState, view: Turn, finish: Finish, now_s: float, *, is_followed: bool
     ) -> None:
-        """Keep what is left of a turn that ended.
-
-        `is_side_answer`: see `TurnState.is_side_answer`; then its job goes on from the turn before.
-        """
+        """Keep what is left of a turn that ended. `is_followed`: its job's next turn goes on from it."""
         job, arrival = turn.job, turn.arrival
         self._fairness.leave(turn, finish.num_output_tokens, now_s)
         num_computed_tokens = finish.num_computed_tokens
         if not finish.aborted:
             num_prompt_tokens = arrival.num_prompt_tokens + turn.num_added_tokens
             num_computed_tokens = count_computed_tokens(num_prompt_tokens, finish.num_output_tokens)
-        if not (finish.aborted or is_side_answer or is_complete):
+        if is_followed:
             job.is_rewritten = turn.is_parted
             job.last_marks = PrefixMarks(
                 arrival.hashes, arrival.num_prompt_tokens, num_computed_tokens, self._hash_block_size
