@@ -185,7 +185,7 @@ def test_priorities_come_before_tenants_where_the_engine_uses_them() -> None:
         queue.serve()
         queue.arrive("urgent", "busy", priority=0)
         queue.arrive("other", "other", priority=5)
-        queue.shares._tenants["busy"].time += 1
+        queue.shares._tenants["busy"].advance(1)
         assert queue.order.get_first() == expected
 
 
@@ -215,6 +215,55 @@ def test_a_turn_that_waits_behind_urgent_ones_does_not_let_newcomers_go_before_t
     assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["new"] * 3
 
 
+def test_a_turn_that_waits_behind_urgent_ones_keeps_no_place_among_these() -> None:
+    queue = Queue(by_priority=True)
+    queue.arrive("batch", "sly", 1000, priority=5)
+    for number in range(60):
+        queue.arrive(f"ann{number:02}", "ann", 1000)
+        queue.arrive(f"bob{number:02}", "bob", 1000)
+    for _ in range(80):
+        queue.serve()
+    for number in range(30):
+        queue.arrive(f"sly{number:02}", "sly", 1000, key=-1)
+    served = [queue.serve()[:3] for _ in range(9)]
+    assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["sly"] * 3
+
+
+def test_a_turn_that_cannot_start_yet_earns_no_credit() -> None:
+    """VLLM takes it off the queue in each step, and puts it back: it waits for a grammar or an adapter."""
+    queue = Queue()
+
+    def serve() -> str:
+        is_first = queue.order.get_first() == "blocked"
+        if is_first:
+            assert queue.order.pop() == "blocked"
+        turn_id = queue.serve()
+        if is_first:
+            queue.order.push("blocked", (-2,))
+        return turn_id[:3]
+
+    queue.arrive("blocked", "sly", 1000, key=-2)
+    for number in range(60):
+        queue.arrive(f"ann{number:02}", "ann", 1000)
+        queue.arrive(f"bob{number:02}", "bob", 1000)
+    for _ in range(80):
+        serve()
+    for number in range(30):
+        queue.arrive(f"sly{number:02}", "sly", 1000)
+    served = [serve() for _ in range(9)]
+    assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["sly"] * 3
+
+
+def test_urgent_work_counts_among_the_others_too() -> None:
+    queue = Queue(by_priority=True)
+    for number in range(20):
+        queue.arrive(f"urgent{number:02}", "sly", 1000)
+        queue.arrive(f"sly{number:02}", "sly", 1000, key=-1, priority=5)
+        queue.arrive(f"ann{number:02}", "ann", 1000, priority=5)
+    served = [queue.serve()[:3] for _ in range(40)]
+    assert served == ["urg"] * 20 + ["ann"] * 20
+
+
 def test_priorities_that_clients_invent_are_bounded_while_the_engine_is_busy() -> None:
     queue = Queue(by_priority=True)
     queue.arrive("long", "long")
@@ -222,7 +271,7 @@ def test_priorities_that_clients_invent_are_bounded_while_the_engine_is_busy() -
     for number in range(2 * MAX_PRIORITIES):
         queue.arrive(f"t{number}", "other", priority=number)
         queue.serve()
-    assert len(queue.shares._now) == MAX_PRIORITIES
+    assert len(queue.shares._now) == len(queue.shares._tenants["other"].times) == MAX_PRIORITIES
 
 
 def test_tenants_that_left_are_forgotten() -> None:

@@ -6,8 +6,9 @@
 
 *Order.* Each tenant has a virtual time: the work that the engine began for it, divided by its weight. An idle
 tenant collects no credit: when it comes back, it starts at the virtual time of the tenant served last. With
-priorities, that is the last one of the same priority, because those that wait behind urgent turns received
-less. Within a tenant, the policy decides the order. With only one tenant, the order is exactly the policy's.
+priorities, it has such a time for each priority: a turn that waits behind urgent ones keeps no place among
+these. All its work counts in each. Within a tenant, the policy decides the order. With only one tenant, the
+order is exactly the policy's.
 Source: start-time fair queueing (Goyal, Vin and Cheng, 1996), with work counted in tokens as in the virtual
 token counter (Sheng et al., OSDI 2024).
 
@@ -42,7 +43,8 @@ SLACK = 1.25
 policy decides the order of leases."""
 
 MAX_PRIORITIES = 64
-"""Most priorities with a start of their own for tenants that come back."""
+"""Most priorities with a start of their own for tenants that come back, and most that are remembered of a
+tenant beside those of its waiting turns."""
 
 
 class Fairness:
@@ -112,10 +114,35 @@ class _Share:
 
     weight: float
     time: float = 0.0
+    """The work charged to it, divided by its weight."""
+    times: dict[int, float] = field(default_factory=dict)
+    """Its virtual times by priority."""
     credit: float = 0.0
     """Work that was charged but not done, because outputs were shorter than expected."""
-    num_waiting: int = 0
+    num_waiting: Counter[int] = field(default_factory=Counter)
+    """By priority."""
     num_live: int = 0
+
+    def enter(self, priority: int, now: float) -> None:
+        """A turn of this priority arrived. `now`: the time of the tenant served last."""
+        # Even if other such turns wait: those that cannot start yet (for a grammar, say) earn no credit.
+        self.times[priority] = max(self.times.get(priority, self.time), now)
+        self.num_waiting[priority] += 1
+
+    def leave(self, priority: int) -> None:
+        """Such a turn waits no more."""
+        self.num_waiting[priority] -= 1
+        if not self.num_waiting[priority]:
+            del self.num_waiting[priority]
+            if len(self.times) - len(self.num_waiting) > MAX_PRIORITIES:  # clients may invent them
+                idle = self.times.keys() - self.num_waiting.keys()
+                del self.times[min(idle, key=self.times.__getitem__)]
+
+    def advance(self, change: float) -> None:
+        """More work was charged."""
+        self.time += change
+        for priority in self.times:
+            self.times[priority] += change
 
 
 @dataclass(slots=True)
@@ -148,10 +175,10 @@ class Shares:
         self._charges: dict[str, _Charge] = {}
         """The charge of each turn in the engine."""
 
-    def get_time(self, tenant: str) -> float:
-        """The tenant's virtual time. It never decreases while the tenant has a turn in the engine."""
+    def get_time(self, tenant: str, priority: int) -> float:
+        """The tenant's virtual time. It never decreases while such a turn of the tenant waits."""
         own = self._tenants.get(tenant)
-        return own.time if own is not None else 0.0
+        return own.times.get(priority, own.time) if own is not None else 0.0
 
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
         """Use these weights from now on; all tenants that are not named have weight 1."""
@@ -172,11 +199,10 @@ class Shares:
             own = self._tenants[name] = _Share(get_weight(self._weights, name))
         if not own.num_live:
             self._idle.discard(name)
-        if not own.num_waiting:
-            own.time = max(own.time, self._now.get(self._get_priority(turn), 0.0))
+        priority = self._get_priority(turn)
+        own.enter(priority, self._now.get(priority, 0.0))
         self._waiting[turn.turn_id] = turn
         self._charges[turn.turn_id] = _Charge()
-        own.num_waiting += 1
         own.num_live += 1
 
     def take(self, turn: TurnState) -> None:
@@ -184,7 +210,7 @@ class Shares:
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
-        self._charges[turn.turn_id].begin = own.time
+        self._charges[turn.turn_id].begin = own.times[self._get_priority(turn)]
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def put_back(self, turn: TurnState) -> None:
@@ -205,7 +231,7 @@ class Shares:
                 del self._now[min(self._now, key=self._now.__getitem__)]
             self._forget_idle()
         own = self._tenants[turn.job.tenant or NOBODY]
-        own.num_waiting -= 1
+        own.leave(priority)
         del self._waiting[turn.turn_id]
         charge.num_expected_tokens = turn.arrival.num_prompt_tokens + self._output.value
         self._charge(turn, own, self._get_work(turn, num_hit_tokens))
@@ -220,12 +246,12 @@ class Shares:
             self._charge(turn, own, get_work(num_prompt_tokens, turn.num_hit_tokens, num_output_tokens))
             self._output.observe(num_output_tokens)
         else:
-            own.num_waiting -= 1
+            own.leave(self._get_priority(turn))
             del self._waiting[turn.turn_id]
             self._charge(turn, own, 0.0)
         del self._charges[turn.turn_id]
         if not own.num_live:
-            self._idle.push(name, (own.time,))
+            self._idle.push(name, (max(own.times.values()),))
             self._forget_idle()
             if len(self._idle) > MAX_NAMES:
                 # Clients may invent tenants. The one that goes first gains least by starting anew.
@@ -255,7 +281,7 @@ class Shares:
         charge.work = work
         if due > 0.0:
             own.credit = 0.0
-            own.time += due / own.weight
+            own.advance(due / own.weight)
         else:
             own.credit = -due
 
@@ -365,7 +391,7 @@ class FairOrder:
         return None
 
     def _get_key(self, lane: _Lane) -> tuple[int, float]:
-        return lane.priority, self._shares.get_time(lane.tenant)
+        return lane.priority, self._shares.get_time(lane.tenant, lane.priority)
 
 
 # Memory.
