@@ -352,6 +352,20 @@ FAULTS = (
         ),
     ),
     Fault(
+        "clients: all of an answer's last tokens is read, however long they are",
+        "vllm/requests.py",
+        "[-MAX_TAIL_CHARS:]",
+        "",
+        ("vllm/test_attacks.py::test_the_end_of_an_output_of_very_long_tokens_is_read_in_part",),
+    ),
+    Fault(
+        "clients: a wish's place is looked for in a text of any length",
+        "core/wishes.py",
+        "if len(text) > self.MAX_WINDOW_CHARS:",
+        "if not text:",
+        ("core/test_wishes.py::test_a_text_of_very_long_tokens_is_read_once",),
+    ),
+    Fault(
         "clients: cheap requests change what is known of agents",
         "estimators/returns.py",
         "PRIOR_TOKENS = 100_000.0",

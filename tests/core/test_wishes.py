@@ -369,6 +369,14 @@ def test_looking_for_a_mark_is_bounded() -> None:
     assert len(finder._known) == finder.NUM_KNOWN
 
 
+def test_a_text_of_very_long_tokens_is_read_once() -> None:
+    """Such as one of blanks only, which some tokenizers have a hundred at a time."""
+    words = Words(" ".join(f"{n:0100}" for n in range(6000)))
+    finder = MarkFinder(words.decode, words.encode)
+    assert finder.find(Mark(0.5, f"{3000:0100}"[-MAX_TAIL_CHARS:]), range(6000)) == 0
+    assert 0 < words.num_decoded <= finder.WINDOW
+
+
 def test_spans_end_one_after_the_other() -> None:
     wish = Wish("anthropic", (Span(3600.0, None, Mark(0.1, "x")), Span(300.0)))
     wish = wish.resolve(lambda mark: 64)

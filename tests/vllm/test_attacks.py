@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 import tenuto.vllm
 from tenuto.records.codec import is_deep
 from tenuto.vllm.hooks import MAX_RENEWALS
+from tenuto.vllm.requests import MAX_TAIL_CHARS, OutputReader
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -271,3 +274,18 @@ def test_a_client_writes_no_lines_of_its_own_into_the_log(log: pytest.LogCapture
         scheduler.add_request(make_request(f"resp_1{end}", list(range(50)), xargs=xargs))
     (line,) = (text for each in log.records if "levels deep" in (text := each.getMessage()))
     assert line.isprintable() and len(line) < 200
+
+
+def test_the_end_of_an_output_of_very_long_tokens_is_read_in_part() -> None:
+    """A client can make hundreds of answers end at one step, each of blanks, a hundred to a token."""
+    num_chars = 0
+
+    class Blanks:
+        def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+            nonlocal num_chars
+            num_chars += 120 * len(tokens)
+            return " " * 120 * (len(tokens) - 1) + "}"
+
+    request = SimpleNamespace(output_token_ids=[0] * 8000)
+    assert OutputReader(Blanks())._find_tool_call(request) is None
+    assert num_chars < 5 * MAX_TAIL_CHARS

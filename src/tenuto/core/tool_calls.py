@@ -232,7 +232,7 @@ _THINKING = (
 )
 _SUFFIX = re.compile(r"(</?(?:think|tool_calls?|tool_sep|arg_key|arg_value)):[^\s<>]{1,32}(?=>)")
 """What Hunyuan 3 and 4 write at the end of the tags that other models have too: `<tool_call:x9>`."""
-_END_TOKENS = re.compile(r"(?:\s|<[|｜][^<>]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>|<turn\|>|\[e~\[)+\Z")
+_END_TOKENS = re.compile(r"(?:\s++|<[|｜][^<>]{1,40}[|｜]>|</s>|<eos>|<end_of_turn>|<turn\|>|\[e~\[)++\Z")
 _MAX_END_CHARS = 200
 
 _MESSAGE_END = re.compile(r"<\|(?:start|end|call|eom)\|>")

@@ -255,6 +255,9 @@ class MarkFinder:
 
     WINDOW = 1024
     """Number of tokens whose text is read. Twice as many tokens are searched."""
+    MAX_WINDOW_CHARS = 16 * WINDOW
+    """A longer text is not searched: it has lines of one character, whose tokens are ten times as long as
+    those of words, and a client may send it to keep the engine busy."""
     NUM_KNOWN = 256
     MIN_CORE = 3
     """Fewest tokens to search for; fewer would occur in too many places."""
@@ -335,6 +338,8 @@ class MarkFinder:
         if len(core) >= self.MIN_CORE and set(pairwise(core)).isdisjoint(pairwise(window)):
             return 0
         text = self._decode(window)
+        if len(text) > self.MAX_WINDOW_CHARS:
+            return 0
         middle = len(text) * (guess - first) / max(1, len(window))
         ends = [match.end() for match in re.finditer(re.escape(mark.tail), text)]
         if not ends:

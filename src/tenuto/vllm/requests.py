@@ -31,6 +31,8 @@ TAIL_TOKENS = 96
 """Tokens that are decoded first: tool calls are at the end, and most outputs have none."""
 MAX_TAIL_TOKENS = 6144
 """The most that is decoded: the tail may have only the end of a long call, such as one that writes a file."""
+MAX_TAIL_CHARS = 8 * MAX_TAIL_TOKENS
+"""The most that is read of it. A client can make tokens of hundreds of spaces, and the engine waits."""
 
 
 def drop_deep_fields(request: Any, complaints: Complaints) -> None:
@@ -141,8 +143,9 @@ class OutputReader:
         tokens = request.output_token_ids
         num_tail = TAIL_TOKENS
         while True:
-            text = self._decode(tokens[-num_tail:])
-            if num_tail >= min(len(tokens), MAX_TAIL_TOKENS) or not is_cut(text):
+            text = self._decode(tokens[-num_tail:])[-MAX_TAIL_CHARS:]
+            is_whole = num_tail >= min(len(tokens), MAX_TAIL_TOKENS) or len(text) == MAX_TAIL_CHARS
+            if is_whole or not is_cut(text):
                 return find_tool_call(text)
             num_tail *= 4
 
