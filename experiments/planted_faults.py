@@ -366,6 +366,13 @@ FAULTS = (
         ("core/test_wishes.py::test_a_text_of_very_long_tokens_is_read_once",),
     ),
     Fault(
+        "clients: a prompt is compared with all jobs that share a part of it",
+        "core/jobs.py",
+        "if num_tried > MAX_TRIED:",
+        "if num_tried < 0:",
+        ("core/test_lineage.py::test_jobs_that_end_at_each_block_of_a_text_make_no_other_prompt_slow",),
+    ),
+    Fault(
         "clients: cheap requests change what is known of agents",
         "estimators/returns.py",
         "PRIOR_TOKENS = 100_000.0",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
+from tenuto.core import jobs
 from tenuto.core.jobs import GENERATION_PROMPT_SLACK, Lineage
 from tests.support.prefix import hash_blocks
 
@@ -236,3 +240,24 @@ def test_whatever_is_found_shares_its_prompt_with_the_new_one(turns, added) -> N
             assert len(new) > len(its_prompt)
             certain = max(0, len(its_prompt) - GENERATION_PROMPT_SLACK)
             assert new[:certain] == its_prompt[:certain]
+
+
+def test_jobs_that_end_at_each_block_of_a_text_make_no_other_prompt_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, text, num_tried = Memory(max_jobs=1000), tokens(0, 1000 * BLOCK_SIZE), 0
+    for number in range(1, 1000):
+        memory.finish(f"job{number}", text[: number * BLOCK_SIZE] + tokens(20_000, 11), [])
+    mine = text + tokens(30_000, 40)
+    memory.finish("mine", mine, ANSWER)
+    get_key = jobs._get_key
+
+    def count(*inputs: Any) -> Any:
+        nonlocal num_tried
+        num_tried += 1
+        return get_key(*inputs)
+
+    monkeypatch.setattr(jobs, "_get_key", count)
+    assert memory.recognise(text) is None
+    assert num_tried <= jobs.MAX_TRIED + 2 * BLOCK_SIZE
+    assert memory.recognise(mine + ANSWER + RESULT) == "mine"

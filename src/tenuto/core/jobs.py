@@ -444,6 +444,11 @@ empty reasoning span there (`<think>`, blank, `</think>`, blank) and drop it fro
 so short that it never covers text of the user: end-of-message markers come before these tokens."""
 
 
+MAX_TRIED = 64
+"""About as many keys are tried for one prompt. A job's own mark is the last one in its next prompt, or nearly
+so. Without a bound, jobs that end at each block of a long text would make each prompt slow that begins with
+it, those of other tenants too."""
+
 _Span = tuple[int, int]
 """(end of the prompt's second-to-last full block, the prompt's length). The tokens between are compared."""
 _OUTPUT: _Span = (0, 0)
@@ -558,7 +563,7 @@ class Lineage:
         The cost is one dict look-up per block of the prompt, from its end, in C; this is far cheaper than
         computing the block hashes.
         """
-        spans_by_mark = self._spans_by_mark
+        spans_by_mark, num_tried = self._spans_by_mark, 0
         for mark in filter(spans_by_mark.__contains__, reversed(hashes)):
             known = spans_by_mark[mark]
             spans = (known,) if isinstance(known, tuple) else known
@@ -572,6 +577,9 @@ class Lineage:
                 if isinstance(jobs, OrderedDict):
                     jobs.move_to_end(job_id, last=False)
                 return job_id
+            num_tried += len(keys)
+            if num_tried > MAX_TRIED:
+                break
         return None
 
     def find_repeated(
