@@ -762,6 +762,20 @@ FAULTS = (
     ),
     # Tiers and pinned prefixes.
     Fault(
+        "tiers: all tenants' calls of a tool tell when KV is fetched",
+        "vllm/tiers/background.py",
+        "tool = repr((tenant, turn.tool.name)) if",
+        "tool = turn.tool.name if",
+        ("vllm/test_tiers.py::test_a_stranger_s_calls_do_not_change_when_kv_is_fetched",),
+    ),
+    Fault(
+        "tiers: whoever comes later takes others' place among the jobs for which KV is fetched",
+        "vllm/tiers/background.py",
+        "self._pop(str(self._order.get_first_to_forget()))",
+        "self._pop(next(iter(self._away)))",
+        ("vllm/test_tiers.py::test_a_flood_of_jobs_takes_no_other_tenant_s_fetch",),
+    ),
+    Fault(
         "tiers: a failed store is loaded",
         "vllm/compat/specs.py",
         "            failed |= _find_failed(meta)\n",

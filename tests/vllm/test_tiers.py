@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from tenuto.core.errors import IncompatibleError
+from tenuto.core.tier_order import Use
+from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.records.load import TRACE, load_file
 from tenuto.report.diagnosis import Cause, get_cause, make_stories
 from tenuto.vllm.compat.check import check_connector
@@ -433,6 +435,39 @@ def test_of_jobs_without_a_planned_fetch_no_hashes_are_kept(
     for name in "cde":
         run(name, expected_tool_seconds=10.0)
     assert list(away) == ["d", "e"]
+
+
+def leave(prefetch: background.Prefetch, job_id: str, tenant: str, now_s: float, *, num_hashes: int) -> None:
+    """A turn of a job ends with a call that its client expects to take an hour."""
+    turn = Turn("t", Job(job_id, 0.0, 1, tenant), 0.0, 100, tool=ToolCall("make"), expected_tool_s=3600.0)
+    prefetch.leave(turn, [b"x"] * num_hashes, num_hashes, Use(tenant=tenant), now_s)
+
+
+def test_a_stranger_s_calls_do_not_change_when_kv_is_fetched(clock: Clock) -> None:
+    prefetch = background.Prefetch(cast(Any, None))
+    for number in range(5):
+        leave(prefetch, "a", "sly", number, num_hashes=1)
+        prefetch.come_back("a", number)
+    begun_s = clock.now_s
+    leave(prefetch, "b", "ann", begun_s, num_hashes=1)
+    assert prefetch.get_next_s() == begun_s + background.LEAD_SHARE * 3600.0
+
+
+def test_a_flood_of_jobs_takes_no_other_tenant_s_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_HASHES", 1000)
+    prefetch = background.Prefetch(cast(Any, None))
+    leave(prefetch, "mine", "ann", 0.0, num_hashes=400)
+    for number in range(20):
+        leave(prefetch, f"j{number}", "sly", 1.0, num_hashes=300)
+    assert list(prefetch._away) == ["mine", "j18", "j19"]
+
+
+def test_calls_that_end_long_before_they_were_expected_take_no_memory() -> None:
+    prefetch = background.Prefetch(cast(Any, None))
+    for number in range(1000):
+        leave(prefetch, "a", "sly", number, num_hashes=1)
+        prefetch.come_back("a", number + 0.1)
+    assert len(prefetch._due) == 0
 
 
 def test_a_request_is_not_taken_for_a_copy_by_its_name(clock: Clock) -> None:

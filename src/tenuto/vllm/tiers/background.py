@@ -14,12 +14,13 @@ them. So a wrong guess costs only the copy.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.core.indexed_heap import IndexedHeap
+from tenuto.core.jobs import IdleJobs
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Turn
 from tenuto.estimators.tool_times import ToolSamples
@@ -42,7 +43,8 @@ LEAD_SHARE = 0.8
 MIN_FREE_SHARE = 0.25
 """Share of the GPU's blocks that must be free after the load, as room for turns that start meanwhile."""
 MAX_AWAY = 10_000
-"""Most jobs that are tracked; beyond that, those that left first are forgotten."""
+"""Most jobs that are tracked; beyond that, of the tenant with the most jobs, those that left first are
+forgotten."""
 MAX_HASHES = 1_000_000
 """Most block hashes that are kept for jobs that are tracked: 100 MB. 16 million tokens in blocks of 16."""
 
@@ -153,6 +155,7 @@ class _Away:
 
     since_s: float
     tool: str | None
+    """The tool and its job's tenant: no stranger's calls of a tool with the same name count."""
     hashes: Sequence[Any]
     """Empty if no load is planned."""
     num_blocks: int
@@ -176,7 +179,8 @@ class Prefetch:
 
     def __init__(self, port: ConnectorPort) -> None:
         self._port = port
-        self._away: OrderedDict[str, _Away] = OrderedDict()
+        self._away: dict[str, _Away] = {}
+        self._order = IdleJobs()
         self._num_hashes = 0
         self._due = IndexedHeap()
         """The jobs whose load is planned, by its time."""
@@ -192,8 +196,8 @@ class Prefetch:
 
     def leave(self, turn: Turn, hashes: Sequence[Any], num_blocks: int, use: Use, now_s: float) -> None:
         """A turn ended, and its job's tool call begins. `hashes`: those of the turn's full blocks."""
-        job_id = turn.job.job_id
-        tool = turn.tool.name if turn.tool is not None else None
+        job_id, tenant = turn.job.job_id, turn.job.tenant
+        tool = repr((tenant, turn.tool.name)) if turn.tool is not None else None
         after_s = self._guess(tool, turn.expected_tool_s)
         self._pop(job_id)
         if after_s is None:
@@ -201,9 +205,10 @@ class Prefetch:
         else:
             self._due.push(job_id, (now_s + after_s,))
         self._away[job_id] = _Away(now_s, tool, hashes, num_blocks, use)
+        self._order.add(job_id, tenant)
         self._num_hashes += len(hashes)
         while len(self._away) > MAX_AWAY or self._num_hashes > MAX_HASHES:
-            self._pop(next(iter(self._away)))
+            self._pop(str(self._order.get_first_to_forget()))
 
     def come_back(self, job_id: str, now_s: float) -> None:
         """The job's next turn arrived, or the job ended."""
@@ -262,7 +267,9 @@ class Prefetch:
     def _pop(self, job_id: str) -> _Away | None:
         self._due.discard(job_id)
         away = self._away.pop(job_id, None)
-        self._num_hashes -= 0 if away is None else len(away.hashes)
+        if away is not None:
+            self._order.discard(job_id, away.use.tenant)
+            self._num_hashes -= len(away.hashes)
         return away
 
     def _load(self, away: _Away, meta: Any) -> None:
