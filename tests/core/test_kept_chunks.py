@@ -111,23 +111,65 @@ def test_a_use_says_until_when_each_chunk_is_wanted() -> None:
     assert Use().get_kept_until_s(1) == 0.0
 
 
+def test_no_tenant_takes_a_chunk_from_another_one_s_part_with_a_longer_wish() -> None:
+    """It could then wish more than its part, and lose that chunk first."""
+    order = make(6)
+    keep(order, fill(order, "a"), 100.0, "ann")
+    keep(order, ["a0", "a1", "a2"], 200.0, "sly")
+    keep(order, fill(order, "b", 9), 300.0, "sly")
+    assert [chunk for chunk in ("a0", "a1", "a2") if chunk in order.kept] == ["a0", "a1", "a2"]
+    assert len(order.kept) == 6
+    order.expire(100.0)
+    assert len(order.kept) == 3
+
+
+def test_the_end_of_a_job_ends_its_wishes_and_those_of_no_other() -> None:
+    kept = KeptChunks()
+    kept.max_chunks = 20
+    for chunk, until_s, tenant, owner in (
+        ("own", 100.0, "ann", "a1"),
+        ("own", 200.0, "ann", "a1"),
+        ("shared", 100.0, "ann", "a1"),
+        ("shared", 50.0, "ann", "a2"),
+        ("strangers", 100.0, "ann", "a1"),
+        ("strangers", 200.0, "bob", "b1"),
+    ):
+        kept.keep(chunk, until_s, tenant, 1, owner)
+    kept.end_job("a1")
+    assert [chunk for chunk in ("own", "shared", "strangers") if chunk in kept] == ["shared", "strangers"]
+    kept.end_job("a1")
+    kept.end_job("a2")
+    kept.end_job("b1")
+    assert list(kept._tenants) == ["shared"]
+    assert list(kept.expire(100.0)) == ["shared"]
+    assert not kept._by_owner
+
+
 def test_random_changes_keep_the_books() -> None:
-    random, kept, known = Random(5), KeptChunks(), dict[int, tuple[float, str]]()
+    random, kept, known = Random(5), KeptChunks(), dict[tuple[int, str], float]()
     kept.max_chunks = 20
     for now in range(3000):
         chunk, tenant = random.randrange(60), random.choice("abc")
         until_s = now + random.randrange(1, 400)
         if random.random() < 0.2:
             kept.discard(chunk)
-            known.pop(chunk, None)
-        elif chunk not in known or known[chunk][0] < until_s:
-            known[chunk] = until_s, tenant
-            for lost in kept.keep(chunk, until_s, tenant, chunk):
-                counts = {name: sum(own == name for _, own in known.values()) for name in "abc"}
-                assert counts[known.pop(lost)[1]] == max(counts.values())
-        for gone in kept.expire(now):
-            assert known.pop(gone)[0] <= now
-        assert len(kept) == len(known) <= 20
-        assert all(each in kept for each in known)
-        assert all(until > now for until, _ in known.values())
+            known = {each: until for each, until in known.items() if each[0] != chunk}
+        else:
+            known[chunk, tenant] = max(until_s, known.get((chunk, tenant), 0.0))
+            lost = kept.keep(chunk, until_s, tenant, chunk, random.choice(("x", "y", None)))
+            for gone in known.keys() - kept._kept.keys():
+                counts = {name: sum(own == name for _, own in known) for name in "abc"}
+                assert counts[gone[1]] == max(counts.values())
+                del known[gone]
+                assert lost == ([] if any(gone[0] == each for each, _ in known) else [gone[0]])
+        known = {each: until for each, until in known.items() if until > now}
+        assert all(each not in {chunk for chunk, _ in known} for each in kept.expire(now))
+        assert {each: found.until_s for each, found in kept._kept.items()} == known
+        assert len(kept._kept) <= 20
+        assert len(kept) == len({chunk for chunk, _ in known})
+        assert all(
+            kept._kept[each, own].owner == job
+            for job, of in kept._by_owner.items()
+            for each, own in of.items()
+        )
         assert len(kept._by_end) <= 64 + 40

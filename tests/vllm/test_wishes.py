@@ -241,3 +241,24 @@ def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
     tier.drain_jobs()
     assert len(list(tmp_path.rglob("*.kv"))) == 4
     tier.shutdown()
+
+
+def test_a_client_that_ends_its_job_ends_its_wish_on_the_disk_too(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", "0.31.0")
+    disk = {"folder": str(tmp_path), "max_bytes": 2**20}
+    engine = TieredEngine(num_blocks=60, num_chunks=40, tenuto=GIVING, disk=disk)
+    wish = write_wish(Wish("anthropic", (Span(3600.0),)))
+    for job in ("a", "b"):
+        xargs = {"job_id": job, "tool": "ls", WISH_FIELD: wish}
+        engine.add(make_request(job, [ord(job)] * 160, max_tokens=4, xargs=xargs))
+        engine.drain()
+    (tier,) = engine.tier._port.disks
+    assert len(tier._kept) == 20
+    assert engine.scheduler.release("a")
+    assert len(tier._kept) == 10
+    # Its lease may be over before, and its job forgotten.
+    engine.scheduler.driver.drop_all(0.0)
+    engine.scheduler.driver._jobs.forget(engine.scheduler.driver._jobs.jobs["b"])
+    engine.scheduler.release("b")
+    assert len(tier._kept) == 0
+    engine.assert_clean()

@@ -20,13 +20,15 @@ MAX_STORING_S = 0.1
 @dataclass(frozen=True, slots=True)
 class _Kept:
     until_s: float
-    tenant: str
+    owner: str | None
+    """The job whose client wished it; None if several jobs of the tenant did."""
 
 
 class KeptChunks:
     """The chunks of a tier that are kept, each until its deadline. They are never all of the tier's chunks.
 
-    If there are too many, the tenant that has the most for its weight loses the chunk with the earliest
+    A chunk that several tenants wish counts for each of them, so none can take it from another one's part. If
+    there are too many, the tenant that has the most for its weight loses the chunk with the earliest
     deadline, the last one in its sequence first. A change takes O(log n) amortised time.
     """
 
@@ -35,8 +37,13 @@ class KeptChunks:
         """Most chunks that may be kept."""
         self.weights: Mapping[str, Any] = {}
         """Weights of tenants; 1 for others."""
-        self._kept: dict[Hashable, _Kept] = {}
-        self._by_end: list[tuple[float, int, Hashable]] = []
+        self._tenants: dict[Hashable, tuple[str, ...]] = {}
+        """The tenants that wish each chunk."""
+        self._kept: dict[tuple[Hashable, str], _Kept] = {}
+        """By chunk and tenant."""
+        self._by_owner: dict[str, dict[Hashable, str]] = {}
+        """By job: the chunks that no other job of its tenant wished, each with the tenant."""
+        self._by_end: list[tuple[float, int, Hashable, str]] = []
         self._by_tenant: dict[str, list[tuple[float, int, int, Hashable]]] = {}
         self._counts: dict[str, int] = {}
         self._most = IndexedHeap()
@@ -44,54 +51,71 @@ class KeptChunks:
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._tenants)
 
     def __contains__(self, chunk: Hashable) -> bool:
-        return chunk in self._kept
+        return chunk in self._tenants
 
-    def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> list[Hashable]:
-        """Keep a chunk. Returns the chunks that lose their place for it, maybe this one.
+    def keep(
+        self, chunk: Hashable, until_s: float, tenant: str, end: int, owner: str | None = None
+    ) -> list[Hashable]:
+        """Keep a chunk. Returns the chunks that are kept no more because of it, maybe this one.
 
-        A chunk keeps a later deadline that it has. `end`: where it ends in its sequence.
+        A chunk keeps a later deadline that it has. `end`: where it ends in its sequence. `owner`: the job
+        whose client wishes it.
         """
-        known = self._kept.get(chunk)
+        known = self._kept.get((chunk, tenant))
+        if known is None:
+            self._tenants[chunk] = (*self._tenants.get(chunk, ()), tenant)
+            self._count(tenant, 1)
+        elif known.owner != owner:
+            self._forget_owner(chunk, known.owner)
+            owner = None
         if known is not None and known.until_s >= until_s:
+            self._kept[chunk, tenant] = _Kept(known.until_s, owner)
             return []
-        if known is not None:
-            self.discard(chunk)
         self._number += 1
-        self._kept[chunk] = _Kept(until_s, tenant)
-        self._count(tenant, 1)
+        self._kept[chunk, tenant] = _Kept(until_s, owner)
+        if owner is not None:
+            self._by_owner.setdefault(owner, {})[chunk] = tenant
         own = self._by_tenant.setdefault(tenant, [])
         heapq.heappush(own, (until_s, -end, self._number, chunk))
-        heapq.heappush(self._by_end, (until_s, self._number, chunk))
+        heapq.heappush(self._by_end, (until_s, self._number, chunk, tenant))
         if len(own) > max(MIN_HEAP, 2 * self._counts[tenant]):
-            own[:] = sorted({each[3]: each for each in own if self._is_current(each[3], each[0])}.values())
+            current = {each[3]: each for each in own if self._is_current(each[3], tenant, each[0])}
+            own[:] = sorted(current.values())
         if len(self._by_end) > max(MIN_HEAP, 2 * len(self._kept)):
-            current = {each[2]: each for each in self._by_end if self._is_current(each[2], each[0])}
-            self._by_end = sorted(current.values())
+            by_both = {each[2:]: each for each in self._by_end if self._is_current(*each[2:], each[0])}
+            self._by_end = sorted(by_both.values())
         lost = []
         while len(self._kept) > self.max_chunks:
-            lost.append(self._pop_of(str(self._most.get_first())))
+            chunk = self._pop_of(str(self._most.get_first()))
+            lost += [] if chunk in self._tenants else [chunk]
         return lost
 
     def discard(self, chunk: Hashable) -> None:
         """Stop keeping a chunk."""
-        known = self._kept.pop(chunk, None)
-        if known is not None:
-            self._count(known.tenant, -1)
+        for tenant in self._tenants.get(chunk, ()):
+            self._remove(chunk, tenant)
+
+    def end_job(self, job_id: str) -> None:
+        """A client ended its job: stop keeping what it wished, unless other jobs wished it too."""
+        for chunk, tenant in list(self._by_owner.get(job_id, {}).items()):
+            self._remove(chunk, tenant)
 
     def expire(self, now_s: float) -> Iterator[Hashable]:
         """Stop keeping the chunks whose deadline has passed, and return them."""
         while self._by_end and self._by_end[0][0] <= now_s:
-            until_s, _, chunk = heapq.heappop(self._by_end)
-            if self._is_current(chunk, until_s):
-                self.discard(chunk)
-                yield chunk
+            until_s, _, chunk, tenant = heapq.heappop(self._by_end)
+            if self._is_current(chunk, tenant, until_s):
+                self._remove(chunk, tenant)
+                if chunk not in self._tenants:
+                    yield chunk
 
     def clear(self) -> None:
         """Stop keeping all chunks."""
-        for each in (self._kept, self._by_end, self._by_tenant, self._counts):
+        own = (self._kept, self._tenants, self._by_owner, self._by_end, self._by_tenant, self._counts)
+        for each in own:
             each.clear()
         self._most = IndexedHeap()
 
@@ -99,13 +123,28 @@ class KeptChunks:
         own = self._by_tenant[tenant]
         while True:
             until_s, _, _, chunk = heapq.heappop(own)
-            known = self._kept.get(chunk)
-            if known is not None and (known.until_s, known.tenant) == (until_s, tenant):
-                self.discard(chunk)
+            if self._is_current(chunk, tenant, until_s):
+                self._remove(chunk, tenant)
                 return chunk
 
-    def _is_current(self, chunk: Hashable, until_s: float) -> bool:
-        known = self._kept.get(chunk)
+    def _remove(self, chunk: Hashable, tenant: str) -> None:
+        """A tenant's wish for a chunk is over."""
+        self._forget_owner(chunk, self._kept.pop((chunk, tenant)).owner)
+        if rest := tuple(each for each in self._tenants[chunk] if each != tenant):
+            self._tenants[chunk] = rest
+        else:
+            del self._tenants[chunk]
+        self._count(tenant, -1)
+
+    def _forget_owner(self, chunk: Hashable, owner: str | None) -> None:
+        own = None if owner is None else self._by_owner.get(owner)
+        if own is not None and owner is not None:
+            own.pop(chunk, None)
+            if not own:
+                del self._by_owner[owner]
+
+    def _is_current(self, chunk: Hashable, tenant: str, until_s: float) -> bool:
+        known = self._kept.get((chunk, tenant))
         return known is not None and known.until_s == until_s
 
     def _count(self, tenant: str, change: int) -> None:

@@ -192,6 +192,10 @@ class DiskTier(SecondaryTier):
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
 
+    def end_job(self, job_id: str) -> None:
+        """A client ended its job: what it alone wished is not evicted last any more."""
+        self._kept.end_job(job_id)
+
     # Called by vLLM's tiering manager.
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -218,7 +222,7 @@ class DiskTier(SecondaryTier):
                 self._put(name, use.owner)
             until_s = use.get_kept_until_s(end) if keeps else 0.0
             if until_s:
-                self._kept.keep(name, until_s, use.tenant, end)
+                self._kept.keep(name, until_s, use.tenant, end, use.owner)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Whether a file has this chunk and the disk responds."""

@@ -111,8 +111,10 @@ class HostTier:
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
 
     def end_job(self, job_id: str) -> None:
-        """A job is complete: drop the chunks that only it used."""
+        """A job is complete: drop the chunks that only it used. Its wishes count no more on a disk."""
         self.prefetch.come_back(job_id, self._clock.monotonic())
+        for disk in self._port.disks:
+            disk.end_job(job_id)
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
             self.host.drop(job_id)
             self._report_held()
