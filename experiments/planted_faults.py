@@ -760,6 +760,20 @@ FAULTS = (
         "pass",
         ("core/test_stock_queue.py::test_aborted_turns_do_not_lengthen_the_wait_of_those_behind_them",),
     ),
+    Fault(
+        "files: a small compressed file may fill the memory",
+        "records/files.py",
+        "self._longest = min(MAX_FILE_BYTES, longest)",
+        "self._longest = MAX_FILE_BYTES",
+        ("records/test_files.py::test_a_small_file_that_unpacks_to_a_large_one_is_refused",),
+    ),
+    Fault(
+        "files: any kind of file may be the state",
+        "vllm/state.py",
+        "if not stat.S_ISREG(os.stat(path).st_mode):\n        raise ValueError",
+        "if stat.S_ISFIFO(os.stat(path).st_mode):\n        raise MemoryError",
+        ("vllm/test_state_file.py::test_a_pipe_in_the_file_s_place_stops_no_engine",),
+    ),
     # Tiers and pinned prefixes.
     Fault(
         "tiers: a chunk is lost with one tenant's wish, whoever else wishes it",

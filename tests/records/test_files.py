@@ -71,6 +71,17 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
         read_objects(path, exact=True)
 
 
+@pytest.mark.parametrize("bomb", [b'{"a": [' + b"[]," * 40_000 + b"[]]}", b'{"a": 1}\n' * 20_000])
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: bytes
+) -> None:
+    monkeypatch.setattr(files, "MAX_UNPACKED_BYTES", 10_000)
+    path = write(tmp_path, gzip.compress(bomb, mtime=0))
+    with pytest.raises(DataError, match=r"holds more than \d+ bytes"):
+        read_objects(path)
+    assert len(read_objects(write(tmp_path, bomb))) in (1, 20_000)
+
+
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_lines_and_whole_objects_are_read_plain_or_packed(tmp_path, compress):
     rows = [{"a": 1}, {"a": "two\u2028lines"}]

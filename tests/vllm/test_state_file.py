@@ -74,6 +74,16 @@ def test_a_file_that_is_none_of_ours_is_named_for_what_it_is(
         load_state(path, "counting")
 
 
+def test_a_pipe_in_the_file_s_place_stops_no_engine(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a plain file"):
+        load_state(path, "counting")
+    policy = Counting()
+    open_file(path, policy).close()
+    assert load_state(path, "counting") == {"count": 0}
+
+
 def test_files_are_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenuto.vllm.state, "MAX_BYTES", 100)
     path = tmp_path / "state.json"

@@ -43,9 +43,12 @@ RESULTS = "results.jsonl"
 Say = Callable[[str], None]
 
 MAX_FILE_BYTES = 2**30
-"""Largest size after unpacking, for a file that is held in memory as a whole. The limit stops a gzip bomb.
-The largest public workload in one file is 570 MB. A trace is read line by line, so it may be larger; the
-limit then applies to each line."""
+"""Largest size of a file that is held in memory as a whole. The largest public workload in one file is 570
+MB. A trace is read line by line, so it may be larger; the limit then applies to each line."""
+MAX_UNPACKED_BYTES = 2**26
+MAX_RATIO = 100
+"""A compressed file has that limit at most, and where it is longer, this many times its own size. Traces and
+workloads are packed to a tenth or a thirtieth. Of a gzip bomb's values, a GB takes 20 GB of memory."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -69,7 +72,7 @@ def read_objects(path: Path, note: Say | None = None, *, exact: bool = False) ->
     DataError if the file cannot be read, is too large, is not UTF-8 or JSON, is empty or truncated, or holds
     anything but objects.
     """
-    return list(_Reader(path, note=note, exact=exact, max_bytes=MAX_FILE_BYTES).read())
+    return list(_Reader(path, note=note, exact=exact, is_whole=True).read())
 
 
 def stream_objects(
@@ -87,7 +90,7 @@ def stream_objects(
 
 def read_first(path: Path) -> Fields:
     """Return the first object of a file without reading the rest. Raises DataError."""
-    first = next(_Reader(path, note=lambda text: None, max_bytes=MAX_FILE_BYTES).read(), None)
+    first = next(_Reader(path, note=lambda text: None, is_whole=True).read(), None)
     if first is None:
         raise DataError(f"{path}: is cut off before its first object")
     return first
@@ -102,8 +105,10 @@ class _Reader:
     say: Say | None = None
     exact: bool = False
     keeps_infinity: bool = False
-    max_bytes: int | None = None
-    """Limit for the whole unpacked file; None for a file that is read line by line."""
+    is_whole: bool = False
+    """Whether the whole file is held in memory, and not one line after the other."""
+    _longest: int = field(default_factory=lambda: MAX_FILE_BYTES)
+    """Limit of what is held in memory: the whole file, or one line."""
     number: int = 0
     """Number of the line that was read last; the first line is 1."""
     _num_bytes: int = 0
@@ -112,6 +117,9 @@ class _Reader:
     def read(self) -> Iterator[Fields]:
         try:
             with _open(self.path) as file:
+                if isinstance(file, gzip.GzipFile):
+                    longest = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.path.stat().st_size)
+                    self._longest = min(MAX_FILE_BYTES, longest)
                 yield from self._read_file(file)
         except (EOFError, zlib.error) as error:
             if self.note is None or not self.number:
@@ -142,18 +150,18 @@ class _Reader:
 
     def _read_lines(self, file: BinaryIO) -> Iterator[bytes]:
         # Only "\n" ends a line, because a JSON string may contain other Unicode line ends.
-        while line := file.readline(MAX_FILE_BYTES + 1):
+        while line := file.readline(self._longest + 1):
             self.number += 1
             self._num_bytes += len(line)
-            if len(line) > MAX_FILE_BYTES or self._num_bytes > (self.max_bytes or math.inf):
-                raise DataError(f"{self.path}: holds more than {MAX_FILE_BYTES} bytes; split it")
+            if (self._num_bytes if self.is_whole else len(line)) > self._longest:
+                raise DataError(f"{self.path}: holds more than {self._longest} bytes; split it")
             if self.number % _LINES_PER_LOOK == 0:
                 self._say_progress(file)
             yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line
 
     def _read_whole(self, first: bytes, lines: Iterator[bytes]) -> Iterator[Fields]:
         """Read one JSON value that spans several lines."""
-        first_number, self.max_bytes = self.number, MAX_FILE_BYTES
+        first_number, self.is_whole = self.number, True
         data = b"\n" * (first_number - 1) + first + b"".join(lines)
         try:
             value = self._decode(data)

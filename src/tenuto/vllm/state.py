@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def load_state(path: str | Path, policy_name: str) -> dict[str, Any]:
 
     Raises FileNotFoundError or another OSError, or ValueError that says what is wrong with the file.
     """
+    # To open a pipe waits for its writer, and the engine would not start.
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is not a plain file")
     with open(path, "rb") as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
