@@ -768,6 +768,13 @@ FAULTS = (
         ("records/test_files.py::test_a_small_file_that_unpacks_to_a_large_one_is_refused",),
     ),
     Fault(
+        "files: a trace has request ids of any length",
+        "records/trace.py",
+        "**_shorten_names(self._hider.hide(record))",
+        "**self._hider.hide(record)",
+        ("vllm/test_scheduler.py::test_request_ids_of_any_length_have_short_names_in_a_trace",),
+    ),
+    Fault(
         "files: any kind of file may be the state",
         "vllm/state.py",
         "if not stat.S_ISREG(os.stat(path).st_mode):\n        raise ValueError",

@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
+from tenuto.records.load import TRACE, load_file
 from tenuto.report.analyze import analyze
 from tenuto.vllm import plugin
 from tenuto.vllm.compat import check
@@ -413,6 +414,23 @@ def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> No
     engine.run()
     scheduler.shutdown()
     assert json.loads(file.read_text().splitlines()[-1])["kind"] == "step"
+
+
+def test_request_ids_of_any_length_have_short_names_in_a_trace(clock: Clock, tmp_path: Path) -> None:
+    """Clients choose them. Each step would write all of them, and set the trace aside every few seconds."""
+    file = tmp_path / "trace.jsonl"
+    engine = start({"policy": KEEP_ALL, "trace": str(file)})
+    for name in "ab":
+        request = make_request(name * 100_000, [5] * 90, max_tokens=4, xargs={"job_id": name, "tool": "x"})
+        engine.scheduler.add_request(request)
+    engine.run()
+    engine.scheduler.shutdown()
+    assert file.stat().st_size < 100_000
+    turns = load_file(file, TRACE).turns
+    assert [(turn.job, turn.prompt_tokens, turn.output_tokens) for turn in turns] == [
+        ("a", 90, 4),
+        ("b", 90, 4),
+    ]
 
 
 @pytest.mark.parametrize("given", [None, "named.jsonl"])

@@ -53,6 +53,9 @@ OLDER = ".1"
 MAX_IDS = 1000
 """Most ids in each of a step's lists of all requests or jobs. Its counts say how many there are."""
 
+MAX_NAME_CHARS = 512
+"""Longer names of turns are shortened. (The texts of commands are not.)"""
+
 logger = logging.getLogger("vllm.tenuto")
 
 
@@ -112,7 +115,7 @@ class TraceWriter:
         if self._file is None:
             return
         try:
-            record = {"step": self._step, **self._hider.hide(record)}
+            record = {"step": self._step, **_shorten_names(self._hider.hide(record))}
             # JSON escapes all non-ASCII characters, so each character is one byte.
             self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -255,6 +258,24 @@ class StepState:
             record["num_tier_blocks"], record["num_tier_total_blocks"] = used, total
             record["num_tier_free_blocks"] = {name: total[name] - used[name] for name in total}
         return record
+
+
+def _shorten_names(value: Any) -> Any:
+    """A record with short names of turns. VLLM lets clients choose request ids of any length."""
+    if isinstance(value, str):
+        # A string's hash is kept with it, so this takes no time for each of its characters.
+        return value if len(value) <= MAX_NAME_CHARS else f"{value[:64]}~{hash(value):x}"
+    if isinstance(value, list):
+        is_short = set(map(type, value)) == {str} and max(map(len, value)) <= MAX_NAME_CHARS
+        return value if is_short else [_shorten_names(each) for each in value]
+    if isinstance(value, dict):
+        if max(map(len, value), default=0) > MAX_NAME_CHARS:
+            value = {_shorten_names(name): each for name, each in value.items()}
+        return {
+            name: each if type(each) is int or name == "command" else _shorten_names(each)
+            for name, each in value.items()
+        }
+    return value
 
 
 class CommandHider:
