@@ -342,6 +342,16 @@ FAULTS = (
         ("core/test_fair_order.py::test_a_turn_that_is_aborted_sends_no_other_tenant_back",),
     ),
     Fault(
+        "clients: a prompt that kept all others waiting counts for nothing if it is aborted",
+        "core/fairness.py",
+        "self._charges[turn_id].has_blocked = True",
+        "self._charges[turn_id].has_blocked = False",
+        (
+            "core/test_fair_order.py::test_a_turn_that_kept_all_others_waiting_counts_even_if_it_is_aborted",
+            "vllm/test_attacks.py::test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again",
+        ),
+    ),
+    Fault(
         "clients: one turn that waits keeps its tenant's place before all others",
         "core/fairness.py",
         "self.times[priority] = max(self.times.get(priority, self.time), now)",

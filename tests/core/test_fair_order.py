@@ -254,6 +254,26 @@ def test_a_turn_that_cannot_start_yet_earns_no_credit() -> None:
     assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["sly"] * 3
 
 
+def test_a_turn_that_kept_all_others_waiting_counts_even_if_it_is_aborted() -> None:
+    """Otherwise a client whose prompt needs all of the memory aborts it shortly before it fits, for ever."""
+    queue = Queue()
+    for number in range(30):
+        queue.arrive(f"ann{number:02}", "ann", 1000)
+        queue.arrive(f"bob{number:02}", "bob", 1000)
+    for _ in range(8):
+        queue.serve()
+    for number in range(2):
+        queue.arrive(f"sly{number}", "sly", 9000, key=-1)
+        while queue.order.get_first() != f"sly{number}":
+            queue.serve()
+        queue.shares.block(f"sly{number}")
+        queue.order.discard(f"sly{number}")
+        queue.end(f"sly{number}")
+    queue.arrive("sly2", "sly", 9000, key=-1)
+    assert "sly2" not in [queue.serve() for _ in range(17)]
+    assert queue.shares.get_time("sly", 0) >= 18_000
+
+
 def test_urgent_work_counts_among_the_others_too() -> None:
     queue = Queue(by_priority=True)
     for number in range(20):

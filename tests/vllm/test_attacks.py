@@ -289,3 +289,27 @@ def test_the_end_of_an_output_of_very_long_tokens_is_read_in_part() -> None:
     request = SimpleNamespace(output_token_ids=[0] * 8000)
     assert OutputReader(Blanks())._find_tool_call(request) is None
     assert num_chars < 5 * MAX_TAIL_CHARS
+
+
+def test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again(clock: Clock) -> None:
+    """One tenant asks for all of the memory, and aborts whenever the others have nearly drained."""
+    settings = {"policy": "tenuto", "tenants": "client"}
+    scheduler = make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=settings), num_blocks=61)
+    engine = Engine(scheduler)
+
+    def add(name: str, tenant: str, num_tokens: int) -> None:
+        prompt = [5 + len(scheduler.requests), *range(10, 9 + num_tokens)]
+        xargs = {"tenant": tenant, "job_id": name}
+        scheduler.add_request(make_request(name, prompt, max_tokens=8, xargs=xargs))
+
+    for number in range(60):
+        add(f"ann{number}", "ann", 160)
+    for number in range(12):
+        engine.step()
+        add(f"sly{number}", "sly", 900)
+        for _ in range(6):
+            clock.now_s += 0.1
+            engine.step()
+        assert scheduler.requests[f"sly{number}"].num_computed_tokens == 0
+        engine.abort(f"sly{number}")
+    assert sum(name.startswith("ann") for name in scheduler.requests) < 20

@@ -470,6 +470,11 @@ class Driver:
             self._apply(event)
         return self._engine.get_num_free_blocks() - num_free_before
 
+    def block(self, turn_id: str) -> None:
+        """The first waiting turn does not fit, whatever leases give up, so all others wait too."""
+        if turn_id in self._turns:
+            self.shares.block(turn_id)
+
     def refuses_steadily(self, turn_id: str, now_s: float) -> bool:
         """Whether `reclaim` will free nothing for a waiting turn for as long as steps only decode."""
         turn = self._turns.get(turn_id)

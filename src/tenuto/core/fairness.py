@@ -151,6 +151,8 @@ class _Charge:
     """The work that is included in its tenant's virtual time, in prefill tokens."""
     begin: float = 0.0
     """The virtual time of its tenant when it was taken off the queue."""
+    has_blocked: bool = False
+    """Whether it was first in the queue and did not fit, so that all others had to wait."""
     num_expected_tokens: float = 0.0
     """Tokens of its prompt and of an output of mean length; 0 before its start."""
 
@@ -213,6 +215,10 @@ class Shares:
         self._charges[turn.turn_id].begin = own.times[self._get_priority(turn)]
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
+    def block(self, turn_id: str) -> None:
+        """The first turn of the queue does not fit. If it leaves before it started, its work counts."""
+        self._charges[turn_id].has_blocked = True
+
     def put_back(self, turn: TurnState) -> None:
         """A taken turn returns to the queue or leaves without having started."""
         if self._charges[turn.turn_id].work and not turn.started:
@@ -248,7 +254,9 @@ class Shares:
         else:
             own.leave(self._get_priority(turn))
             del self._waiting[turn.turn_id]
-            self._charge(turn, own, 0.0)
+            # Otherwise a client that aborts it just before it fits, and asks again, is first again.
+            blocked = self._charges[turn.turn_id].has_blocked
+            self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens) if blocked else 0.0)
         del self._charges[turn.turn_id]
         if not own.num_live:
             self._idle.push(name, (max(own.times.values()),))

@@ -322,6 +322,8 @@ class Pressure:
             wanted *= 2
         if runs:
             self._put_victim_last(request)
+        else:
+            driver.block(request.request_id)
         return None
 
     def _put_victim_last(self, request: Any) -> None:
