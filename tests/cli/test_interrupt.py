@@ -49,7 +49,7 @@ def test_an_interrupted_command_ends_at_once_and_says_nothing(command: str, tmp_
     output, rest = running.communicate()
     assert running.returncode == 130, said + rest
     assert output == ""
-    known = ("left: ", "runs are in ")
+    known = ("left: ", "runs kept in ")
     assert all(each.startswith("[") or any(map(each.__contains__, known)) for each in rest.splitlines()), rest
     deadline_s = time.monotonic() + 20
     # A process that is about to end is still listed, without its command line.

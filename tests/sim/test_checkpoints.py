@@ -9,6 +9,7 @@ from tenuto.core.windows import count_behind_kept_state, count_spare_blocks, cou
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import Checkpoints
 from tenuto.sim.kv.request import Request
+from tenuto.sim.setup import Setup
 from tests.sim.test_scheduler import make_scheduler, run
 
 
@@ -99,9 +100,10 @@ def test_prompts_that_share_a_beginning(interval: int | None, hits: list[int]) -
 
 
 def test_an_interval_must_fit() -> None:
-    for kv in ({"retention_interval": 24, "windows": (64,)}, {"retention_interval": -16, "windows": (64,)}):
-        with pytest.raises(ConfigError, match="must be a multiple of the block size"):
-            KvConfig(num_blocks=10, **kv)
+    with pytest.raises(ConfigError, match="must be a multiple of the block size"):
+        KvConfig(num_blocks=10, retention_interval=24, windows=(64,))
+    with pytest.raises(ConfigError, match="--prefix-cache-retention-interval must be at least 0"):
+        Setup(prefix_cache_retention_interval=-16)
     with pytest.raises(ConfigError, match="for models with sliding windows or states"):
         KvConfig(num_blocks=10, retention_interval=16)
     KvConfig(num_blocks=10, retention_interval=None)

@@ -146,7 +146,7 @@ def test_the_series_of_tenants_are_bounded_and_never_decrease() -> None:
     before: dict[str, dict[str, float]] = {}
     for number in range(3 * NUM_TENANTS):
         job = ledger.open(f"j{number}", f"t{number}")
-        job.stop(5)
+        job.add(computed=5)
         ledger.hold(f"j{number}", job, "gpu", 3, float(number))
         shown = get_shown_accounts(ledger, number + 0.3, shows_names=True)
         assert len(shown) <= NUM_TENANTS + 1

@@ -216,7 +216,7 @@ def test_nothing_in_common(
         assert run_ab(options(*name_arms(a, b), *QUICK)) == 1
     assert read_verdict(tmp_path)["comparisons"] == []
     printed = capsys.readouterr()
-    assert "0 of 1 pairs" in printed.out
+    assert "0 of 1 pair of runs" in printed.out
     assert "no job finished on all arms" in printed.err
 
 
