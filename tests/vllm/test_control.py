@@ -425,6 +425,10 @@ def test_what_happened_before_a_change_is_told_to_the_policy_before_it(
     load = Load(engine, 3)
     for _ in range(120):
         load.step()
+    # In most steps a turn starts or ends. Which does so depends on how long the steps took.
+    for _ in range(100):
+        if not engine.scheduler._queued:
+            load.step()
     assert engine.scheduler._queued
     old = engine.scheduler.configured_policy
     learned = old.get_state()

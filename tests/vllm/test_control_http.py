@@ -471,7 +471,7 @@ def test_the_command_shows_and_changes() -> None:
     assert 'policy continuum-fixed {"ttl_s": 3}' in text
     assert "canary: share 0.25" in text
     assert "max_lease_s 60.0" in text
-    assert "1 changes since the start" in text
+    assert "1 change since the start" in text
     _, text = run_command(make_client(engine), "off", as_json=True)
     assert json.loads(text)["ranks"][0]["mode"] == "off"
     _, text = run_command(make_client(engine), "set", no_canary=True)
