@@ -16,9 +16,9 @@ So a turn that leaves without starting brings forward only those that arrived af
 
 In stock vLLM, every turn of a job waits. A policy that completes jobs one after the other makes a job wait
 only once, before its first turn. So a turn may wait as long as all the turns together that its job is
-expected to send (`TurnsToCome`). A single request may wait as long as in stock. While such one-shot jobs get
-most of the engine, no turn may wait longer than in stock, because the extra time is meant for jobs that come
-back.
+expected to send (`TurnsToCome`). A single request may wait as long as in stock. The more of the engine such
+one-shot jobs get, the less do turns to come count, because their time is meant for jobs that come back. From
+half of its work on, each turn is bounded alone.
 
 A turn with a short prompt delays others little if it starts on time. So the shorter its prompt, the smaller
 the share of the extra time that it may wait. A prompt is short in comparison with the latest turns that
