@@ -191,14 +191,14 @@ as behind a perfect router with session affinity.
     ),
     run=run,
     notes="""\
-Each machine is simulated until it is steady: its warm-up is cut off, and the number of jobs in it must hardly
-grow, with every seed. A queue that grows has no P95, because its times depend on the length of the run. An
-overload of less than about 5 % may not be seen; near its capacity a machine may also count as not steady
-until --max-sim-jobs is higher.
-Such a machine is overloaded, and the plan says how many jobs it finishes. So the answer does not depend on
---window, which only sets the least time to simulate. The jobs of a trace are repeated, in random order, each
-time as new jobs. A run ends as "too slow" if its P95 would exceed 1.3 times the target less its margin, even
-if all open jobs had ended at that moment.
+Each machine is simulated until it is steady: its warm-up is left out, and the number of jobs in it must
+hardly grow, with every seed. A machine whose queue grows has no P95, because its times depend on the length
+of the run. The plan calls it overloaded, and says how many jobs it finishes. An overload of less than about
+5 % may not be seen. Near its capacity a machine may also count as not steady until --max-sim-jobs is higher.
+
+So the answer does not depend on --window, which only sets the least time to simulate. The jobs of a trace are
+repeated, in random order, each time as new jobs. A run ends as "too slow" if its P95 would exceed 1.3 times
+the target less its margin, even if all open jobs had ended at that moment.
 
 With --servers, only these machines are simulated, and no others are tried.
 

@@ -325,6 +325,7 @@ class FleetOptions(Options):
         "where turns go: a router's name (see docs/fleet.md), or file.py:Class; ideal: the yardstick, "
         "engines that share one queue and all KV at no cost. compare takes several, with commas",
         metavar="NAME",
+        shown_default="tenuto with --servers, else no router",
     )
     router_options: tuple[str, ...] = option(
         (),
