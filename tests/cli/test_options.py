@@ -187,8 +187,8 @@ def test_what_is_on_by_default_can_be_turned_off() -> None:
         (["simulate", "--workload", ""], "the workload is empty"),
         (["simulate", "--workload", "ab8", "--jps", "1", "--csv", ""], "--csv is empty"),
         (["convert", "", "out.jsonl"], "IN is empty"),
-        (["simulate", "--workload", "ab8", "--jps", "1", "--scale-turns", "1e300"], "more than 2,048"),
-        (["plan", "--gpu", "L40S", "--jps", "1", "--p95", "9", "--scale-turns", "1e18"], "more than 2,048"),
+        (["simulate", "--workload", "ab8", "--jps", "1", "--scale-turns", "1e300"], "more than 512"),
+        (["plan", "--gpu", "L40S", "--jps", "1", "--p95", "9", "--scale-turns", "1e18"], "more than 512"),
     ],
 )
 def test_values_that_are_too_large_or_empty(

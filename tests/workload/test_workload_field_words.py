@@ -11,8 +11,9 @@ import pytest
 
 from tenuto.cli import parse
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.workload import LoadOptions, count_shared_tokens, load_workload, make_workload
+from tenuto.workload import LoadOptions, Workload, count_shared_tokens, load_workload, make_workload
 from tenuto.workload.load import holds_text
+from tenuto.workload.transform import scale_turns
 
 
 def test_random_lengths_are_within_the_ratio_and_share_the_prefix() -> None:
@@ -113,6 +114,15 @@ def test_more_turns_are_like_the_jobs_own() -> None:
     for before, after in pairwise(job.turns):
         shared = count_shared_tokens((*before.prompt, before.output), after.prompt)
         assert shared == before.num_prompt_tokens + before.num_output_tokens
+
+
+def test_a_bounded_number_of_turns_is_added_to_a_job() -> None:
+    [job] = make_workload(LoadOptions(jps=1.0, max_jobs=1, scale_turns=65.0)).jobs
+    assert len(job.turns) == 520
+    with pytest.raises(ConfigError, match="would add more than 512 turns to a job of 8"):
+        make_workload(LoadOptions(jps=1.0, max_jobs=1, scale_turns=65.1))
+    long = scale_turns(Workload("long", (job,)), 1.2)
+    assert len(long.jobs[0].turns) == 624
 
 
 def test_fewer_turns_are_the_first_ones() -> None:
