@@ -84,15 +84,16 @@ class TurnSpec:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise DataError(f"the prompt that {self.output} answers is empty")
-        for span in (*self.prompt, self.output):
-            if span.num_tokens < 1:
-                raise DataError(f"{span} holds no token")
+        lengths = [num_tokens for _, num_tokens in self.prompt]
+        if min(lengths) < 1 or self.output.num_tokens < 1:
+            empty = next(span for span in (*self.prompt, self.output) if span.num_tokens < 1)
+            raise DataError(f"{empty} holds no token")
         _check_seconds("tool_s", self.tool_s)
         if self.at_s is not None:
             _check_seconds("at_s", self.at_s)
         for event in self.after:
             _check_seconds("after delay_s", event.delay_s)
-        object.__setattr__(self, "num_prompt_tokens", sum(span.num_tokens for span in self.prompt))
+        object.__setattr__(self, "num_prompt_tokens", sum(lengths))
 
     @property
     def num_output_tokens(self) -> int:
