@@ -154,7 +154,8 @@ class _Reader:
             self.number += 1
             self._num_bytes += len(line)
             if (self._num_bytes if self.is_whole else len(line)) > self._longest:
-                raise DataError(f"{self.path}: holds more than {self._longest} bytes; split it")
+                advice = "split it" if self._longest == MAX_FILE_BYTES else "unpack it first"
+                raise DataError(f"{self.path}: holds more than {self._longest} bytes; {advice}")
             if self.number % _LINES_PER_LOOK == 0:
                 self._say_progress(file)
             yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line
