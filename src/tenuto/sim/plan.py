@@ -548,7 +548,7 @@ def try_changes(
             point = take(effort)
             return Effect(change.name, point, plain.is_met(point))
         except ConfigError:
-            return None  # turns that wait for other jobs cannot be multiplied
+            return None  # turns that wait for other jobs, or too many, cannot be multiplied
 
     changes = list(make_changes(plan.setup, load))
     yield from (effect for effect in each_at_once(measure_change, changes, num_at_once) if effect is not None)
