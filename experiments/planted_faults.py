@@ -793,6 +793,13 @@ FAULTS = (
     ),
     # Tiers and pinned prefixes.
     Fault(
+        "disk: a copy that ends later renews the wish of an ended job",
+        "vllm/tiers/disk.py",
+        "self._kept.max_chunks > 0 and not is_over",
+        "self._kept.max_chunks > 0",
+        ("vllm/test_wishes.py::test_copies_under_way_renew_no_wish_of_a_job_that_its_client_ended",),
+    ),
+    Fault(
         "tiers: a chunk is lost with one tenant's wish, whoever else wishes it",
         "core/tier_order.py",
         "                self._remove(chunk, tenant)\n                return chunk\n",

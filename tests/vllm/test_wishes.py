@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tenuto.core.wishes import Mark, Span, Wish, write_wish
 from tenuto.vllm.middleware import Middleware
 from tenuto.vllm.requests import OutputReader
 from tenuto.vllm.scheduler import Scheduler
+from tenuto.vllm.tiers.disk import NUM_THREADS
 from tests.vllm.asgi import CHAT, make_scope
 from tests.vllm.conftest import Clock
 from tests.vllm.test_tier_copies import (
@@ -261,4 +263,34 @@ def test_a_client_that_ends_its_job_ends_its_wish_on_the_disk_too(tmp_path: Path
     engine.scheduler.driver._jobs.forget(engine.scheduler.driver._jobs.jobs["b"])
     engine.scheduler.release("b")
     assert len(tier._kept) == 0
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("are_writing", [False, True])
+def test_copies_under_way_renew_no_wish_of_a_job_that_its_client_ended(
+    tmp_path: Path, *, are_writing: bool
+) -> None:
+    """Clients end a job just after its last answer, while that turn's KV is still copied."""
+    pytest.importorskip("vllm", "0.31.0")
+    disk = {"folder": str(tmp_path), "max_bytes": 2**20}
+    engine = TieredEngine(num_blocks=60, num_chunks=40, tenuto=GIVING, disk=disk)
+    (tier,) = engine.tier._port.disks
+    goes_on = Event()
+    for _ in range(NUM_THREADS):
+        tier._writers.submit(goes_on.wait)
+    wish = write_wish(Wish("anthropic", (Span(3600.0),)))
+    xargs = {"job_id": "a", "tool": "ls", WISH_FIELD: wish}
+    engine.add(make_request("a", [1] * 160, max_tokens=4, xargs=xargs))
+    while engine.scheduler.requests or (are_writing and not len(tier._kept)):
+        engine.step()
+    assert engine.scheduler.release("a")
+    goes_on.set()
+    engine.drain()
+    assert len(tier._files) == 10
+    assert len(tier._kept) == 0
+    # Its client may begin a job of this id again, and wish again.
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.add(make_request("a2", [1] * 160, max_tokens=4, xargs=xargs))
+    engine.drain()
+    assert len(tier._kept) == 10
     engine.assert_clean()

@@ -169,6 +169,8 @@ class Use:
     """The tenant of the job; empty if there is none."""
     wished: tuple[tuple[float, float], ...] = ()
     """The client's wishes, each as (deadline in seconds, number of tokens)."""
+    since_s: float = 0.0
+    """When it wished, in seconds."""
 
     def get_kept_until_s(self, end: int) -> float:
         """The deadline until which a chunk that ends at token `end` is kept; 0 without a wish for it."""

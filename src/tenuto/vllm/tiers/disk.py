@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
 import stat
@@ -70,6 +71,8 @@ MAX_READ_S = 5.0
 compute instead of waiting for it."""
 MAX_ENGINES = 64
 """Engines of one name and rank that may share a folder."""
+MAX_ENDED = 10_000
+"""Most ended jobs that are remembered, while what they wished may still be copied."""
 _ORIGIN = re.compile(r"[0-9a-f]{32}")
 _ONCE = re.compile(r"once-[0-9a-f]{32}")
 """A folder whose KV must not be loaded: it is older than a reset, or its origin is unknown."""
@@ -134,6 +137,8 @@ class DiskTier(SecondaryTier):
         first."""
         self.changes = HeldChanges()
         self._kept = KeptChunks()
+        self._ended: OrderedDict[str | None, float] = OrderedDict()
+        """When clients ended their jobs, whose last chunks may still be copied."""
         self._older: list[tuple[float, Path, int]] = []  # folders of other weights: their time, path, bytes
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tenuto-disk-write")
@@ -192,9 +197,13 @@ class DiskTier(SecondaryTier):
         most = 0 if self._max_bytes is None else self._max_bytes // self._file_bytes
         self._kept.max_chunks, self._kept.weights = int(share * most), weights
 
-    def end_job(self, job_id: str) -> None:
+    def end_job(self, job_id: str, now_s: float) -> None:
         """A client ended its job: what it alone wished is not evicted last any more."""
         self._kept.end_job(job_id)
+        self._ended[job_id] = now_s
+        self._ended.move_to_end(job_id)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
 
     # Called by vLLM's tiering manager.
 
@@ -212,7 +221,8 @@ class DiskTier(SecondaryTier):
             return
         chains.has_ended = True
         use = get_use(req_context)
-        keeps = bool(use.wished) and self._kept.max_chunks > 0
+        is_over = self._ended.get(use.owner, -math.inf) >= use.since_s
+        keeps = bool(use.wished) and self._kept.max_chunks > 0 and not is_over
         # Tails first, so that they go before what they continue.
         for key, end in sorted(chains.list_ends(), key=lambda each: each[1], reverse=True):
             name = try_get_name(key, req_context)

@@ -112,9 +112,10 @@ class HostTier:
 
     def end_job(self, job_id: str) -> None:
         """A job is complete: drop the chunks that only it used. Its wishes count no more on a disk."""
-        self.prefetch.come_back(job_id, self._clock.monotonic())
+        now_s = self._clock.monotonic()
+        self.prefetch.come_back(job_id, now_s)
         for disk in self._port.disks:
-            disk.end_job(job_id)
+            disk.end_job(job_id, now_s)
         if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
             self.host.drop(job_id)
             self._report_held()
@@ -252,7 +253,7 @@ class HostTier:
     def _make_use(self, turn: Turn, wish: Wish | None) -> Use:
         now_s, job = self._clock.monotonic(), turn.job
         key = self._scheduler.driver.get_tier_key(turn, now_s)
-        return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s))
+        return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s), now_s)
 
     def _answer_load(self, request: Any, num_hit_tokens: int, num_tokens: int) -> int:
         port = self._port
