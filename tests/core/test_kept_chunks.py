@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from tenuto.core.tier_order import KeptChunks, TierOrder, Use, list_wished
 from tenuto.core.wishes import Span, Wish
 from tests.support.tier_orders import pop_firsts, use
@@ -140,9 +142,42 @@ def test_the_end_of_a_job_ends_its_wishes_and_those_of_no_other() -> None:
     kept.end_job("a1")
     kept.end_job("a2")
     kept.end_job("b1")
-    assert list(kept._tenants) == ["shared"]
+    assert "strangers" not in kept and len(kept) == 1
     assert list(kept.expire(100.0)) == ["shared"]
     assert not kept._by_owner
+
+
+def list_kept(kept: KeptChunks) -> dict[tuple[object, str], float]:
+    """The deadline of each chunk and tenant."""
+    return {(chunk, each): known.until_s for chunk, of in kept._kept.items() for each, known in of.items()}
+
+
+@pytest.mark.parametrize("end", ["evicted", "expired"])
+def test_a_chunk_that_many_tenants_wish_is_given_up_in_time_linear_in_their_number(end: str) -> None:
+    """Clients may invent tenants. With all of them looked through for each, an eviction took seconds."""
+    kept, num_compared = KeptChunks(), 0
+
+    class Tenant(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+        def __ne__(self, other: object) -> bool:
+            return not self == other
+
+    kept.max_chunks = 1000
+    for number in range(1000):
+        kept.keep("c", 100.0, Tenant(number), 1)
+    num_compared = 0
+    if end == "evicted":
+        kept.discard("c")
+    else:
+        assert list(kept.expire(100.0)) == ["c"]
+    assert not kept and num_compared < 50 * 1000
 
 
 def test_random_changes_keep_the_books() -> None:
@@ -157,18 +192,18 @@ def test_random_changes_keep_the_books() -> None:
         else:
             known[chunk, tenant] = max(until_s, known.get((chunk, tenant), 0.0))
             lost = kept.keep(chunk, until_s, tenant, chunk, random.choice(("x", "y", None)))
-            for gone in known.keys() - kept._kept.keys():
+            for gone in known.keys() - list_kept(kept).keys():
                 counts = {name: sum(own == name for _, own in known) for name in "abc"}
                 assert counts[gone[1]] == max(counts.values())
                 del known[gone]
                 assert lost == ([] if any(gone[0] == each for each, _ in known) else [gone[0]])
         known = {each: until for each, until in known.items() if until > now}
         assert all(each not in {chunk for chunk, _ in known} for each in kept.expire(now))
-        assert {each: found.until_s for each, found in kept._kept.items()} == known
-        assert len(kept._kept) <= 20
+        assert list_kept(kept) == known
+        assert len(known) == kept._num_wishes <= 20
         assert len(kept) == len({chunk for chunk, _ in known})
         assert all(
-            kept._kept[each, own].owner == job
+            kept._kept[each][own].owner == job
             for job, of in kept._by_owner.items()
             for each, own in of.items()
         )

@@ -37,10 +37,10 @@ class KeptChunks:
         """Most chunks that may be kept."""
         self.weights: Mapping[str, Any] = {}
         """Weights of tenants; 1 for others."""
-        self._tenants: dict[Hashable, tuple[str, ...]] = {}
-        """The tenants that wish each chunk."""
-        self._kept: dict[tuple[Hashable, str], _Kept] = {}
+        self._kept: dict[Hashable, dict[str, _Kept]] = {}
         """By chunk and tenant."""
+        self._num_wishes = 0
+        """A chunk counts once for each tenant that wishes it."""
         self._by_owner: dict[str, dict[Hashable, str]] = {}
         """By job: the chunks that no other job of its tenant wished, each with the tenant."""
         self._by_end: list[tuple[float, int, Hashable, str]] = []
@@ -51,10 +51,10 @@ class KeptChunks:
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._tenants)
+        return len(self._kept)
 
     def __contains__(self, chunk: Hashable) -> bool:
-        return chunk in self._tenants
+        return chunk in self._kept
 
     def keep(
         self, chunk: Hashable, until_s: float, tenant: str, end: int, owner: str | None = None
@@ -64,18 +64,18 @@ class KeptChunks:
         A chunk keeps a later deadline that it has. `end`: where it ends in its sequence. `owner`: the job
         whose client wishes it.
         """
-        known = self._kept.get((chunk, tenant))
+        wishes = self._kept.setdefault(chunk, {})
+        known = wishes.get(tenant)
         if known is None:
-            self._tenants[chunk] = (*self._tenants.get(chunk, ()), tenant)
             self._count(tenant, 1)
         elif known.owner != owner:
             self._forget_owner(chunk, known.owner)
             owner = None
         if known is not None and known.until_s >= until_s:
-            self._kept[chunk, tenant] = _Kept(known.until_s, owner)
+            wishes[tenant] = _Kept(known.until_s, owner)
             return []
         self._number += 1
-        self._kept[chunk, tenant] = _Kept(until_s, owner)
+        wishes[tenant] = _Kept(until_s, owner)
         if owner is not None:
             self._by_owner.setdefault(owner, {})[chunk] = tenant
         own = self._by_tenant.setdefault(tenant, [])
@@ -84,18 +84,18 @@ class KeptChunks:
         if len(own) > max(MIN_HEAP, 2 * self._counts[tenant]):
             current = {each[3]: each for each in own if self._is_current(each[3], tenant, each[0])}
             own[:] = sorted(current.values())
-        if len(self._by_end) > max(MIN_HEAP, 2 * len(self._kept)):
+        if len(self._by_end) > max(MIN_HEAP, 2 * self._num_wishes):
             by_both = {each[2:]: each for each in self._by_end if self._is_current(*each[2:], each[0])}
             self._by_end = sorted(by_both.values())
         lost = []
-        while len(self._kept) > self.max_chunks:
+        while self._num_wishes > self.max_chunks:
             chunk = self._pop_of(str(self._most.get_first()))
-            lost += [] if chunk in self._tenants else [chunk]
+            lost += [] if chunk in self._kept else [chunk]
         return lost
 
     def discard(self, chunk: Hashable) -> None:
         """Stop keeping a chunk."""
-        for tenant in self._tenants.get(chunk, ()):
+        for tenant in list(self._kept.get(chunk, ())):
             self._remove(chunk, tenant)
 
     def end_job(self, job_id: str) -> None:
@@ -109,15 +109,14 @@ class KeptChunks:
             until_s, _, chunk, tenant = heapq.heappop(self._by_end)
             if self._is_current(chunk, tenant, until_s):
                 self._remove(chunk, tenant)
-                if chunk not in self._tenants:
+                if chunk not in self._kept:
                     yield chunk
 
     def clear(self) -> None:
         """Stop keeping all chunks."""
-        own = (self._kept, self._tenants, self._by_owner, self._by_end, self._by_tenant, self._counts)
-        for each in own:
+        for each in (self._kept, self._by_owner, self._by_end, self._by_tenant, self._counts):
             each.clear()
-        self._most = IndexedHeap()
+        self._most, self._num_wishes = IndexedHeap(), 0
 
     def _pop_of(self, tenant: str) -> Hashable:
         own = self._by_tenant[tenant]
@@ -129,11 +128,10 @@ class KeptChunks:
 
     def _remove(self, chunk: Hashable, tenant: str) -> None:
         """A tenant's wish for a chunk is over."""
-        self._forget_owner(chunk, self._kept.pop((chunk, tenant)).owner)
-        if rest := tuple(each for each in self._tenants[chunk] if each != tenant):
-            self._tenants[chunk] = rest
-        else:
-            del self._tenants[chunk]
+        wishes = self._kept[chunk]
+        self._forget_owner(chunk, wishes.pop(tenant).owner)
+        if not wishes:
+            del self._kept[chunk]
         self._count(tenant, -1)
 
     def _forget_owner(self, chunk: Hashable, owner: str | None) -> None:
@@ -144,10 +142,11 @@ class KeptChunks:
                 del self._by_owner[owner]
 
     def _is_current(self, chunk: Hashable, tenant: str, until_s: float) -> bool:
-        known = self._kept.get((chunk, tenant))
+        known = self._kept.get(chunk, {}).get(tenant)
         return known is not None and known.until_s == until_s
 
     def _count(self, tenant: str, change: int) -> None:
+        self._num_wishes += change
         number = self._counts[tenant] = self._counts.get(tenant, 0) + change
         if number:
             self._most.push(tenant, (-number / float(self.weights.get(tenant, 1.0)),))
