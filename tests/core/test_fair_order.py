@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -185,7 +187,7 @@ def test_priorities_come_before_tenants_where_the_engine_uses_them() -> None:
         queue.serve()
         queue.arrive("urgent", "busy", priority=0)
         queue.arrive("other", "other", priority=5)
-        queue.shares._tenants["busy"].advance(1)
+        queue.shares._tenants["busy"].time += 1
         assert queue.order.get_first() == expected
 
 
@@ -291,7 +293,37 @@ def test_priorities_that_clients_invent_are_bounded_while_the_engine_is_busy() -
     for number in range(2 * MAX_PRIORITIES):
         queue.arrive(f"t{number}", "other", priority=number)
         queue.serve()
-    assert len(queue.shares._now) == len(queue.shares._tenants["other"].times) == MAX_PRIORITIES
+    assert len(queue.shares._now) == MAX_PRIORITIES
+    assert len(queue.shares._tenants["other"].leads) <= MAX_PRIORITIES
+
+
+@pytest.mark.parametrize("event", ["start", "leave"])
+def test_a_turn_costs_the_same_however_many_priorities_its_tenant_invents(event: str) -> None:
+    class Counting(dict[int, float]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[int]:
+            for each in super().__iter__():
+                self.num_read += 1
+                yield each
+
+        def keys(self) -> Any:
+            self.num_read += len(self)
+            return super().keys()
+
+    queue = Queue(by_priority=True)
+    queue.arrive("first", "sly", priority=-1)
+    own = queue.shares._tenants["sly"]
+    own.leads = read = Counting.fromkeys(range(3000), 1.0)
+    for number in range(3000):
+        queue.arrive(f"t{number:04}", "sly", priority=number)
+    for number in range(200):
+        if event == "start":
+            queue.serve()
+        else:
+            queue.order.discard(f"t{number:04}")
+            queue.end(f"t{number:04}")
+    assert read.num_read <= 200 * 2 * MAX_PRIORITIES
 
 
 def test_tenants_that_left_are_forgotten() -> None:

@@ -115,18 +115,26 @@ class _Share:
     weight: float
     time: float = 0.0
     """The work charged to it, divided by its weight."""
-    times: dict[int, float] = field(default_factory=dict)
-    """Its virtual times by priority."""
+    leads: dict[int, float] = field(default_factory=dict)
+    """By priority: how far its virtual time is ahead of `time`, if it is."""
+    idle_leads: set[int] = field(default_factory=set)
+    """Those of them of which no turn waits."""
     credit: float = 0.0
     """Work that was charged but not done, because outputs were shorter than expected."""
     num_waiting: Counter[int] = field(default_factory=Counter)
     """By priority."""
     num_live: int = 0
 
+    def get_time(self, priority: int) -> float:
+        """Its virtual time among the turns of this priority."""
+        return self.time + self.leads.get(priority, 0.0)
+
     def enter(self, priority: int, now: float) -> None:
         """A turn of this priority arrived. `now`: the time of the tenant served last."""
         # Even if other such turns wait: those that cannot start yet (for a grammar, say) earn no credit.
-        self.times[priority] = max(self.times.get(priority, self.time), now)
+        if now > self.get_time(priority):
+            self.leads[priority] = now - self.time
+        self.idle_leads.discard(priority)
         self.num_waiting[priority] += 1
 
     def leave(self, priority: int) -> None:
@@ -134,15 +142,12 @@ class _Share:
         self.num_waiting[priority] -= 1
         if not self.num_waiting[priority]:
             del self.num_waiting[priority]
-            if len(self.times) - len(self.num_waiting) > MAX_PRIORITIES:  # clients may invent them
-                idle = self.times.keys() - self.num_waiting.keys()
-                del self.times[min(idle, key=self.times.__getitem__)]
-
-    def advance(self, change: float) -> None:
-        """More work was charged."""
-        self.time += change
-        for priority in self.times:
-            self.times[priority] += change
+            if priority in self.leads:
+                self.idle_leads.add(priority)
+            if len(self.idle_leads) > MAX_PRIORITIES:  # clients may invent them
+                least = min(self.idle_leads, key=self.leads.__getitem__)
+                self.idle_leads.discard(least)
+                del self.leads[least]
 
 
 @dataclass(slots=True)
@@ -180,7 +185,7 @@ class Shares:
     def get_time(self, tenant: str, priority: int) -> float:
         """The tenant's virtual time. It never decreases while such a turn of the tenant waits."""
         own = self._tenants.get(tenant)
-        return own.times.get(priority, own.time) if own is not None else 0.0
+        return own.get_time(priority) if own is not None else 0.0
 
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
         """Use these weights from now on; all tenants that are not named have weight 1."""
@@ -212,7 +217,7 @@ class Shares:
         if turn.started:
             return
         own = self._tenants[turn.job.tenant or NOBODY]
-        self._charges[turn.turn_id].begin = own.times[self._get_priority(turn)]
+        self._charges[turn.turn_id].begin = own.get_time(self._get_priority(turn))
         self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens))
 
     def block(self, turn_id: str) -> None:
@@ -259,7 +264,7 @@ class Shares:
             self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens) if blocked else 0.0)
         del self._charges[turn.turn_id]
         if not own.num_live:
-            self._idle.push(name, (max(own.times.values()),))
+            self._idle.push(name, (own.time + max(own.leads.values(), default=0.0),))
             self._forget_idle()
             if len(self._idle) > MAX_NAMES:
                 # Clients may invent tenants. The one that goes first gains least by starting anew.
@@ -289,7 +294,7 @@ class Shares:
         charge.work = work
         if due > 0.0:
             own.credit = 0.0
-            own.advance(due / own.weight)
+            own.time += due / own.weight
         else:
             own.credit = -due
 
