@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.utils import tensor_data
 
 import tenuto.vllm
 from tenuto.core.errors import ConfigError, IncompatibleError, PolicyError
@@ -304,6 +305,28 @@ def test_chats_that_differ_in_embeddings_only_are_different_jobs(clock: Clock) -
     other = send("b", [*prompt, *range(300, 310)], 2.0)
     assert other != first
     assert send("c", [*prompt, *engine.outputs["a"], *range(400, 420)], 1.0) == first
+
+
+def test_of_a_prompt_s_embeddings_those_that_tell_jobs_apart_are_read(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All embeddings of a long prompt would take the engine as long as several steps."""
+    num_read = 0
+
+    def read(row: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return tensor_data(row)
+
+    monkeypatch.setattr("tenuto.vllm.compat.scheduler.tensor_data", read)
+    engine = start({"policy": KEEP_ALL})
+    for name in "ab":
+        request = make_request(name, [7] * 640, max_tokens=6)
+        request.prompt_embeds = torch.zeros((640, 4))
+        request.prompt_is_token_ids = [False] * 640
+        engine.scheduler.add_request(request)
+        engine.run()
+    assert 0 < num_read <= 6 * 16
 
 
 def test_requests_that_read_no_cache_run_as_stock(clock: Clock) -> None:

@@ -83,7 +83,7 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
     return Arrival(
         hints=hints,
         num_prompt_tokens=num_prompt_tokens,
-        prompt=get_prompt(request) or (),
+        prompt=get_prompt(request),
         hashes=request.block_hashes,
         priority=request.priority,
     )

@@ -15,7 +15,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, overload
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -250,17 +250,36 @@ def has_release_hint(request: Any) -> bool:
     return any(str(getattr(each, "action_type", "")).lower() == "release" for each in actions)
 
 
-def get_prompt(request: Any) -> Sequence[int] | None:
-    """A prompt's token ids. At places for which a client sent an embedding, a hash of the embedding.
+class _MixedPrompt(Sequence[int]):
+    """A prompt with embeddings. All of them have one token id, so a hash of each stands in its place.
 
-    All these places have the same token id. None if there are no token ids.
+    It is made when it is asked for: few places are, and an embedding has thousands of numbers.
     """
-    tokens, are_tokens = request.prompt_token_ids, getattr(request, "prompt_is_token_ids", None)
-    if tokens is None or are_tokens is None:
-        prompt: Sequence[int] | None = tokens
-        return prompt
-    places = zip(tokens, are_tokens, request.prompt_embeds, strict=True)
-    return [token if is_token else hash(bytes(tensor_data(row))) for token, is_token, row in places]
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def __len__(self) -> int:
+        return len(self._request.prompt_token_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        request = self._request
+        if request.prompt_is_token_ids[at]:
+            return int(request.prompt_token_ids[at])
+        return hash(bytes(tensor_data(request.prompt_embeds[at])))
+
+
+def get_prompt(request: Any) -> Sequence[int]:
+    """A prompt's token ids, with hashes in the places of embeddings; none if there are no token ids."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_is_token_ids", None) is None:
+        return request.prompt_token_ids or ()
+    return _MixedPrompt(request)
 
 
 def reads_cache(request: Any) -> bool:
