@@ -462,6 +462,17 @@ def test_a_flood_of_jobs_takes_no_other_tenant_s_fetch(monkeypatch: pytest.Monke
     assert list(prefetch._away) == ["mine", "j18", "j19"]
 
 
+def test_few_jobs_with_long_prompts_take_no_other_tenant_s_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fill the memory as many short ones do."""
+    monkeypatch.setattr(background, "MAX_HASHES", 1000)
+    prefetch = background.Prefetch(cast(Any, None))
+    for number in range(3):
+        leave(prefetch, f"mine{number}", "ann", 0.0, num_hashes=100)
+    for number in range(2):
+        leave(prefetch, f"j{number}", "sly", 1.0, num_hashes=600)
+    assert list(prefetch._away) == ["mine0", "mine1", "mine2", "j1"]
+
+
 def test_calls_that_end_long_before_they_were_expected_take_no_memory() -> None:
     prefetch = background.Prefetch(cast(Any, None))
     for number in range(1000):

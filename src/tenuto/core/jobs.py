@@ -376,16 +376,18 @@ def _name_block(block: Hashable) -> str:
 class IdleJobs:
     """Idle jobs by tenant. The first to forget is the longest idle job of the tenant with the most idle jobs.
 
-    So a tenant that sends many ids makes the driver forget its own jobs, not those of others. Every change
-    takes O(log n) amortised time in the number of tenants.
+    So a tenant that sends many ids makes the driver forget its own jobs, not those of others. Jobs may have
+    sizes: then the sum of these counts. Every change takes O(log n) amortised time in the number of tenants.
     """
 
     def __init__(self) -> None:
         self._num_jobs = 0
-        self._jobs: dict[str, OrderedDict[str, None]] = {}
-        """Each tenant's idle jobs; the one that has been idle longest is first."""
-        self._by_number = IndexedHeap()
-        """Tenants; the one with most idle jobs is first. Those in `_changed` may be in a wrong place."""
+        self._jobs: dict[str, OrderedDict[str, int]] = {}
+        """Each tenant's idle jobs, with their sizes; the one that has been idle longest is first."""
+        self._sizes: dict[str, int] = {}
+        """Of each tenant's idle jobs together."""
+        self._by_size = IndexedHeap()
+        """Tenants; the one with the largest size is first. Those in `_changed` may be in a wrong place."""
         self._changed: set[str] = set()
 
     def __len__(self) -> int:
@@ -394,17 +396,17 @@ class IdleJobs:
     def __iter__(self) -> Iterator[str]:
         return itertools.chain.from_iterable(self._jobs.values())
 
-    def add(self, job_id: str, tenant: str | None) -> None:
+    def add(self, job_id: str, tenant: str | None, size: int = 1) -> None:
         """A job became idle now."""
         name = tenant or ""
         own = self._jobs.get(name)
         if own is None:
             own = self._jobs[name] = OrderedDict()
-        if job_id in own:
-            own.move_to_end(job_id)
-        else:
-            own[job_id] = None
-            self._num_jobs += 1
+            self._sizes[name] = 0
+        self._num_jobs += job_id not in own
+        self._sizes[name] += size - own.get(job_id, 0)
+        own[job_id] = size
+        own.move_to_end(job_id)
         self._changed.add(name)
 
     def discard(self, job_id: str, tenant: str | None) -> None:
@@ -413,22 +415,22 @@ class IdleJobs:
         own = self._jobs.get(name)
         if own is None or job_id not in own:
             return
-        del own[job_id]
+        self._sizes[name] -= own.pop(job_id)
         self._num_jobs -= 1
         if own:
             self._changed.add(name)
             return
         # Not only at the next look: there may be none, and clients may invent any number of tenants.
-        del self._jobs[name]
+        del self._jobs[name], self._sizes[name]
         self._changed.discard(name)
-        self._by_number.discard(name)
+        self._by_size.discard(name)
 
     def get_first_to_forget(self) -> str | None:
         """The job to forget first; None if no job is idle."""
         for name in self._changed:
-            self._by_number.push(name, (-len(self._jobs[name]),))
+            self._by_size.push(name, (-self._sizes[name],))
         self._changed.clear()
-        first = self._by_number.get_first()
+        first = self._by_size.get_first()
         return None if first is None else next(iter(self._jobs[first]))
 
 

@@ -43,8 +43,10 @@ LEAD_SHARE = 0.8
 MIN_FREE_SHARE = 0.25
 """Share of the GPU's blocks that must be free after the load, as room for turns that start meanwhile."""
 MAX_AWAY = 10_000
-"""Most jobs that are tracked; beyond that, of the tenant with the most jobs, those that left first are
-forgotten."""
+"""Most jobs that are tracked; beyond that, of the tenant whose jobs take most memory, those that left first
+are forgotten."""
+JOB_SIZE = 100
+"""A job that is tracked counts as this many hashes, beside its own."""
 MAX_HASHES = 1_000_000
 """Most block hashes that are kept for jobs that are tracked: 100 MB. 16 million tokens in blocks of 16."""
 
@@ -205,7 +207,7 @@ class Prefetch:
         else:
             self._due.push(job_id, (now_s + after_s,))
         self._away[job_id] = _Away(now_s, tool, hashes, num_blocks, use)
-        self._order.add(job_id, tenant)
+        self._order.add(job_id, tenant, JOB_SIZE + len(hashes))
         self._num_hashes += len(hashes)
         while len(self._away) > MAX_AWAY or self._num_hashes > MAX_HASHES:
             self._pop(str(self._order.get_first_to_forget()))
