@@ -304,7 +304,9 @@ def test_every_kind_of_traffic_has_a_generator_and_a_machine() -> None:
 
 def test_the_screen_counts_what_the_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [make("tenuto", None, 10.0), make("stock", 512, 9.0), make(BOUND, None, 8.0)]
-    monkeypatch.setattr(screen, "TABLES", {"try": Table("T", "A", (), lambda: [make_row()], STEPS)})
+    table = Table("T", "A", (), lambda: [make_row()], STEPS)
+    monkeypatch.setattr(screen, "TABLES", {"try": table})
+    monkeypatch.setitem(TABLES, "try", table)  # whatever runs before this test
     monkeypatch.setattr(screen, "read_records", lambda name: group(records))
     text = screen.format_screen()
     assert text.startswith("In 1 rows, ") and "loses 1." in text and "- try, R: stock @512 (1.11)" in text
