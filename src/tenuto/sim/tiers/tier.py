@@ -228,7 +228,6 @@ class Chunks:
         self._num_blocks = num_blocks
         self._needs_before = needs_before
         self._chunks: list[Chunk] = []
-        self._places: list[Place] = []
         self.num_stored = 0
         """Number of first chunks that were stored, loaded, or will never be stored."""
         self.num_unseen: int | None = None
@@ -241,14 +240,19 @@ class Chunks:
         chunks = self._chunks
         for number in range(len(chunks), num_chunks):
             last = (number + 1) * self._num_blocks - 1
-            chunk, before = (self._group, self._path.get_segment(last), last), chunks[-1] if chunks else None
-            chunks.append(chunk)
-            self._places.append(
-                Place(chunk, before, (number + 1) * self._size, self._group, self._needs_before)
-            )
+            chunks.append((self._group, self._path.get_segment(last), last))
         return chunks
 
     def get_places(self, first: int, end: int) -> list[Place]:
         """The places of the chunks from number `first` to before `end`."""
-        self.get(end)
-        return self._places[first:end]
+        chunks, size = self.get(end), self._size
+        return [
+            Place(
+                chunks[n],
+                chunks[n - 1] if n else None,
+                (n + 1) * size,
+                self._group,
+                needs_before=self._needs_before,
+            )
+            for n in range(first, end)
+        ]
