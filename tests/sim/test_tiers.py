@@ -18,7 +18,10 @@ def chain(path: str) -> Chain:
 def places(path: str, first: int = 0) -> list[Place]:
     """The chunks of a sequence from number `first` on."""
     chunks = (None, *chain(path))
-    return [Place(chunks[n + 1], chunks[n], n + 1, 0, needs_before=True) for n in range(first, len(path))]
+    return [
+        Place(chunks[n + 1], chunks[n], n + 1, 0, needs_before=True)  # type: ignore[arg-type]
+        for n in range(first, len(path))
+    ]
 
 
 def put(host: Tier, path: str) -> list[Hashable]:
