@@ -8,13 +8,12 @@ import pytest
 
 from tenuto.core.tier_order import KeptChunks, TierOrder, Use, list_wished
 from tenuto.core.wishes import Span, Wish
-from tests.support.tier_orders import pop_firsts, use
 
 
 def fill(order: TierOrder, name: str, number: int = 3) -> list[str]:
     """A sequence of chunks that one job used."""
     chunks = [f"{name}{n}" for n in range(number)]
-    use(order, chunks, (), name)
+    order.use(chunks, (), name)
     return chunks
 
 
@@ -24,7 +23,7 @@ def keep(order: TierOrder, chunks: list[str], until_s: float, tenant: str = "") 
 
 
 def pop_all(order: TierOrder) -> list[object]:
-    return list(pop_firsts(order, len(order)))
+    return list(order.pop_firsts(len(order)))
 
 
 def make(max_chunks: int) -> TierOrder:
@@ -63,7 +62,7 @@ def test_a_later_use_without_a_wish_does_not_end_it_and_a_shorter_wish_neither()
     chunks = fill(order, "a")
     keep(order, chunks, 100.0)
     keep(order, chunks, 50.0)
-    use(order, chunks, (), "other")
+    order.use(chunks, (), "other")
     order.expire(99.0)
     assert len(order.kept) == 3
     keep(order, chunks, 200.0)
@@ -101,7 +100,7 @@ def test_the_end_of_a_job_gives_back_its_own_and_nothing_of_others() -> None:
     assert len(order.kept) == 0
     chunks = fill(order, "a")
     keep(order, chunks[:2], 100.0)
-    use(order, [*chunks, "b0"], (), "b")
+    order.use([*chunks, "b0"], (), "b")
     assert order.drop("b") == ["b0"]
     assert len(order.kept) == 2
 

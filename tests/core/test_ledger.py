@@ -12,7 +12,6 @@ from tenuto.core.ledger import (
     add_figures,
 )
 from tenuto.core.tier_order import TierOrder
-from tests.support.tier_orders import pop_firsts, use
 
 
 def test_each_event_reaches_the_job_its_tenant_and_all() -> None:
@@ -95,16 +94,16 @@ def test_nobody_holds_less_than_nothing() -> None:
 
 def test_a_tier_tells_who_has_how_many_chunks() -> None:
     order = TierOrder()
-    use(order, ["a", "b", "c"], (1,), "one")
+    order.use(["a", "b", "c"], (1,), "one")
     assert order.changes.take() == {"one": 3}
-    use(order, ["a", "b", "x"], (2,), "two")
+    order.use(["a", "b", "x"], (2,), "two")
     assert order.changes.take() == {"one": -2, "two": 3}
-    use(order, ["y"], (0,), None)
-    assert pop_firsts(order, 1) == ["y"]
+    order.use(["y"], (0,), None)
+    assert order.pop_firsts(1) == ["y"]
     assert order.changes.take() == {}
     assert order.drop("two") == ["x"]  # another one continues "b"
     order.remove("c")
     assert order.changes.take() == {"one": -1, "two": -1}
-    use(order, ["p", "q"], (1,), "one")
+    order.use(["p", "q"], (1,), "one")
     order.clear()
     assert order.changes.take() == {"one": 0, "two": -2}

@@ -219,7 +219,10 @@ class _Chunk:
     """The chunk before this one in its sequence."""
     needed: _Chunk | None = None
     """The record of `before`, if this chunk is useless without it. It may be absent (`TierOrder._absent`)."""
-    rank: Rank = ((), 0, 0)
+    use: tuple[Key, int] = ((), 0)
+    """The first two parts of its rank, which it shares with the other chunks of its last use."""
+    place: tuple[int, ...] = ()
+    """The other parts."""
     owner: Hashable | None = None
     num_pins: int = 0
     num_behind: int = 0
@@ -229,9 +232,15 @@ class _Chunk:
     """Whether more than one owner used it since it was added."""
     is_present: bool = True
 
+    @property
+    def rank(self) -> Rank:
+        """See `Rank`."""
+        (key, use), place = self.use, self.place
+        return (key, use, place[0]) if len(place) == 1 else (key, use, place[0], place[1])
 
-_Entry = tuple[bool, Rank, int, _Chunk]
-"""A chunk that may be evicted: whether it is kept, its rank, a serial number, and its record."""
+
+_Entry = tuple[bool, tuple[Key, int], tuple[int, ...], int, _Chunk]
+"""A chunk that may be evicted: whether it is kept, its rank in two parts, a serial number, and its record."""
 
 
 class TierOrder:
@@ -295,12 +304,13 @@ class TierOrder:
         """
         if chunk not in self._chunks:
             self._add(chunk, before, owner, num_pins, needs_before=needs_before)
+            self.changes.count(owner, 1)
         self.rank(chunk, rank, owner)
 
     def rank(self, chunk: Hashable, rank: Rank, owner: Hashable | None) -> None:
         """Give a present chunk a new rank and owner, as `put`."""
         known = self._chunks[chunk]
-        known.rank = rank
+        known.use, known.place = rank[:2], rank[2:]
         if known.owner != owner:
             self._change_owner(known, owner)
         if owner is not None:
@@ -310,6 +320,42 @@ class TierOrder:
     def get_rank(self, chunk: Hashable) -> Rank:
         """The rank of a present chunk."""
         return self._chunks[chunk].rank
+
+    def use(
+        self,
+        chunks: Sequence[Hashable],
+        key: Key,
+        owner: Hashable | None = None,
+        first: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """A turn used these chunks from number `first` to `end`; new ones are added.
+
+        `chunks` follow each other from the turn's start, and those that are present have no gap before them.
+        This is a faster way to `put` each of them: only the last one may be evicted now.
+        """
+        use, last = (key, self.begin_use()), len(chunks) if end is None else end
+        if last <= first:
+            return
+        num_known = last
+        while num_known > first and chunks[num_known - 1] not in self._chunks:
+            num_known -= 1
+        known = self._chunks.get(chunks[num_known - 1]) if num_known > first else None
+        for _ in range(first, num_known):
+            assert known is not None
+            known.use = use
+            if known.owner != owner:
+                self._change_owner(known, owner)
+            known = known.needed
+        for number in range(num_known, last):
+            before = chunks[number - 1] if number else None
+            added = self._add(chunks[number], before, owner)
+            added.use, added.place = use, (-number,)
+        if last > num_known:
+            self.changes.count(owner, last - num_known)
+        if owner is not None:
+            self._tails[owner] = chunks[last - 1]
+        self._offer(self._chunks[chunks[last - 1]])
 
     def keep(self, chunk: Hashable, until_s: float, tenant: str, end: int) -> None:
         """Keep a present chunk: evict it last until `until_s`. `end`: its end in the sequence, in tokens."""
@@ -373,6 +419,15 @@ class TierOrder:
         num_new = min(len(new), num_free + len(gone))
         return Room(new[:num_new], gone, len(new) - num_new)
 
+    def pop_firsts(
+        self, number: int, up_to: Key | None = None, spared: Container[Hashable] = ()
+    ) -> list[Hashable]:
+        """Remove and return the chunks to evict first: `number` of them, or fewer if no more may be evicted.
+
+        `up_to`: the greatest key of a chunk to evict. `spared`: chunks that stay.
+        """
+        return [each.chunk for each in self._pop_firsts(number, up_to, spared)]
+
     def try_pop(self, number: int, spared: Container[Hashable]) -> list[Hashable] | None:
         """Remove and return the first `number` chunks. If fewer may be evicted, return None and remove none.
 
@@ -414,7 +469,7 @@ class TierOrder:
         """Rank present chunks only by recency, because another policy's keys will follow."""
         self._heap.clear()
         for found in self._chunks.values():
-            found.rank = ((), *found.rank[1:])
+            found.use = ((), found.use[1])
             self._offer(found)
 
     def clear(self) -> None:
@@ -434,11 +489,11 @@ class TierOrder:
         chunk: Hashable,
         before: Hashable | None,
         owner: Hashable | None,
-        num_pins: int,
+        num_pins: int = 0,
         *,
-        needs_before: bool,
-    ) -> None:
-        """Add a chunk that is not present. It has no rank yet."""
+        needs_before: bool = True,
+    ) -> _Chunk:
+        """Add a chunk that is not present. It has no rank yet, and its owner's change is not counted."""
         added = self._absent.pop(chunk, None) or _Chunk(chunk)
         added.before, added.owner, added.num_pins, added.is_present = before, owner, num_pins, True
         added.needed, added.is_shared = None, False
@@ -448,7 +503,7 @@ class TierOrder:
                 added.needed = self._absent[before] = _Chunk(before, is_present=False)
             added.needed.num_behind += 1
         self._chunks[chunk] = added
-        self.changes.count(owner, 1)
+        return added
 
     def _leave(self, found: _Chunk) -> None:
         del self._chunks[found.chunk]
@@ -484,17 +539,14 @@ class TierOrder:
         spared: Container[Hashable],
         stay: Container[Hashable] = (),
     ) -> list[_Chunk]:
-        """Remove the chunks to evict first and return their records: `number`, or fewer if no more may go.
-
-        `up_to`: the greatest key of a chunk to evict. `spared` and `stay`: chunks that stay.
-        """
+        """Remove the chunks to evict first, up to `number`, and return their records. See `pop_firsts`."""
         heap, gone = self._heap, list[_Chunk]()
         passed: list[_Entry] = []
         # The chunk that the last one needed. It often goes next, and then never enters the heap.
         freed: _Entry | None = None
         while len(gone) < number and (heap or freed is not None):
             entry = heapq.heappop(heap) if freed is None else heapq.heappushpop(heap, freed)
-            found, freed = entry[3], None
+            found, freed = entry[4], None
             if not _is_current(entry):
                 continue
             if up_to is not None and entry[1][0] > up_to:
@@ -530,20 +582,21 @@ class TierOrder:
         if found.num_pins or found.num_behind:
             return
         if len(self._heap) > MIN_HEAP and len(self._heap) > 2 * len(self._chunks):
-            self._heap = list({entry[3]: entry for entry in self._heap if _is_current(entry)}.values())
+            self._heap = list({entry[4]: entry for entry in self._heap if _is_current(entry)}.values())
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, self._make_entry(found))
 
     def _make_entry(self, found: _Chunk) -> _Entry:
         self._num_pushed += 1
-        return found.is_kept, found.rank, self._num_pushed, found
+        return found.is_kept, found.use, found.place, self._num_pushed, found
 
 
 def _is_current(entry: _Entry) -> bool:
-    is_kept, rank, _, found = entry
+    is_kept, use, place, _, found = entry
     return (
         found.is_present
-        and found.rank == rank
+        and found.use == use
+        and found.place == place
         and is_kept == found.is_kept
         and not found.num_pins
         and not found.num_behind
