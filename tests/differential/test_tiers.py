@@ -25,7 +25,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.loader import load_policy
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tests.differential.setups import RELEASE, Conversations, Setup
 from tests.differential.sides import Names, SimSide, Turn, VllmSide
 from tests.support.sim_checks import check_integrity
@@ -229,7 +229,9 @@ def make_sides(setup: Setup, policy: str, clock: Clock) -> tuple[HostedSide, Sim
         theirs = setup.make_vllm_scheduler(tenuto.vllm.Scheduler, {"policy": policy, "limits": LIMITS})
     # Copies end behind the step in which they begin, and before the next.
     host = Tier("host", setup.num_host_chunks, 1, Link(1e9, latency_s=STEP_S / 4))
-    ours = Scheduler(setup.make_engine_config(), load_policy(policy), Limits(**LIMITS), tiers=[host])
+    ours = Scheduler(
+        setup.make_engine_config(), load_policy(policy), Limits(**LIMITS), tiers=OffloadTiers([host])
+    )
     common: dict[str, Any] = {"depth": setup.depth, "accept": accept_some}
     return HostedSide(theirs, clock, setup.num_host_chunks, **common), TimedSide(ours, **common)
 
@@ -245,7 +247,7 @@ def get_our_content(ours: SimSide) -> set[tuple[int, Any]]:
     """What our host memory holds, with each block named by its last hash."""
     config = ours.scheduler.config.kv
     num_hashes = [size // config.hash_block_size for size in config.group_block_sizes]
-    (tier,) = ours.scheduler.offloader._tiers.tiers
+    (tier,) = ours.scheduler.offloader._all_tiers
     return {(g, (segment, (block + 1) * num_hashes[g] - 1)) for g, segment, block in tier.order}
 
 

@@ -11,7 +11,7 @@ from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 
 
@@ -74,7 +74,9 @@ def make_simulation(
         offload="async" if host_blocks else None,
         offload_chunk_tokens=4,
     )
-    tiers = [Tier("host", host_blocks, 1, Link(bytes_per_s=1e6))] if host_blocks else []
+    tiers = None
+    if host_blocks:
+        tiers = OffloadTiers([Tier("host", host_blocks, 1, Link(bytes_per_s=1e6))])
     scheduler = Scheduler(config, load_policy(policy, options), tiers=tiers)
     return Simulation.of_one(scheduler, cost or OneSecondSteps(), Clients(Workload("w", tuple(jobs))))  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload.schema import Workload
 from tests.policies.simulated import make_job
 from tests.support.toy_engine import ToyEngine, make_tokens
@@ -206,7 +206,8 @@ def make_simulation(policy: str, *, host_chunks: int) -> Simulation:
         offload_chunk_tokens=4,
         max_num_batched_tokens=256,
     )
-    tiers = [Tier("host", host_chunks, 1, Link(bytes_per_s=1e4))] if host_chunks else []
+    tier = Tier("host", max(1, host_chunks), 1, Link(bytes_per_s=1e4))
+    tiers = OffloadTiers([tier]) if host_chunks else None
     scheduler = Scheduler(config, load_policy(policy), tiers=tiers)
     return Simulation.of_one(scheduler, SlowSteps(), Clients(Workload("w", tuple(jobs))))
 

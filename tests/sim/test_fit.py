@@ -46,7 +46,8 @@ def test_the_link_is_the_observed_one_unless_another_is_given(costs: Path) -> No
     def get_bandwidth(**settings: object) -> float:
         setup = Setup(gpu="H100", policy="offload-sync", step_cost=str(costs), **settings)  # type: ignore[arg-type]
         machine = build(setup)
-        return machine.tiers[0].link.bytes_per_s
+        assert machine.tiers is not None
+        return machine.tiers.tiers[0].link.bytes_per_s
 
     assert get_bandwidth() == pytest.approx(20e9)
     assert get_bandwidth(link_gb_s=5.0) == pytest.approx(5e9)

@@ -19,7 +19,7 @@ from tenuto.sim.kv.request import Request
 from tenuto.sim.run import prepare
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation, Watch
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.load import LoadOptions
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
@@ -86,7 +86,7 @@ def test_a_load_from_the_host_displaces_too() -> None:
     config = EngineConfig(
         kv=KvConfig(num_blocks=13, block_size=4), offload="async", offload_chunk_tokens=4, max_num_seqs=8
     )
-    tiers = [Tier("host", 1000, 1, Link(1000.0))]
+    tiers = OffloadTiers([Tier("host", 1000, 1, Link(1000.0))])
     scheduler = Scheduler(config, ByPriority(), tiers=tiers)
     scheduler.add_request(make_request("high", 24, 1, priority=1), 0.0)
     step(scheduler)
@@ -160,7 +160,7 @@ def make_scene_of_loads() -> tuple[Scheduler, list[Job]]:
     config = EngineConfig(
         kv=KvConfig(num_blocks=49, block_size=4), max_num_seqs=3, offload="async", offload_chunk_tokens=4
     )
-    tiers = [Tier("host", 1600, 4, Link(10.0))]
+    tiers = OffloadTiers([Tier("host", 1600, 4, Link(10.0))])
     return Scheduler(config, Policy(), tiers=tiers), [make_job(number) for number in range(6)]
 
 

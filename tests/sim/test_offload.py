@@ -37,7 +37,7 @@ from tenuto.sim.engine.state import Step
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.simulation import Clients, Simulation
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tenuto.workload import load_workload
 from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tests.sim.test_loop import LinearSteps, OneSecondSteps
@@ -99,7 +99,7 @@ def make_tiers(host_chunks: int = 100, rate: float = 2.0, *, disk: tuple[int, fl
     tiers = [Tier("host", host_chunks, 1, Link(rate))]
     if disk is not None:
         tiers.append(Tier("disk", disk[0], 1, Link(disk[1])))
-    return tiers
+    return OffloadTiers(tiers)
 
 
 def make_engine(

@@ -43,30 +43,30 @@ def test_a_given_kv_cache_that_does_not_fit_is_said() -> None:
 
 
 def test_a_policy_gets_the_engine_settings_it_wants_unless_others_are_given() -> None:
-    assert not build(make(policy="stock")).tiers
+    assert build(make(policy="stock")).tiers is None
     machine = build(make(policy="offload-sync", gpu="H200"))
     assert machine.config.offload == "sync"
-    assert machine.tiers
+    assert machine.tiers is not None
     # 400 GiB in chunks of 256 tokens of 128 KiB each.
-    assert machine.tiers[0].capacity_chunks == 400 * GIB // (256 * 131_072)
-    assert not build(make(policy="offload-sync", gpu="H200", offload="none")).tiers
-    assert build(make(policy="stock", gpu="H200", offload="async")).tiers
+    assert machine.tiers.tiers[0].capacity_chunks == 400 * GIB // (256 * 131_072)
+    assert build(make(policy="offload-sync", gpu="H200", offload="none")).tiers is None
+    assert build(make(policy="stock", gpu="H200", offload="async")).tiers is not None
 
 
 def test_disk_stands_behind_host_memory_and_tensor_parallelism_shares_both() -> None:
     machine = build(
         make(policy="offload-async", gpu="H100", model="llama-3.1-70b", tp=4, host_gb=100, disk_gb=1000)
     )
-    assert machine.tiers
-    host, disk = machine.tiers
+    assert machine.tiers is not None
+    host, disk = machine.tiers.tiers
     assert (host.name, disk.name) == ("host", "disk")
     # A quarter of 100 GiB for a quarter of each token: 80 layers x 8 heads x 128 x 2 x 2 bytes / 4.
     assert host.capacity_chunks == 25 * GIB // (256 * 80 * 8 * 128 * 2 * 2 // 4)
 
 
 def test_a_gpu_without_host_memory_has_no_tier() -> None:
-    assert not build(make(policy="offload-async", gpu="RTX5090")).tiers
-    assert not build(make(policy="offload-async", gpu="H200", host_gb=0)).tiers
+    assert build(make(policy="offload-async", gpu="RTX5090")).tiers is None
+    assert build(make(policy="offload-async", gpu="H200", host_gb=0)).tiers is None
 
 
 def test_what_has_no_measured_times_runs_on_the_roofline_and_says_so() -> None:
@@ -92,12 +92,12 @@ def test_without_the_package_of_tables_it_says_how_to_get_it(monkeypatch: pytest
 @pytest.mark.parametrize("model", ["gemma-3-12b", "gpt-oss-20b"])
 def test_where_windows_slide_tiers_are_those_of_vllm(model: str) -> None:
     machine = build(make(policy="offload-async", gpu="H100", model=model, host_gb=10))
-    assert machine.tiers
+    assert machine.tiers is not None
     assert machine.make_scheduler().offloader is not None
     # A block of one layer group, and all groups have as many layers.
     group = machine.model.kv_groups()[0]
     block_bytes = 16 * group.num_layers * machine.model.kv_bytes_per_token_per_layer()
-    assert machine.tiers[0].chunk_bytes == block_bytes
+    assert machine.tiers.tiers[0].chunk_bytes == block_bytes
     asked = build(make(offload="asked", gpu="H100", model=model, host_gb=10))
     assert asked.config.offload == "async"
     assert any("every turn is stored" in note and model in note for note in asked.notes)
@@ -132,27 +132,27 @@ def test_a_tier_holds_states_too() -> None:
 def test_only_lmcache_has_the_published_host_memory_unasked(policy: str, is_published: bool) -> None:
     """Others have none until somebody gives some, as in `tenuto serve`."""
     plain, asked = build(make(policy=policy)), build(make(policy=policy, offload="async"))
-    assert (plain.host_gb, bool(plain.tiers)) == (400.0 if is_published else 0.0, is_published)
+    assert (plain.host_gb, plain.tiers is not None) == (400.0 if is_published else 0.0, is_published)
     assert asked.host_gb == 400.0
     (said,) = plain.notes
     assert "--host-gb" in said and ("has 400 GiB" if is_published else "runs without host memory") in said
     given = build(make(policy=policy, host_gb=10))
-    assert (given.host_gb, bool(given.tiers), given.notes) == (10.0, True, ())
+    assert (given.host_gb, given.tiers is not None, given.notes) == (10.0, True, ())
 
 
 def test_host_memory_that_a_policy_does_not_use_is_said() -> None:
     machine = build(make(policy="stock", host_gb=10))
-    assert (machine.host_gb, machine.tiers) == (0.0, ())
+    assert (machine.host_gb, machine.tiers) == (0.0, None)
     assert "policy stock uses none of the host memory" in machine.notes[0]
     assert build(make(policy="stock", host_gb=10, offload="none")).notes == ()
 
 
 def test_unknown_host_memory_is_said() -> None:
     machine = build(make(policy="offload-sync", gpu="A100-80"))
-    assert not machine.tiers
+    assert machine.tiers is None
     assert any("--host-gb" in note for note in machine.notes)
     assert build(make(policy="offload-sync", gpu="A100-80", host_gb=0)).notes == ()
-    assert build(make(policy="offload-sync", gpu="A100-80", host_gb=64)).tiers
+    assert build(make(policy="offload-sync", gpu="A100-80", host_gb=64)).tiers is not None
 
 
 def test_types_of_weights_and_cache() -> None:

@@ -126,11 +126,11 @@ def test_a_policy_that_keeps_nothing_decides_all_else() -> None:
     whole, none = (
         build(Setup(policy="contextserve", host_gb=1.0, keep_kv=keep_kv)) for keep_kv in (True, False)
     )
-    assert whole.policy.overrides("retain") and whole.tiers
-    assert not none.policy.overrides("retain") and not none.tiers
+    assert whole.policy.overrides("retain") and whole.tiers is not None
+    assert not none.policy.overrides("retain") and none.tiers is None
     assert none.policy.overrides("queue_key")
     asked = build(Setup(policy="contextserve", keep_kv=False, offload="async", host_gb=1.0))
-    assert asked.tiers  # it is the user's
+    assert asked.tiers is not None  # it is the user's
 
 
 COMPARE = [

@@ -1,11 +1,9 @@
-from collections.abc import Hashable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError
-from tenuto.sim.tiers.tier import NOBODY, Link, OffloadTiers, Place, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
 Chain = tuple[str, ...]
 
@@ -13,19 +11,6 @@ Chain = tuple[str, ...]
 def chain(path: str) -> Chain:
     """Chained hashes of a sequence, one per letter: two sequences share those of their common prefix."""
     return tuple(path[: i + 1] for i in range(len(path)))
-
-
-def places(path: str, first: int = 0) -> list[Place]:
-    """The chunks of a sequence from number `first` on."""
-    chunks = (None, *chain(path))
-    return [
-        Place(chunks[n + 1], chunks[n], n + 1, 0, needs_before=True)  # type: ignore[arg-type]
-        for n in range(first, len(path))
-    ]
-
-
-def put(host: Tier, path: str) -> list[Hashable]:
-    return host.put(places(path), NOBODY)
 
 
 def tier(capacity_chunks: int, *, bytes_per_s: float = 100.0, name: str = "host") -> Tier:
@@ -61,25 +46,25 @@ def test_a_link_is_never_faster_than_its_bandwidth_and_never_idles_with_work(
 
 def test_a_tier_finds_the_longest_prefix_it_holds() -> None:
     host = tier(10)
-    assert put(host, "abcd") == list(chain("abcd"))
-    assert put(host, "abxy") == list(chain("abxy")[2:])  # a and ab are shared
+    assert host.put(chain("abcd")) == chain("abcd")
+    assert host.put(chain("abxy")) == chain("abxy")[2:]  # a and ab are shared
     assert len(host) == 6
     assert [host.hit_length(chain(path)) for path in ("abcd", "abxz", "abq", "q", "")] == [4, 3, 2, 0, 0]
 
 
 def test_tails_are_evicted_before_the_prefixes_they_continue() -> None:
     host = tier(4)
-    put(host, "abc")
-    put(host, "xy")  # 5 chunks: the tail of the older sequence goes
+    host.put(chain("abc"))
+    host.put(chain("xy"))  # 5 chunks: the tail of the older sequence goes
     assert (host.hit_length(chain("abc")), host.hit_length(chain("xy"))) == (2, 2)
-    put(host, "ab")  # used again
-    put(host, "pq")
+    host.put(chain("ab"))  # used again
+    host.put(chain("pq"))
     assert [host.hit_length(chain(path)) for path in ("abc", "xy", "pq")] == [2, 0, 2]
 
 
 def test_a_sequence_beyond_the_capacity_keeps_its_start() -> None:
     host = tier(3)
-    assert put(host, "abcdef") == list(chain("abc"))
+    assert host.put(chain("abcdef")) == chain("abc")
     assert host.hit_length(chain("abcdef")) == 3
 
 
@@ -91,7 +76,7 @@ def test_what_is_held_is_always_a_prefix_and_within_capacity(capacity: int, path
     host = tier(capacity)
     for path in paths:
         before = host.hit_length(chain(path))
-        assert len(put(host, path)) == min(len(path), capacity) - min(before, capacity)
+        assert len(host.put(chain(path))) == min(len(path), capacity) - min(before, capacity)
         assert len(host) <= capacity
         assert host.hit_length(chain(path)) == min(len(path), capacity)
         for other in paths:
@@ -100,69 +85,52 @@ def test_what_is_held_is_always_a_prefix_and_within_capacity(capacity: int, path
             assert host.hit_length(chain(other)) == sum(held)
 
 
-def store(tiers: OffloadTiers, path: str, now_s: float) -> tuple[int, float]:
-    """How many chunks were stored, and until when."""
-    new, done_s = tiers.store(places(path), now_s, NOBODY)
-    return len(new), done_s
-
-
-def load(tiers: OffloadTiers, path: str, now_s: float, first: int = 0) -> float:
-    return tiers.load(places(path, first), now_s, NOBODY)
-
-
 def test_a_load_moves_what_the_gpu_lacks() -> None:
     tiers = OffloadTiers([tier(10)])
-    assert store(tiers, "abcd", now_s=0.0) == (4, 0.4)  # 40 bytes at 100 per second
-    assert store(tiers, "abcdef", now_s=1.0) == (2, 1.2)  # only what is new
-    assert load(tiers, "abcd", now_s=2.0, first=1) == 2.3
-    assert load(tiers, "abcd", now_s=3.0, first=4) == 3.0
-    tiers.use(places("zz"), NOBODY)
+    assert tiers.store(chain("abcd"), now_s=0.0) == (4, 0.4)  # 40 bytes at 100 per second
+    assert tiers.store(chain("abcdef"), now_s=1.0) == (2, 1.2)  # only what is new
+    assert tiers.load(chain("abcdxy"), now_s=2.0, skip=1) == 2.3
+    assert tiers.load(chain("abcdxy"), now_s=3.0, skip=4) == 3.0
+    assert tiers.load(chain("zz"), now_s=3.0, skip=1) == 3.0
     assert tiers.hit_length(chain("zz")) == 0  # what the GPU has is not taken for stored
 
 
 def test_what_is_being_copied_is_not_evicted() -> None:
     tiers = OffloadTiers([tier(4)])
-    store(tiers, "abcd", now_s=0.0)  # until 0.4
-    assert store(tiers, "x", now_s=0.3)[0] == 0
-    load(tiers, "abcd", now_s=1.0, first=2)  # until 1.2
-    assert store(tiers, "x", now_s=1.1)[0] == 0
-    assert store(tiers, "xyz", now_s=1.2)[0] == 3
+    tiers.store(chain("abcd"), now_s=0.0)  # until 0.4
+    assert tiers.store(chain("x"), now_s=0.3)[0] == 0
+    tiers.load(chain("abcd"), now_s=1.0, skip=2)  # until 1.2
+    assert tiers.store(chain("x"), now_s=1.1)[0] == 0
+    assert tiers.store(chain("xyz"), now_s=1.2)[0] == 3
     assert tiers.hit_length(chain("abcd")) == 1
 
 
 def test_loads_and_stores_share_a_link() -> None:
     tiers = OffloadTiers([tier(10)])
-    store(tiers, "abcd", now_s=0.0)
+    tiers.store(chain("abcd"), now_s=0.0)
     # The load waits for the store: 0.4 s, then 40 bytes at 100 per second.
-    assert load(tiers, "abcd", now_s=0.1) == pytest.approx(0.8)
+    assert tiers.load(chain("abcd"), now_s=0.1) == pytest.approx(0.8)
 
 
 def test_a_far_tier_serves_what_the_near_one_lost() -> None:
     host, disk = tier(2), tier(10, bytes_per_s=20.0, name="disk")
     tiers = OffloadTiers([host, disk])
     # 4 chunks to the disk, at 20 bytes per second, and the first 2 to the host.
-    assert store(tiers, "abcd", now_s=0.0) == (4, 2.0)
+    assert tiers.store(chain("abcd"), now_s=0.0) == (4, 2.0)
     assert (host.hit_length(chain("abcd")), disk.hit_length(chain("abcd"))) == (2, 4)
     # 2 chunks come from the disk, 20 bytes at 20 per second; all 4 pass the host's link, 40 bytes at 100.
-    assert load(tiers, "abcd", now_s=10.0) == 11.0
+    assert tiers.load(chain("abcd"), now_s=10.0) == 11.0
 
 
 def test_a_load_from_afar_stays_near() -> None:
     host, disk = tier(4), tier(10, bytes_per_s=20.0, name="disk")
     tiers = OffloadTiers([host, disk])
-    store(tiers, "abcd", now_s=0.0)
-    store(tiers, "wxyz", now_s=2.0)  # pushes the first sequence out of the host
+    tiers.store(chain("abcd"), now_s=0.0)
+    tiers.store(chain("wxyz"), now_s=2.0)  # pushes the first sequence out of the host
     assert host.hit_length(chain("abcd")) == 0
-    assert load(tiers, "abcd", now_s=10.0) == 12.0  # 40 bytes at 20 per second
+    assert tiers.load(chain("abcd"), now_s=10.0) == 12.0  # 40 bytes at 20 per second
     assert host.hit_length(chain("abcd")) == 4
-    assert load(tiers, "abcd", now_s=20.0) == pytest.approx(20.4)  # the host's link alone
-
-
-def test_a_store_counts_each_chunk_that_a_tier_lacked() -> None:
-    """The host takes the first chunk, and the disk, which has that one, takes the others."""
-    host, disk = tier(1), tier(10, name="disk")
-    disk.put(places("a"), NOBODY)
-    assert store(OffloadTiers([host, disk]), "abc", now_s=0.0) == (3, pytest.approx(0.2))
+    assert tiers.load(chain("abcd"), now_s=20.0) == pytest.approx(20.4)  # the host's link alone
 
 
 def test_a_tier_must_hold_a_chunk() -> None:

@@ -116,12 +116,11 @@ def test_host_memory_holds_on_for_as_long_as_was_asked() -> None:
     with serve("tenuto", host_gb=4, kv_tokens=4096) as server:
         response = server.post(CHAT, make_body(job_id="kept"))
         assert response.headers[WISH_HEADER] == "accepted; dialect=anthropic; asked=3600; gpu=600; below=3600"
-        offloader: Any = server.engine.scheduler.offloader
-        (tier,) = offloader._tiers.tiers
+        tier = server.engine.scheduler.offloader._all_tiers[0]  # type: ignore[union-attr]
         server.wait_until(lambda: len(tier.order.kept) > 0)
         num_kept = server.call(lambda: len(tier.order.kept))
         system = server.chat([{"role": "system", "content": SYSTEM}], max_tokens=1)["usage"]["prompt_tokens"]
-        assert 0 < num_kept <= system // offloader._chunk_tokens
+        assert 0 < num_kept <= system // tier.chunk_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

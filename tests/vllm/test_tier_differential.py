@@ -13,7 +13,7 @@ pytest.importorskip("vllm", "0.31.0")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
 from tenuto.core.tier_order import Use
-from tenuto.sim.tiers.tier import Link, Place, Tier
+from tenuto.sim.tiers.tier import Link, Tier
 from tenuto.vllm.compat.offload import HostManager
 
 CHUNK_TOKENS = 32
@@ -30,13 +30,6 @@ class Turn:
         self.keys = [make_offload_key(chunk.to_bytes(32, "big"), 0) for chunk in chunks]
         for number, key in enumerate(self.keys):
             self.context.set_offload_key_position(key, (number + 1) * CHUNK_TOKENS)
-
-    def get_places(self, first: int, end: int) -> list[Place]:
-        befores = [None, *self.chunks]
-        return [
-            Place(self.chunks[n], befores[n], (n + 1) * CHUNK_TOKENS, 0, needs_before=True)
-            for n in range(first, end)
-        ]
 
 
 @dataclass
@@ -83,7 +76,7 @@ class Both:
         if skip == num_hit or self._rng.random() < 0.2:
             return
         end_s = self._get_end_s()
-        self.tier.put(turn.get_places(skip, num_hit), turn.use)
+        self.tier.put(turn.chunks[:num_hit], turn.use, skip)
         self.tier.hold(turn.chunks[skip:num_hit], end_s)
         self.manager.prepare_load(turn.keys[skip:num_hit], turn.context)
         self._copies.append(Copy(end_s, False, turn.keys[skip:num_hit], turn.context))
@@ -92,7 +85,7 @@ class Both:
     def store(self, turn: Turn, end: int) -> None:
         """A step computed the chunks up to `end`."""
         first, turn.num_stored = turn.num_stored, end
-        new = self.tier.put(turn.get_places(first, end), turn.use)
+        new = self.tier.put(turn.chunks[:end], turn.use, first)
         found = self.manager.prepare_store(turn.keys[first:end], turn.context)
         assert found.keys_to_store == [turn.keys[turn.chunks.index(chunk)] for chunk in new]
         end_s = self._get_end_s()
@@ -105,11 +98,11 @@ class Both:
         has_used = turn.num_stored > 0
         self.manager.on_request_finished(turn.context)
         if has_used:
-            self.tier.put(turn.get_places(0, self.tier.hit_length(turn.chunks)), turn.use)
+            self.tier.put(turn.chunks[: self.tier.hit_length(turn.chunks)], turn.use)
 
     def end_job(self, job_id: str) -> None:
         self.manager.drop(job_id)
-        self.tier.order.drop((job_id, 0))
+        self.tier.order.drop(job_id)
 
     def pass_time(self) -> None:
         """Copies end."""

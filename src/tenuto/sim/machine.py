@@ -34,7 +34,7 @@ from tenuto.sim.hardware.models import CONFIGS, Model, load_model
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.setup import Setup
 from tenuto.sim.tiers.offloader import Offload
-from tenuto.sim.tiers.tier import Link, Tier
+from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 
 UNBOUNDED_KV_TOKENS = 10**9
 """A KV cache size for unlimited-memory baselines: larger than any workload that finishes can fill."""
@@ -58,8 +58,7 @@ class Machine:
     """Host memory for KV, in GiB, of all GPUs of the machine together; 0 if none."""
     link: Link
     """Between each GPU and the host memory."""
-    tiers: tuple[Tier, ...]
-    """Below the GPU, nearest first."""
+    tiers: OffloadTiers | None
     limits: Limits
     notes: tuple[str, ...]
     """Messages for the user: about rough estimates, and about features that the policy wants but does not
@@ -129,7 +128,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     link = _make_link(setup, gpu, step_cost)
     if setup.step_cost_factor != 1.0:
         step_cost = ScaledStepCost(step_cost, setup.step_cost_factor)
-    tiers = tuple(_make_tiers(setup, model, config, link, host_gb)) if host_gb else ()
+    tiers = _make_tiers(setup, model, config, link, host_gb) if host_gb else None
     return Machine(
         setup=setup,
         gpu=gpu,
@@ -341,17 +340,16 @@ def _make_link(setup: Setup, gpu: Gpu, step_cost: StepCost) -> Link:
     return Link(gpu.host_link_bytes_per_s)
 
 
-def _make_tiers(
-    setup: Setup, model: Model, config: EngineConfig, link: Link, host_gb: float
-) -> Iterator[Tier]:
+def _make_tiers(setup: Setup, model: Model, config: EngineConfig, link: Link, host_gb: float) -> OffloadTiers:
     """Make the tiers: host memory and disk, shared by all GPUs of the machine."""
     # Each GPU copies its own share over its own link.
     token_bytes = model.kv_groups()[0].num_layers * model.kv_bytes_per_token_per_layer(setup.tp)
     chunk_bytes = config.offload_chunk_tokens * token_bytes
-    yield Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, link)
+    tiers = [Tier("host", int(host_gb * GIB) // setup.tp, chunk_bytes, link)]
     if setup.disk_gb:
-        disk_link = Link(DISK_BYTES_PER_S / setup.tp)
-        yield Tier("disk", int(setup.disk_gb * GIB) // setup.tp, chunk_bytes, disk_link)
+        link = Link(DISK_BYTES_PER_S / setup.tp)
+        tiers.append(Tier("disk", int(setup.disk_gb * GIB) // setup.tp, chunk_bytes, link))
+    return OffloadTiers(tiers)
 
 
 DISK_BYTES_PER_S = 6.5e9

@@ -40,7 +40,7 @@ from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers import make_offloader
 from tenuto.sim.tiers.offloader import Offloader
-from tenuto.sim.tiers.tier import Tier
+from tenuto.sim.tiers.tier import OffloadTiers
 
 PUBLISHED = Limits(
     max_leased_share=1.0,
@@ -63,11 +63,11 @@ class Scheduler:
         policy: Policy,
         limits: Limits = PUBLISHED,
         *,
-        tiers: Sequence[Tier] = (),
+        tiers: OffloadTiers | None = None,
         log: DecisionLog | None = None,
         strict: bool = False,
     ) -> None:
-        """`tiers`, nearest first, belong to what `config.offload` describes; `strict` is as in `Driver`."""
+        """`tiers` belong to the engine that `config.offload` describes; `strict` is as in `Driver`."""
         self._log, self._strict = log, strict
         self.config = config
         self._by_priority = config.order == "priority"
@@ -696,6 +696,7 @@ class Scheduler:
         self.kv.free(request)
         request.status = Status.PREEMPTED
         request.num_computed_tokens = request.num_drafts = request.num_placeholders = 0
+        request.num_stored_chunks = 0
         request.drops_stale = drop_stale or (request.drops_stale and request.num_stale_tokens > 0)
         request.num_stale_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1

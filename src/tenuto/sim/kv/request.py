@@ -99,14 +99,18 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     num_loaded_tokens: int = field(init=False, default=0)
     """Tokens of its latest hit that came from below the GPU."""
+    num_stored_chunks: int = field(init=False, default=0)
+    """Chunks of its prompt that were stored below the GPU, or came from there."""
     stored_s: float = field(init=False, default=0.0)
-    """When the last store of its chunks is complete."""
+    """When the last of these stores is complete."""
     is_stored: bool = field(init=False, default=True)
     """Whether tiers that store every turn store it. False if it is known to be its job's last turn."""
     tier_use: Use | None = field(init=False, default=None)
     """The rank of its chunks there; None until it is computed."""
-    chunks: tuple[Any, ...] = field(init=False, default=())
-    """Its chunks there in each layer group: `tenuto.sim.tiers.tier.Chunks`."""
+    chunks: list[BlockHash] = field(init=False, default_factory=list)
+    """The chained hashes of its first chunks, made when `tenuto.sim.tiers.chain_offload` needs them."""
+    group_chunks: tuple[Any, ...] = field(init=False, default=())
+    """The same for each layer group of a hybrid model (see `tenuto.sim.tiers.grouped_offload`)."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens = sum(num_tokens for _, num_tokens in self.prompt)

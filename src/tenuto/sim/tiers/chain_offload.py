@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, Turn
 from tenuto.core.wishes import Wish
 from tenuto.sim.kv.kv_cache import KvCache
-from tenuto.sim.kv.pool import Row, skip_to
+from tenuto.sim.kv.pool import Row, Segment, skip_to
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.tiers.offloader import Offload, Offloader
-from tenuto.sim.tiers.tier import NOBODY, Chunk, Chunks, OffloadTiers, Place, Tier
+from tenuto.sim.tiers.tier import NOBODY, OffloadTiers
+
+Chunk = tuple[Segment, int]
+"""A chunk's chained hash: the segment and the number of its last block."""
 
 
 class ChainOffloader(Offloader):
@@ -25,12 +28,16 @@ class ChainOffloader(Offloader):
 
     stores_answers = False
 
-    def __init__(self, tiers: Sequence[Tier], kv: KvCache, offload: Offload, *, chunk_blocks: int) -> None:
+    def __init__(self, tiers: OffloadTiers, kv: KvCache, offload: Offload, *, chunk_blocks: int) -> None:
         """`chunk_blocks`: blocks per chunk of the tiers."""
-        super().__init__(OffloadTiers(tiers), offload, chunk_blocks)
+        super().__init__(tiers.tiers, offload, chunk_blocks)
+        self._tiers = tiers
         self._kv = kv
         self._pool = kv.pool
-        self._chunk_tokens = chunk_blocks * kv.config.block_size
+        self._block_size = kv.config.block_size
+        self._chunk_tokens = chunk_blocks * self._block_size
+        for tier in tiers.tiers:
+            tier.chunk_tokens = self._chunk_tokens
         self._numbers = itertools.count()
         self.stores: list[tuple[float, int, Row]] = []
         """Blocks that wait for the end of their store, the earliest end first."""
@@ -43,15 +50,16 @@ class ChainOffloader(Offloader):
         tokens    │ hit from GPU   │ offer            │ rest │      at least one token is left to compute
         chunks    │    0    │    1    │    2    │   3 │      │      the first may be partly hit already
         """
-        own, size = self._get_chunks(request), self._chunk_tokens
-        own.num_stored = 0
-        first, last = num_hit_tokens // size, (request.num_tokens - 1) // size
-        chunks = own.get(last)[:last]
-        end = first + self._tiers.hit_length(chunks, first)
-        num_tokens = end * size - num_hit_tokens
+        num_chunks = (request.num_tokens - 1) // self._chunk_tokens
+        skip = num_hit_tokens // self._chunk_tokens
+        if num_chunks <= skip:
+            return None
+        chunks = self._get_chunks(request, num_chunks)[:num_chunks]
+        chunks = chunks[: self._tiers.hit_length(chunks)]
+        num_tokens = len(chunks) * self._chunk_tokens - num_hit_tokens
         if num_tokens <= 0:
             return None
-        return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks[first:end], now_s) - now_s)
+        return LoadOffer(num_tokens, self._tiers.get_loaded_s(chunks, now_s, skip) - now_s)
 
     def choose_part(self, num_hit_tokens: int, num_tokens: int, num_offered: int) -> int:
         """The number of offered tokens that are loaded. The load ends with a whole chunk."""
@@ -59,18 +67,13 @@ class ChainOffloader(Offloader):
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
         """Begin to copy an offer, or its first tokens, to the GPU; returns when that ends, in seconds."""
-        size = self._chunk_tokens
-        first, last = num_hit_tokens // size, (num_hit_tokens + num_tokens) // size
-        own = self._get_chunks(request)
-        # Some may be gone since the offer, because a lease that gave way was stored.
-        end = first + self._tiers.hit_length(own.get(last)[:last], first)
-        use = self._get_use(request, now_s)
-        if self.is_sync:
-            self._tiers.use(own.get_places(0, first), use)
-        done_s = self._tiers.load(own.get_places(first, end), now_s, use)
+        num_chunks = (num_hit_tokens + num_tokens) // self._chunk_tokens
+        skip = num_hit_tokens // self._chunk_tokens
+        chunks = self._get_chunks(request, num_chunks)[:num_chunks]
+        done_s = self._tiers.load(chunks, now_s, skip, *self._get_rank(request, skip, now_s))
         self.num_loaded_tokens += num_tokens
         self._report_held(now_s)
-        own.num_stored = last
+        request.num_stored_chunks = num_chunks
         return done_s
 
     # Stores.
@@ -80,12 +83,12 @@ class ChainOffloader(Offloader):
         if not self._stores_all or not request.is_stored:
             return now_s
         num_chunks = min(request.num_computed_tokens, request.num_prompt_tokens) // self._chunk_tokens
-        own = self._get_chunks(request)
-        first, own.num_stored = own.num_stored, max(own.num_stored, num_chunks)
+        first = request.num_stored_chunks
         if num_chunks <= first:
             return now_s
-        places = own.get_places(0 if self.is_sync else first, num_chunks)
-        done_s = self._store(places, now_s, self._get_use(request, now_s), request)
+        request.num_stored_chunks = num_chunks
+        chunks = self._get_chunks(request, num_chunks)
+        done_s = self._store(chunks, now_s, *self._get_rank(request, first, now_s), num_chunks, request)
         request.stored_s = max(request.stored_s, done_s)
         return done_s
 
@@ -96,10 +99,11 @@ class ChainOffloader(Offloader):
         row = self._kv.get_hit(request).rows[0]
         done_s, use = now_s, request.tier_use
         if use is not None:
-            own, num_chunks = self._get_chunks(request), len(row) // self._chunk_blocks
+            num_chunks = len(row) // self._chunk_blocks
+            chunks = self._get_chunks(request, num_chunks)[:num_chunks]
             if request.is_stored and self._stores_all:
-                done_s = self._store(own.get_places(own.num_stored, num_chunks), now_s, use)
-            self._tiers.use(own.get_places(0, num_chunks), use)
+                done_s = self._store(chunks, now_s, use, request.num_stored_chunks)
+            self._tiers.use(chunks, use)
             self._report_held(now_s)
         self._hold_until(row, max(done_s, request.stored_s), now_s)
 
@@ -111,8 +115,8 @@ class ChainOffloader(Offloader):
     def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
         """Store blocks that the policy wants stored. Does nothing if all turns are stored anyway."""
         if not self._stores_all:
-            places, use = list(self._get_row_places(row)), self._make_use(turn, now_s, wish)
-            self._hold_until(row, self._store(places, now_s, use), now_s)
+            chunks, use = list(self._get_row_chunks(row)), self._make_use(turn, now_s, wish)
+            self._hold_until(row, self._store(chunks, now_s, use, 0), now_s)
 
     # Questions.
 
@@ -122,22 +126,25 @@ class ChainOffloader(Offloader):
 
     # Inside.
 
-    def _get_use(self, request: Request, now_s: float) -> Use:
-        """LMCache ranks by recency, and nobody owns its chunks."""
-        return NOBODY if self.is_sync else super()._get_use(request, now_s)
+    def _drop(self, job_id: str, now_s: float) -> None:
+        self._tiers.drop(job_id, now_s)
 
-    def _get_chunks(self, request: Request) -> Chunks:
-        if not request.chunks:
-            request.chunks = (Chunks(request.path, 0, self._chunk_tokens, num_blocks=self._chunk_blocks),)
-        own: Chunks = request.chunks[0]
-        return own
+    def _get_rank(self, request: Request, first: int, now_s: float) -> tuple[Use, int]:
+        """The rank of a request's chunks, and the first number with this rank. LMCache ranks by recency."""
+        return (NOBODY, 0) if self.is_sync else (self._get_use(request, now_s), first)
 
     def _store(
-        self, places: Sequence[Place], now_s: float, use: Use, request: Request | None = None
+        self,
+        chunks: list[Chunk],
+        now_s: float,
+        use: Use,
+        first: int,
+        end: int | None = None,
+        request: Request | None = None,
     ) -> float:
-        """Store cached chunks. Returns when the copy is complete."""
-        new, done_s = self._tiers.store(places, now_s, use)
-        self._count_stored(len(new) * self._chunk_tokens, use, now_s, request)
+        """Store cached chunks from `first` to before `end`. Returns when the copy is complete."""
+        num_stored, done_s = self._tiers.store(chunks, now_s, use, first, end)
+        self._count_stored(num_stored * self._chunk_tokens, use, now_s, request)
         return done_s
 
     def _hold_until(self, row: Row, done_s: float, now_s: float) -> None:
@@ -147,12 +154,21 @@ class ChainOffloader(Offloader):
             self._pool.hold(row)
             heapq.heappush(self.stores, (done_s, next(self._numbers), row))
 
-    def _get_row_places(self, row: Row) -> Iterator[Place]:
-        before: Chunk | None = None
+    def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
+        """A request's chunks, at least this many."""
+        chunks, size = request.chunks, self._chunk_blocks
+        if num_chunks <= len(chunks):
+            return chunks
+        last = (len(chunks) + 1) * size - 1
+        for segment, _, stop in request.path.get_ranges(last, num_chunks * size):
+            chunks += zip(itertools.repeat(segment), range(last, stop, size), strict=False)
+            last = (len(chunks) + 1) * size - 1
+        return chunks
+
+    def _get_row_chunks(self, row: Row) -> Iterator[Chunk]:
         last = self._chunk_blocks - 1
         for extent, first, end in row.ranges:
             while last < end:
                 extent = skip_to(extent, max(first, last))
-                chunk = (0, extent.segment, last)
-                yield Place(chunk, before, (last + 1) * self._kv.config.block_size, 0, needs_before=True)
-                before, last = chunk, last + self._chunk_blocks
+                yield extent.segment, last
+                last += self._chunk_blocks

@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from tenuto.core.tier_order import MAX_STORING_S, Use
 from tenuto.core.types import LoadOffer
@@ -29,7 +30,149 @@ from tenuto.sim.kv.groups import Checkpoints, StateTable
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.tiers.offloader import Offloader
-from tenuto.sim.tiers.tier import Chunks, OffloadTiers, Place
+from tenuto.sim.tiers.tier import OffloadTiers, Tier
+
+
+class Place(NamedTuple):
+    """A chunk, and its place in its request."""
+
+    chunk: Hashable
+    before: Hashable | None
+    """The chunk before it in its layer group; None for the first."""
+    end: int
+    """Its end in tokens."""
+    group: int
+    needs_before: bool
+    """Whether it is of no use without the chunk before it, as with full attention."""
+
+
+class GroupedTiers:
+    """Tiers, nearest first (see `tenuto.sim.tiers.tier.OffloadTiers`)."""
+
+    def __init__(self, tiers: Sequence[Tier], num_groups: int) -> None:
+        self.tiers = tuple(tiers)
+        self._num_groups = num_groups
+
+    def __contains__(self, chunk: Hashable) -> bool:
+        return any(chunk in tier.order for tier in self.tiers)
+
+    def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
+        """With full attention: how many chunks in a row from `first` on some tier has. Changes nothing."""
+        return max(0, max(tier.hit_length(chunks) for tier in self.tiers) - first)
+
+    def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float) -> float:
+        """The time at which `load` would end. Changes nothing."""
+        done_s = now_s
+        for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
+            done_s = max(done_s, tier.link.get_done_s(num_chunks * tier.chunk_bytes, now_s))
+        return done_s
+
+    def load(self, places: Sequence[Place], now_s: float, use: Use) -> float:
+        """Copy present chunks to the GPU and to all nearer tiers. Returns the time at which that ends."""
+        chunks = [place.chunk for place in places]
+        chunk_bytes, done_s = self.tiers[0].chunk_bytes, now_s
+        for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
+            done_s = max(done_s, tier.link.transfer(num_chunks * chunk_bytes, now_s))
+        for tier in self.tiers:
+            tier.end_copies(now_s)
+            self._take(tier, places, use)
+            tier.hold([chunk for chunk in chunks if chunk in tier.order], done_s)
+        return done_s
+
+    def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
+        """Copy to each tier the chunks that it lacks. Returns them, and when the last copy ends."""
+        stored, done_s = set[Hashable](), now_s
+        for tier in self.tiers:
+            tier.end_copies(now_s)
+            new = self._take(tier, places, use)
+            stored.update(new)
+            stored_s = tier.link.transfer(len(new) * tier.chunk_bytes, now_s)
+            tier.hold(new, stored_s)
+            done_s = max(done_s, stored_s)
+        return stored, done_s
+
+    def use(self, places: Sequence[Place], use: Use) -> None:
+        """Count a use of these chunks in each tier that has them."""
+        for tier in self.tiers:
+            self._take(tier, [place for place in places if place.chunk in tier.order], use)
+
+    def drop(self, job_id: str, now_s: float) -> None:
+        """Drop chunks that only this job used, except those that are being copied."""
+        for tier in self.tiers:
+            tier.end_copies(now_s)
+            for group in range(self._num_groups):
+                tier.order.drop((job_id, group))
+
+    def _count_crossing(self, chunks: Sequence[Hashable]) -> list[int]:
+        """The number of these chunks that cross each tier's link: those that no nearer tier has."""
+        counts, left = [], list(chunks)
+        for tier in self.tiers:
+            counts.append(len(left))
+            left = [chunk for chunk in left if chunk not in tier.order]
+        return counts
+
+    def _take(self, tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
+        """Use a tier's copies of these chunks, and let it store missing ones if allowed; return these."""
+        order = tier.order
+        number = order.begin_use()
+
+        def put(place: Place) -> None:
+            owner = None if use.owner is None else (use.owner, place.group)
+            rank = (use.key, number, -place.end, place.group)
+            order.put(place.chunk, place.before, rank, owner=owner, needs_before=place.needs_before)
+            if use.wished:
+                tier.keep(place.chunk, place.end, use)
+
+        for place in places:
+            if place.chunk in order:
+                put(place)
+        befores = [place.before if place.needs_before else None for place in places]
+        chunks = [place.chunk for place in places]
+        new = order.make_room(chunks, befores, use.key, tier.capacity_chunks - len(order)).new
+        taken = set(new)
+        for place in places:
+            if place.chunk in taken:
+                put(place)
+        return new
+
+
+class GroupChunks:
+    """The chunks of one request in one layer group: its blocks."""
+
+    def __init__(self, request: Request, group: int, size: int, *, needs_before: bool) -> None:
+        """`size`: tokens in a block."""
+        self._path = request.paths[group]
+        self._group = group
+        self._size = size
+        self._needs_before = needs_before
+        self._chunks: list[Hashable] = []
+        self.num_stored = 0
+        """Number of first chunks that were stored, loaded, or will never be stored."""
+        self.num_unseen: int | None = None
+        """Blocks before its window when it started; None before it starts."""
+        self.lost: set[int] = set()
+        """Blocks that are not stored, because vLLM assumes that other requests have them."""
+
+    def get(self, num_chunks: int) -> Sequence[Hashable]:
+        """At least the first `num_chunks` chunks."""
+        chunks = self._chunks
+        for block in range(len(chunks), num_chunks):
+            chunks.append((self._group, self._path.get_segment(block), block))
+        return chunks
+
+    def get_places(self, first: int, end: int) -> list[Place]:
+        """The places of the chunks from number `first` to before `end`."""
+        chunks, size = self.get(end), self._size
+        return [
+            Place(
+                chunks[n],
+                chunks[n - 1] if n else None,
+                (n + 1) * size,
+                self._group,
+                needs_before=self._needs_before,
+            )
+            for n in range(first, end)
+        ]
 
 
 class GroupLayout:
@@ -48,7 +191,7 @@ class GroupLayout:
         self.lookup_order = (*full, *self.windowed)
         """The groups in the order of look-ups: full attention, then the widest window first."""
 
-    def find(self, request: Request, num_hit_tokens: int, tiers: OffloadTiers) -> int:
+    def find(self, request: Request, num_hit_tokens: int, tiers: GroupedTiers) -> int:
         """The end of what all layer groups can load after a hit, in tokens; at most the hit if nothing.
 
         Source: _lookup_complete_chunks. If a group shortens the result, the others are asked again.
@@ -80,7 +223,7 @@ class GroupLayout:
         return end
 
     def _count_found(
-        self, request: Request, tiers: OffloadTiers, group: int, first: int, last: int, end: int
+        self, request: Request, tiers: GroupedTiers, group: int, first: int, last: int, end: int
     ) -> int:
         """The number of chunks from `first` to before `last` after which a load may end in one group."""
         chunks = self.get_chunks(request)[group].get(last)
@@ -128,14 +271,14 @@ class GroupLayout:
             places += chunks.get_places(first, last)
         return places
 
-    def get_chunks(self, request: Request) -> Sequence[Chunks]:
+    def get_chunks(self, request: Request) -> Sequence[GroupChunks]:
         """A request's chunks in each group."""
-        if not request.chunks:
-            request.chunks = tuple(
-                Chunks(request.paths[group], group, size, needs_before=window is None)
+        if not request.group_chunks:
+            request.group_chunks = tuple(
+                GroupChunks(request, group, size, needs_before=window is None)
                 for group, (size, window) in enumerate(zip(self.sizes, self.windows, strict=True))
             )
-        return request.chunks
+        return request.group_chunks
 
 
 class GroupedOffloader(Offloader):
@@ -146,9 +289,11 @@ class GroupedOffloader(Offloader):
     """Whether stores wait for loads, and while many are queued."""
 
     def __init__(self, tiers: OffloadTiers, kv: KvCache) -> None:
+        config = kv.config
         # It is not known by group which of a lease's blocks are worth storing, so all turns are stored.
-        super().__init__(tiers, "async", chunk_blocks=1)
-        config, self._pool = kv.config, kv.pool
+        super().__init__(tiers.tiers, "async", chunk_blocks=1)
+        self._tiers = GroupedTiers(tiers.tiers, len(config.windows))
+        self._pool = kv.pool
         self._layout = layout = GroupLayout(config)
         # A turn that resumes after a preemption offers again what it stored before.
         self._offers_again = config.vllm_release != "0.32"
@@ -267,6 +412,9 @@ class GroupedOffloader(Offloader):
             self.end_stores(now_s)
 
     # Inside.
+
+    def _drop(self, job_id: str, now_s: float) -> None:
+        self._tiers.drop(job_id, now_s)
 
     def _collect_places(self, request: Request, num_tokens: int) -> list[Place]:
         """The chunks of a request's first tokens that are to be stored and were not stored yet."""

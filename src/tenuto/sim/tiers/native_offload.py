@@ -26,8 +26,8 @@ from tenuto.core.types import Turn
 from tenuto.core.wishes import Wish
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import Request
-from tenuto.sim.tiers.grouped_offload import GroupedOffloader
-from tenuto.sim.tiers.tier import NOBODY, OffloadTiers, Place, Tier
+from tenuto.sim.tiers.grouped_offload import GroupedOffloader, GroupedTiers, Place
+from tenuto.sim.tiers.tier import NOBODY, OffloadTiers, Tier
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _Access:
     places: dict[Hashable, Place] = field(default_factory=dict)
 
 
-class NativeTiers(OffloadTiers):
+class NativeTiers(GroupedTiers):
     """Host memory in the order of vLLM's LRUCachePolicy. A use's key is the name of its request."""
 
     def __init__(self, tier: Tier, num_groups: int, *, tail_first: bool) -> None:
@@ -54,7 +54,7 @@ class NativeTiers(OffloadTiers):
         self.num_failed = 0
         """Stores that were not made, because too few chunks could be evicted for them."""
 
-    def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
+    def hit_length(self, chunks: Sequence[Hashable], first: int) -> int:
         """The number of chunks present from number `first` on. Chunks before it may be missing."""
         end = first
         while end < len(chunks) and chunks[end] in self._order:
@@ -119,13 +119,14 @@ class NativeOffloader(GroupedOffloader):
 
     _yields = False
 
-    def __init__(self, tiers: Sequence[Tier], kv: KvCache) -> None:
+    def __init__(self, tiers: OffloadTiers, kv: KvCache) -> None:
         """Raises ConfigError for a disk."""
-        if len(tiers) > 1:
+        if len(tiers.tiers) > 1:
             raise ConfigError("offload native is simulated with host memory only, without a disk")
-        num_groups, is_old = len(kv.config.windows), kv.config.vllm_release == "0.32"
-        self._native = NativeTiers(tiers[0], num_groups, tail_first=not is_old)
-        super().__init__(self._native, kv)
+        super().__init__(tiers, kv)
+        self._tiers = self._native = NativeTiers(
+            tiers.tiers[0], len(kv.config.windows), tail_first=kv.config.vllm_release != "0.32"
+        )
 
     def follow(self, driver: Driver) -> None:
         """Report to this driver what is stored and held. Its policy ranks nothing here."""

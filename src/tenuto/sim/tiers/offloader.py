@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Literal
 
@@ -32,7 +32,7 @@ from tenuto.core.types import LoadOffer, TierView, Turn
 from tenuto.core.wishes import Wish
 from tenuto.sim.kv.pool import Row
 from tenuto.sim.kv.request import Request
-from tenuto.sim.tiers.tier import NOBODY, OffloadTiers, Tier
+from tenuto.sim.tiers.tier import NOBODY, Tier
 
 Offload = Literal["sync", "serial", "async", "asked", "native"]
 """When KV is copied to the tiers below the GPU: see above."""
@@ -52,13 +52,13 @@ class Offloader(ABC):
     stores_answers = True
     """Whether `store_computed` is called for steps after the prompt, too."""
 
-    def __init__(self, tiers: OffloadTiers, offload: Offload, chunk_blocks: int) -> None:
-        """`chunk_blocks`: blocks per chunk. Call `follow` before anything else."""
+    def __init__(self, tiers: Sequence[Tier], offload: Offload, chunk_blocks: int) -> None:
+        """`tiers`: nearest first. `chunk_blocks`: blocks per chunk. Call `follow` before anything else."""
         self.is_sync = offload in ("sync", "serial")
         self.is_serial = offload == "serial"
         self.num_loaded_tokens = 0
         self.num_stored_tokens = 0
-        self._tiers = tiers
+        self._all_tiers = tuple(tiers)
         self._stores_all = offload != "asked"
         self._chunk_blocks = chunk_blocks
         self._driver: Driver
@@ -73,7 +73,7 @@ class Offloader(ABC):
         self._driver = driver
         self._is_ordered = not self.is_sync and driver.policy.overrides("tier_key")
         limits = driver.limits
-        for tier in self._tiers.tiers:
+        for tier in self._all_tiers:
             tier.order.forget_keys()
             tier.order.kept.max_chunks = int(limits.max_wished_share * tier.capacity_chunks)
             tier.order.kept.weights = limits.tenant_weights or {}
@@ -96,7 +96,7 @@ class Offloader(ABC):
     def end_job(self, job_id: str, now_s: float) -> None:
         """A job is complete. Drop the chunks that only it used, if the policy orders the tiers."""
         if self._is_ordered:
-            self._tiers.drop(job_id, now_s)
+            self._drop(job_id, now_s)
             self._report_held(now_s)
 
     # Loads.
@@ -147,7 +147,7 @@ class Offloader(ABC):
 
     def get_free_s(self, now_s: float) -> float:
         """The time at which all started copies have ended; `now_s` if they have."""
-        return max(now_s, *(tier.link.free_at_s for tier in self._tiers.tiers))
+        return max(now_s, *(tier.link.free_at_s for tier in self._all_tiers))
 
     def get_next_stored_s(self) -> float | None:
         """The end of the next store that blocks wait for; None if no block waits."""
@@ -155,10 +155,10 @@ class Offloader(ABC):
 
     def get_views(self, now_s: float) -> tuple[TierView, ...]:
         """The tiers as a policy sees them."""
-        for tier, view in zip_longest(self._tiers.tiers, self._views):
+        for tier, view in zip_longest(self._all_tiers, self._views):
             wait_s, num_used_blocks = max(0.0, tier.link.free_at_s - now_s), len(tier) * self._chunk_blocks
             if view is None or view.wait_s != wait_s or view.num_used_blocks != num_used_blocks:
-                self._views = tuple(self._get_view(each, now_s) for each in self._tiers.tiers)
+                self._views = tuple(self._get_view(each, now_s) for each in self._all_tiers)
                 break
         return self._views
 
@@ -173,6 +173,10 @@ class Offloader(ABC):
             wait_s=max(0.0, tier.link.free_at_s - now_s),
         )
 
+    @abstractmethod
+    def _drop(self, job_id: str, now_s: float) -> None:
+        """Drop chunks that only this job used."""
+
     def _count_stored(self, num_tokens: int, use: Use, now_s: float, request: Request | None = None) -> None:
         self.num_stored_tokens += num_tokens
         if num_tokens:
@@ -181,10 +185,10 @@ class Offloader(ABC):
 
     def _report_held(self, now_s: float) -> None:
         """Report to the driver the changes in each job's number of chunks in the tiers."""
-        for tier in self._tiers.tiers:
+        for tier in self._all_tiers:
             for owner, num_chunks in tier.order.changes.take().items():
-                assert isinstance(owner, tuple)  # the job and the layer group
-                self._driver.hold_below(owner[0], tier.name, num_chunks * self._chunk_blocks, now_s)
+                job_id = owner[0] if isinstance(owner, tuple) else owner
+                self._driver.hold_below(str(job_id), tier.name, num_chunks * self._chunk_blocks, now_s)
 
     def _get_use(self, request: Request, now_s: float) -> Use:
         if request.tier_use is None:

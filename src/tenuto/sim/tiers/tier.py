@@ -9,14 +9,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import TierOrder, Use
-from tenuto.sim.kv.pool import Path, Segment
 
-Chunk = tuple[int, Segment, int]
-"""A chunk's chained hash: its layer group, and the segment and the number of its last block."""
 NOBODY = Use()
 """A use that ranks by recency alone."""
 
@@ -51,19 +47,6 @@ class Link:
         return self.free_at_s + self.latency_s
 
 
-class Place(NamedTuple):
-    """A chunk, and its place in its request."""
-
-    chunk: Hashable
-    before: Hashable | None
-    """The chunk before it in its layer group; None for the first."""
-    end: int
-    """Its end in tokens."""
-    group: int
-    needs_before: bool
-    """Whether it is of no use without the chunk before it, as with full attention."""
-
-
 class Tier:
     """A store of chunks with a capacity in bytes, and the link to it. It evicts in the order of `TierOrder`.
 
@@ -82,16 +65,18 @@ class Tier:
         self.capacity_chunks = capacity_bytes // chunk_bytes
         self.link = link
         self.order = TierOrder()
+        self.chunk_tokens = 1
+        """Tokens of a chunk of one sequence."""
         self._numbers = itertools.count()
         self._copies: list[tuple[float, int, Sequence[Hashable]]] = []
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def hit_length(self, chunks: Sequence[Hashable]) -> int:
-        """With full attention: how many of a sequence's first chunks are here. Changes nothing."""
-        low = 0
-        probe = high = len(chunks)  # often all are present
+    def hit_length(self, chunks: Sequence[Hashable], first: int = 0, end: int | None = None) -> int:
+        """How many of a sequence's chunks before `end` are here; the first `first` are. Changes nothing."""
+        low = first
+        probe = high = len(chunks) if end is None else end  # often all are present
         while low < high:
             if chunks[probe - 1] in self.order:
                 low = probe
@@ -100,29 +85,34 @@ class Tier:
             probe = (low + high + 1) // 2
         return low
 
-    def put(self, places: Sequence[Place], use: Use) -> list[Hashable]:
-        """Use the chunks that are here, and store missing ones if allowed. Returns the stored ones."""
+    def put(
+        self, chunks: Sequence[Hashable], use: Use = NOBODY, first: int = 0, end: int | None = None
+    ) -> Sequence[Hashable]:
+        """Use a sequence's chunks from `first` to before `end`, and store missing ones if allowed.
+
+        Returns the stored ones.
+        """
         order = self.order
-        number = order.begin_use()
+        if first and chunks[first - 1] not in order:
+            return ()
+        end = len(chunks) if end is None else end
+        num_hit = self.hit_length(chunks, first, end)
+        num_new = end - num_hit
+        num_short = num_new - (self.capacity_chunks - len(order))
+        if num_short > 0:
+            # All new chunks follow the last one that is here.
+            num_new -= num_short - len(order.pop_firsts(num_short, use.key, chunks[num_hit - 1 : num_hit]))
+        order.use(chunks, use.key, use.owner, first, num_hit + num_new)
+        if use.wished:
+            for place in range(num_hit + num_new):
+                self.keep(chunks[place], (place + 1) * self.chunk_tokens, use)
+        return chunks[num_hit : num_hit + num_new]
 
-        def put(place: Place) -> None:
-            owner = None if use.owner is None else (use.owner, place.group)
-            rank = (use.key, number, -place.end, place.group)
-            order.put(place.chunk, place.before, rank, owner=owner, needs_before=place.needs_before)
-            if use.wished and (until_s := use.get_kept_until_s(place.end)):
-                order.keep(place.chunk, until_s, use.tenant, place.end)
-
-        for place in places:
-            if place.chunk in order:
-                put(place)
-        befores = [place.before if place.needs_before else None for place in places]
-        chunks = [place.chunk for place in places]
-        new = order.make_room(chunks, befores, use.key, self.capacity_chunks - len(order)).new
-        taken = set(new)
-        for place in places:
-            if place.chunk in taken:
-                put(place)
-        return new
+    def keep(self, chunk: Hashable, end: int, use: Use) -> None:
+        """Evict a chunk last for as long as its user wishes. `end`: its end in tokens."""
+        until_s = use.get_kept_until_s(end)
+        if until_s:
+            self.order.keep(chunk, until_s, use.tenant, end)
 
     def hold(self, chunks: Sequence[Hashable], until_s: float) -> None:
         """Do not evict these chunks before a copy of them ends."""
@@ -148,111 +138,80 @@ class OffloadTiers:
         GPU  ◄── link ──►  host  ◄── link ──►  disk
     """
 
-    def __init__(self, tiers: Sequence[Tier], num_groups: int = 1) -> None:
-        """`tiers`: nearest first, with chunks of one size. `num_groups`: layer groups of the model."""
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """`tiers`: nearest first, with chunks of one size."""
         self.tiers = tuple(tiers)
-        self._num_groups = num_groups
 
-    def __contains__(self, chunk: Hashable) -> bool:
-        return any(chunk in tier.order for tier in self.tiers)
+    def hit_length(self, chunks: Sequence[Hashable]) -> int:
+        """The number of chunks from a sequence's start that some tier has. Changes nothing."""
+        return max(tier.hit_length(chunks) for tier in self.tiers)
 
-    def hit_length(self, chunks: Sequence[Hashable], first: int = 0) -> int:
-        """With full attention: how many chunks in a row from `first` on some tier has. Changes nothing."""
-        return max(0, max(tier.hit_length(chunks) for tier in self.tiers) - first)
-
-    def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float) -> float:
+    def get_loaded_s(self, chunks: Sequence[Hashable], now_s: float, skip: int = 0) -> float:
         """The time at which `load` would end. Changes nothing."""
-        done_s = now_s
-        for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
-            done_s = max(done_s, tier.link.get_done_s(num_chunks * tier.chunk_bytes, now_s))
+        num_hit, nearer_hit, done_s = self.hit_length(chunks), skip, now_s
+        for tier in self.tiers:
+            num_bytes = max(0, num_hit - nearer_hit) * tier.chunk_bytes
+            done_s = max(done_s, tier.link.get_done_s(num_bytes, now_s))
+            nearer_hit = max(nearer_hit, tier.hit_length(chunks))
         return done_s
 
-    def load(self, places: Sequence[Place], now_s: float, use: Use) -> float:
-        """Copy present chunks to the GPU and to all nearer tiers. Returns the time at which that ends."""
-        chunks = [place.chunk for place in places]
-        chunk_bytes, done_s = self.tiers[0].chunk_bytes, now_s
-        for tier, num_chunks in zip(self.tiers, self._count_crossing(chunks), strict=True):
-            done_s = max(done_s, tier.link.transfer(num_chunks * chunk_bytes, now_s))
+    def load(
+        self, chunks: Sequence[Hashable], now_s: float, skip: int = 0, use: Use = NOBODY, first: int = 0
+    ) -> float:
+        """Copy present chunks to the GPU, but not the first `skip`. Those from `first` on count as used.
+
+        Returns the time at which that ends.
+        """
+        self._end_copies(now_s)
+        num_hit = self.hit_length(chunks)
+        if num_hit <= skip:
+            return now_s
+        chunk_bytes = self.tiers[0].chunk_bytes
+        nearer_hit, done_s = skip, now_s
         for tier in self.tiers:
-            tier.end_copies(now_s)
-            self._take(tier, places, use)
-            tier.hold([chunk for chunk in chunks if chunk in tier.order], done_s)
+            # A chunk that a nearer tier has does not cross this link.
+            done_s = max(done_s, tier.link.transfer((num_hit - nearer_hit) * chunk_bytes, now_s))
+            nearer_hit = max(nearer_hit, tier.hit_length(chunks))
+        for tier in self.tiers:
+            tier.put(chunks, use, first, num_hit)
+            # A chunk is not evicted before those that continue it.
+            num_held = tier.hit_length(chunks, end=num_hit)
+            tier.hold(chunks[max(skip, num_held - 1) : num_held], done_s)
         return done_s
 
-    def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
-        """Copy to each tier the chunks that it lacks. Returns them, and when the last copy ends."""
-        stored, done_s = set[Hashable](), now_s
+    def store(
+        self,
+        chunks: Sequence[Hashable],
+        now_s: float,
+        use: Use = NOBODY,
+        first: int = 0,
+        end: int | None = None,
+    ) -> tuple[int, float]:
+        """Copy chunks from `first` to before `end` to the tiers that lack them.
+
+        Returns the number of chunks that some tier lacked, and when the last copy ends.
+        """
+        self._end_copies(now_s)
+        num_stored, done_s = 0, now_s
         for tier in self.tiers:
-            tier.end_copies(now_s)
-            new = self._take(tier, places, use)
-            stored.update(new)
+            new = tier.put(chunks, use, first, end)
+            num_stored = max(num_stored, len(new))
             stored_s = tier.link.transfer(len(new) * tier.chunk_bytes, now_s)
-            tier.hold(new, stored_s)
+            tier.hold(new[-1:], stored_s)
             done_s = max(done_s, stored_s)
-        return stored, done_s
+        return num_stored, done_s
 
-    def use(self, places: Sequence[Place], use: Use) -> None:
+    def use(self, chunks: Sequence[Hashable], use: Use) -> None:
         """Count a use of these chunks in each tier that has them."""
         for tier in self.tiers:
-            self._take(tier, [place for place in places if place.chunk in tier.order], use)
+            tier.put(chunks, use, end=tier.hit_length(chunks))
 
     def drop(self, job_id: str, now_s: float) -> None:
         """Drop chunks that only this job used, except those that are being copied."""
+        self._end_copies(now_s)
+        for tier in self.tiers:
+            tier.order.drop(job_id)
+
+    def _end_copies(self, now_s: float) -> None:
         for tier in self.tiers:
             tier.end_copies(now_s)
-            for group in range(self._num_groups):
-                tier.order.drop((job_id, group))
-
-    def _count_crossing(self, chunks: Sequence[Hashable]) -> list[int]:
-        """The number of these chunks that cross each tier's link: those that no nearer tier has."""
-        counts, left = [], list(chunks)
-        for tier in self.tiers:
-            counts.append(len(left))
-            left = [chunk for chunk in left if chunk not in tier.order]
-        return counts
-
-    def _take(self, tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
-        return tier.put(places, use)
-
-
-class Chunks:
-    """The chunks of one request in one layer group."""
-
-    def __init__(
-        self, path: Path, group: int, size: int, *, needs_before: bool = True, num_blocks: int = 1
-    ) -> None:
-        """`path`: the request's, in blocks of the group. A chunk has `size` tokens in `num_blocks` blocks."""
-        self._path = path
-        self._group = group
-        self._size = size
-        self._num_blocks = num_blocks
-        self._needs_before = needs_before
-        self._chunks: list[Chunk] = []
-        self.num_stored = 0
-        """Number of first chunks that were stored, loaded, or will never be stored."""
-        self.num_unseen: int | None = None
-        """Blocks before its window when it started; None before it starts."""
-        self.lost: set[int] = set()
-        """Blocks that are not stored, because vLLM assumes that other requests have them."""
-
-    def get(self, num_chunks: int) -> Sequence[Chunk]:
-        """At least the first `num_chunks` chunks."""
-        chunks = self._chunks
-        for number in range(len(chunks), num_chunks):
-            last = (number + 1) * self._num_blocks - 1
-            chunks.append((self._group, self._path.get_segment(last), last))
-        return chunks
-
-    def get_places(self, first: int, end: int) -> list[Place]:
-        """The places of the chunks from number `first` to before `end`."""
-        chunks, size = self.get(end), self._size
-        return [
-            Place(
-                chunks[n],
-                chunks[n - 1] if n else None,
-                (n + 1) * size,
-                self._group,
-                needs_before=self._needs_before,
-            )
-            for n in range(first, end)
-        ]
