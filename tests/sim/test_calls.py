@@ -10,8 +10,8 @@ from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
 MAX_RATIO = 4.2
-"""`tenuto` with host memory over `stock`, on long contexts. It is 3.8. A tier that ordered each of its chunks by
-itself made it 5.6, and took 1.37 of the processor time of 100 recorded sessions."""
+"""`tenuto` with host memory over `stock`, on long contexts. It is 3.8. A tier that ordered each of its chunks
+by itself made it 5.6, and took 1.37 of the processor time of 100 recorded sessions."""
 
 
 def count_calls(policy: str) -> int:
