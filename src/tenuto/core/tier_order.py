@@ -135,11 +135,11 @@ class KeptChunks:
         self._count(tenant, -1)
 
     def _forget_owner(self, chunk: Hashable, owner: str | None) -> None:
-        own = None if owner is None else self._by_owner.get(owner)
-        if own is not None and owner is not None:
-            own.pop(chunk, None)
-            if not own:
-                del self._by_owner[owner]
+        if owner is None or (own := self._by_owner.get(owner)) is None:
+            return
+        own.pop(chunk, None)
+        if not own:
+            del self._by_owner[owner]
 
     def _is_current(self, chunk: Hashable, tenant: str, until_s: float) -> bool:
         known = self._kept.get(chunk, {}).get(tenant)
