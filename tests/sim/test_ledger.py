@@ -8,6 +8,7 @@ import pytest
 
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.state import ChunkSteps, Step
 from tenuto.sim.run import prepare
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
@@ -55,6 +56,7 @@ def count_tokens(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> tuple
     found: list[int] = []
     loaded: list[int] = []
     schedule, run_quiet = scheduler.schedule, scheduler.run_quiet_steps
+    schedule_chunk = scheduler.schedule_chunk
 
     def count(now_s: float) -> Any:
         step = schedule(now_s)
@@ -66,7 +68,14 @@ def count_tokens(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> tuple
         found.append(num_steps * len(scheduler.state.running))
         return run_quiet(num_steps, *args, **kwargs)
 
+    def count_chunk(steps: ChunkSteps, now_s: float) -> Step | None:
+        step = schedule_chunk(steps, now_s)
+        if step is not None:
+            found.append(sum(step.num_tokens.values()))
+        return step
+
     monkeypatch.setattr(scheduler, "schedule", count)
+    monkeypatch.setattr(scheduler, "schedule_chunk", count_chunk)
     monkeypatch.setattr(scheduler, "run_quiet_steps", count_quiet)
     return found, loaded
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,12 @@ from tenuto.records.schema import TurnRecord
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.scheduler import Scheduler
+from tenuto.sim.engine.state import Step
 from tenuto.sim.event_loop import EventLoop, SteppedEngine
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.request import Request
+from tenuto.sim.run import prepare
+from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
 from tenuto.workload import load_workload
 from tenuto.workload.load import LoadOptions, make_workload
@@ -28,6 +32,7 @@ from tenuto.workload.schema import Job, Span, TurnSpec, Workload
 from tenuto.workload.turn_driver import USER_GAP_S
 from tests.support.processes import run_under_hash_seeds
 from tests.support.records import RUN_FACTS
+from tests.support.sim_checks import check_integrity
 
 
 class OneSecondSteps(StepCost):
@@ -47,7 +52,7 @@ class LinearSteps(StepCost):
 class Deaf:
     """A listener that does nothing."""
 
-    on_scheduled = on_computed = on_quiet_steps = lambda self, engine, told: None
+    on_scheduled = on_computed = on_decoded = lambda self, *told: None
 
 
 def simulate(
@@ -94,6 +99,50 @@ def test_skipping_quiet_stretches_changes_nothing(policy: str, num_blocks: int) 
     stepped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks, skips=False)
     skipped = simulate(jobs, LinearSteps(), policy=policy, num_blocks=num_blocks)
     assert skipped == stepped
+
+
+LONG_PROMPTS = LoadOptions(workload="long-prompts", jps=0.4, window_s=30.0)
+LONG_ANSWERS = LoadOptions(workload="bfcl", jps=0.3, window_s=10.0, seed=658, scale_lengths=2.0)
+"""Turns are preempted, and start again while another prompt is computed."""
+
+
+@pytest.mark.parametrize(
+    ("load", "fields"),
+    [
+        (LONG_PROMPTS, {"policy": "stock", "step_tokens": 512}),
+        (LONG_PROMPTS, {"policy": "stock", "step_tokens": 512, "async_scheduling": False}),
+        (LONG_PROMPTS, {"policy": "tenuto"}),
+        (LONG_PROMPTS, {"policy": "tenuto", "host_gb": 4.0}),
+        (LONG_PROMPTS, {"policy": "continuum", "step_tokens": 300, "async_scheduling": False}),
+        (LONG_ANSWERS, {"policy": "continuum", "step_tokens": 512, "limits": "published"}),
+    ],
+    ids=lambda each: each.workload if isinstance(each, LoadOptions) else str(each),
+)
+def test_chunks_of_a_prompt_are_computed_as_a_stretch(
+    load: LoadOptions, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(step_cost="roofline", kv_tokens=69_043, **({"limits": "plugin"} | fields))
+    schedule, num_calls, found = Scheduler.schedule, [0, 0], []
+
+    def count(scheduler: Scheduler, now_s: float) -> Step:
+        num_calls[skips] += 1
+        return schedule(scheduler, now_s)
+
+    monkeypatch.setattr(Scheduler, "schedule", count)
+    for skips in (False, True):
+        prepared = prepare(setup, load)
+        simulation = prepared.simulation
+        simulation.engines[0].fast_forwards = skips
+        records = simulation.run()
+        (scheduler,) = simulation.schedulers
+        ledger = scheduler.driver.ledger.total.get_figures(scheduler.state.now_s)
+        gaps = simulation.gaps.summarise()
+        found.append((records, gaps, ledger, repr(prepared.machine.policy), simulation.engines[0].num_steps))
+        check_integrity(scheduler, idle=True)
+    assert found[0] == found[1]
+    assert num_calls[1] < 0.3 * num_calls[0]
+    if load is LONG_ANSWERS:
+        assert any(record.preemptions for record in records)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

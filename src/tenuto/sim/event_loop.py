@@ -125,8 +125,8 @@ class Listener(Protocol):
     def on_computed(self, engine: SteppedEngine, outputs: Sequence[tuple[Request, int]]) -> None:
         """A step ended: these requests got this many tokens each, and some are finished."""
 
-    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
-        """Steps ended at these times, and each gave every running request a token that is not its last."""
+    def on_decoded(self, engine: SteppedEngine, requests: Sequence[Request], ends_s: Sequence[float]) -> None:
+        """Steps ended at these times. Each gave each of these requests a token that is not its last."""
 
 
 class SteppedEngine:
@@ -245,16 +245,16 @@ class SteppedEngine:
     def _schedule_on(self, horizon_s: float, *, plans: bool) -> Wake | None:
         """Schedule steps until there is something to wait for."""
         while True:
-            if self._pass_quiet_steps(horizon_s, plans=plans):
+            if self._pass_stretch(horizon_s, plans=plans):
                 if self._stretch:
                     return Wake(self._walk_stretch()[1], STARTS)
+                if self._is_full:
+                    return Wake(self._in_flight[0][2], ENDS)
                 if self.now_s >= horizon_s:
                     return Wake(self.now_s, STARTS)
                 continue
             step = self._schedule()
-            if len(self._in_flight) == self.scheduler.config.max_steps_in_flight or (
-                self._in_flight and not step.num_tokens
-            ):
+            if self._is_full or (self._in_flight and not step.num_tokens):
                 return Wake(self._in_flight[0][2], ENDS)
             if not step.num_tokens and not step.preempted:
                 # After a preemption, other turns can be scheduled at once, as in vLLM's next step.
@@ -266,23 +266,36 @@ class SteppedEngine:
         self._listener.on_scheduled(self, step)
         self._last_step = step
         if step.num_tokens:
-            self.num_steps += 1
-            # It runs after those in flight.
-            begin_s = max(self.now_s, self._last_end_s)
-            end_s = begin_s + self._step_cost.seconds(step.batch) + step.copies_s
-            self._last_end_s = max(end_s, step.copies_done_s)
-            self.busy_s += self._last_end_s - begin_s
-            self._in_flight.append((step, self.now_s, self._last_end_s))
+            self._launch(step)
             if self.on_step is not None:
                 self.on_step(step, self.now_s)
         return step
 
+    def _launch(self, step: Step) -> None:
+        """Let a step run, after those in flight."""
+        self.num_steps += 1
+        begin_s = max(self.now_s, self._last_end_s)
+        end_s = begin_s + self._step_cost.seconds(step.batch) + step.copies_s
+        self._last_end_s = max(end_s, step.copies_done_s)
+        self.busy_s += self._last_end_s - begin_s
+        self._in_flight.append((step, self.now_s, self._last_end_s))
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no more steps may be scheduled before one ends."""
+        return len(self._in_flight) == self.scheduler.config.max_steps_in_flight
+
     def _end_step(self) -> None:
         """The oldest step in flight ends."""
+        step = self._land()
+        self._listener.on_computed(self, self.scheduler.finish_step(step, self.now_s))
+
+    def _land(self) -> Step:
+        """The oldest step in flight ends, and the policy is told. Its results come next."""
         step, scheduled_s, self.now_s = self._in_flight.popleft()
         if self.scheduler.driver.hears_steps:
             self._report_step(step, scheduled_s, self.now_s)
-        self._listener.on_computed(self, self.scheduler.finish_step(step, self.now_s))
+        return step
 
     def _report_step(self, step: Step, scheduled_s: float, end_s: float) -> None:
         """Tell the policy about a step, just before the step's results."""
@@ -291,21 +304,24 @@ class SteppedEngine:
         view = self._step_clock.finish(end_s, scheduled_s, num_tokens, num_requests, is_full=is_full)
         self.scheduler.driver.step(view)
 
-    # Stretches of quiet steps: every running request decodes one token, and nothing else happens.
+    # Stretches: see `Scheduler`.
 
-    def _pass_quiet_steps(self, horizon_s: float, *, plans: bool) -> bool:
-        """Run the quiet steps until the horizon, and plan those after it. False if there are none."""
-        if not self.fast_forwards or self._last_step is None or not self._last_step.is_decode_only:
+    def _pass_stretch(self, horizon_s: float, *, plans: bool) -> bool:
+        """Run the steps of a stretch until the horizon, and plan those after it. False if there are none."""
+        last = self._last_step
+        if not self.fast_forwards or last is None or not (last.chunks or last.is_decode_only):
             return False
         scheduler, limit_s = self.scheduler, self._get_limit_s()
-        # What a step does before it decodes is done as in any step. If no turn can start then, the step and
-        # those after it are quiet, however it began.
+        # What a step does before it computes is done as in any step. If no turn can start then, the step and
+        # those after it are as those before.
         joins = self.joins_stretches and not scheduler.needs_each_step
         if self.now_s >= limit_s:
             if not joins:
                 return False
             scheduler.begin_step(self.now_s)
             limit_s = self._get_limit_s()
+        if last.chunks:
+            return joins and self._run_chunk_steps(min(horizon_s, limit_s))
         num_steps = scheduler.count_quiet_steps(self.now_s if joins else None)
         if num_steps < (1 if joins else 2):  # not worth a stretch
             return False
@@ -314,6 +330,30 @@ class SteppedEngine:
             self._stretch = self._price(0, min(num_steps - num_run, MAX_PLANNED_STEPS))
             del self._stretch[self._walk_stretch()[0] :]
         return num_run > 0 or bool(self._stretch)
+
+    def _run_chunk_steps(self, until_s: float) -> bool:
+        """Schedule chunk steps, and end those that end before `until_s`. False if there are none."""
+        steps = self.scheduler.find_chunk_steps() if self.now_s < until_s else None
+        if steps is None:
+            return False
+        ends_s: list[float] = []
+        while self.now_s < until_s and steps.num_scheduled < steps.most:
+            step = self.scheduler.schedule_chunk(steps, self.now_s)
+            if step is None:
+                break
+            self._last_step = step
+            self._launch(step)
+            if self._is_full:
+                if self._in_flight[0][2] >= until_s:
+                    break
+                self._land()
+                ends_s.append(self.now_s)
+        if steps.num_scheduled == 0:
+            return False
+        if ends_s and steps.decoding:
+            self._listener.on_decoded(self, steps.decoding, ends_s)
+        self.scheduler.end_chunk_steps(steps, len(ends_s), [step for step, *_ in self._in_flight])
+        return True
 
     def _price(self, first: int, num_steps: int) -> list[float]:
         """Seconds of each of `num_steps` quiet steps, from number `first` of the coming ones."""
@@ -373,7 +413,7 @@ class SteppedEngine:
         del ends_s[num_ended:]
         if ends_s:
             self.now_s = ends_s[-1]
-            self._listener.on_quiet_steps(self, ends_s)
+            self._listener.on_decoded(self, scheduler.state.running, ends_s)
         scheduler.run_quiet_steps(num_steps)
         return num_steps
 

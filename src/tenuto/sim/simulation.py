@@ -313,9 +313,9 @@ class Simulation:
                 self._finish(turn, engine)
         self.gaps.add(gap_s, num_gaps)
 
-    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
-        """Every turn that runs got a token at each of these times."""
-        turns = [self._live[request.turn_id] for request in engine.scheduler.state.running]
+    def on_decoded(self, engine: SteppedEngine, requests: Sequence[Request], ends_s: Sequence[float]) -> None:
+        """Each of these turns got a token at each of these times."""
+        turns = [self._live[request.turn_id] for request in requests]
         first_s, last_s = ends_s[0], ends_s[-1]
         for gap_s, equal in groupby([first_s - turn.last_token_s for turn in turns]):
             self.gaps.add(gap_s, len(list(equal)))

@@ -35,7 +35,7 @@ from tenuto.estimators.step_size import AdaptiveSteps
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
-from tenuto.sim.engine.state import EngineState, Load, Step, WaitingQueue
+from tenuto.sim.engine.state import ChunkSteps, EngineState, Load, Step, WaitingQueue
 from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers import make_offloader
@@ -84,6 +84,18 @@ class Scheduler:
             self.offloader is None or self.offloader.takes_whole_prompts
         )
         """Whether a turn that starts needs blocks for its whole prompt, as many with a load as without."""
+        self._has_stretches = (
+            kv.can_truncate
+            and not self._has_drafts
+            and not (self.offloader is not None and self.offloader.stores_answers)
+            # With more, a stretch would drop a step whose results are still to come.
+            and config.max_steps_in_flight <= 2
+        )
+        self._has_chunk_steps = (
+            self._has_stretches
+            and config.prefill_schedule_interval == 1
+            and not (self.offloader is not None and self.offloader.is_sync)
+        )
         self.state = EngineState(WaitingQueue(None))
         self._port = SimEngine(config, self.state, kv, self.offloader)
         self._load_numbers = itertools.count()
@@ -156,13 +168,8 @@ class Scheduler:
         self.begin_step(now_s)
         if self._asks_admission:
             self._admit_parked()
-        budget, per_prompt = self.config.max_step_tokens, self.config.long_prefill_token_threshold
-        if driver.bounds_steps:
-            budget, chosen = driver.get_step_size(now_s, budget, only_decodes=self._will_only_decode())
-            per_prompt = per_prompt or chosen
-        # A single request cannot starve another one.
-        is_alone = len(state.running) + state.num_waiting <= 1
-        step = Step(budget, 0 if is_alone else per_prompt, defers_prefill=self._defers_prefill())
+        step = self._make_step(only_decodes=driver.bounds_steps and self._will_only_decode())
+        step.defers_prefill = self._defers_prefill()
         copied_s = offloader.get_free_s(now_s) if offloader is not None and offloader.is_serial else now_s
         if self.config.scheduler == "continuum-fork":
             self._schedule_running_as_fork(step)
@@ -271,6 +278,17 @@ class Scheduler:
                 return
             for turn_id in admitted:
                 state.waiting.unpark(turn_id)
+
+    def _make_step(self, *, only_decodes: bool) -> Step:
+        """The next step, still empty. `only_decodes`: as in `Driver.get_step_size`."""
+        state, driver = self.state, self.driver
+        budget, per_prompt = self.config.max_step_tokens, self.config.long_prefill_token_threshold
+        if driver.bounds_steps:
+            budget, chosen = driver.get_step_size(state.now_s, budget, only_decodes=only_decodes)
+            per_prompt = per_prompt or chosen
+        # A single request cannot starve another one.
+        is_alone = len(state.running) + state.num_waiting <= 1
+        return Step(budget, 0 if is_alone else per_prompt)
 
     def _will_only_decode(self) -> bool:
         """Whether the next step surely has one token of each request, however small; False if in doubt."""
@@ -847,9 +865,11 @@ class Scheduler:
         request.status = Status.FINISHED
         del self.state.requests[request.turn_id]
 
-    # Quiet steps: every running request decodes one token, and nothing else happens. Many of them done
-    # together have the same result as each alone. Only their times are still added up one by one
-    # (`tenuto.sim.event_loop`), so that they are the same to the last bit.
+    # Stretches: many steps done together, with the same result as each alone. Only their times are still
+    # added up one by one (`tenuto.sim.event_loop`), so that they are the same to the last bit.
+    #
+    #     quiet steps    every running request decodes one token, and nothing else happens
+    #     chunk steps    the last running request computes a chunk of its prompt instead, which fills the step
 
     def count_quiet_steps(self, now_s: float | None = None) -> int:
         """A lower bound of the number of next steps that are quiet if no event comes from outside.
@@ -857,27 +877,19 @@ class Scheduler:
         0 if in doubt. Changes nothing, unless it gets the time: then it may take the blocks that the next
         step needs, as that step would do first. If that step is not quiet, it finds them taken.
         """
-        config, state, running = self.config, self.state, self.state.running
-        if (
-            not running
-            or len(running) > config.max_step_tokens
-            or self._has_drafts
-            or config.max_steps_in_flight > 2  # A stretch would drop a step whose results are still to come.
-            or not self.kv.can_truncate
-            or state.loaded
-            or (self.offloader is not None and self.offloader.stores_answers)
-        ):
+        state, running = self.state, self.state.running
+        if not (self._has_stretches and 0 < len(running) <= self.config.max_step_tokens) or state.loaded:
             return 0
         num_steps = self._count_steps_to_end(running)
         if num_steps == 0:
             return 0
-        num_in_blocks = self._count_steps_in_blocks(running)
+        num_in_blocks = self._count_steps_in_blocks(running, self.kv.pool.num_free_blocks)
         if num_in_blocks == 0 and now_s is not None:
             state.now_s = now_s
             for each in running:
                 if each.num_computed_tokens >= each.slots_end and not self._try_allocate(each, 1, None):
                     return 0
-            num_in_blocks = self._count_steps_in_blocks(running)
+            num_in_blocks = self._count_steps_in_blocks(running, self.kv.pool.num_free_blocks)
         num_steps = min(num_steps, num_in_blocks)
         if num_steps == 0:
             return 0
@@ -888,14 +900,85 @@ class Scheduler:
     def run_quiet_steps(self, num_steps: int) -> None:
         """Apply the effects of this many quiet steps to requests and their blocks."""
         self.state.num_executed_steps += num_steps
-        for request in self.state.running:
+        self._decode(self.state.running, num_steps, num_steps)
+
+    def find_chunk_steps(self) -> ChunkSteps | None:
+        """The next chunk steps if no event comes from outside; None if there are none, or if in doubt.
+
+        They are full, so no waiting request can start. The step with the last chunk is none of them.
+        """
+        state, running = self.state, self.state.running
+        if not (self._has_chunk_steps and running) or state.waiting.num_parked:
+            return None
+        *decoding, request = running
+        if not request.is_prefill_chunk or any(each.is_prefill_chunk for each in decoding):
+            return None
+        # It matters which of several requests caches a block of one text first.
+        texts = {each.path.segments[-1] for each in decoding}
+        if len(texts) < len(decoding) or not texts.isdisjoint(request.path.segments):
+            return None
+        most, num_free = self._count_steps_to_end(decoding), self.kv.pool.num_free_blocks
+        num_kept = max(num_free - self.kv.count_rest(request), num_free // 2) if decoding else 0
+        if decoding and most > 0:
+            most = min(most, self._count_steps_in_blocks(decoding, num_kept))
+        if most == 0:
+            return None
+        context = sum([each.num_computed_tokens for each in decoding])
+        return ChunkSteps(request, decoding, most, num_free - num_kept, context)
+
+    def schedule_chunk(self, steps: ChunkSteps, now_s: float) -> Step | None:
+        """Schedule the next of these steps; None if it must be scheduled like any other.
+
+        The blocks, and what is decoded, are counted by `end_chunk_steps`.
+        """
+        self.state.now_s = now_s
+        request, num_decodes = steps.request, len(steps.decoding)
+        step = self._make_step(only_decodes=False)
+        num_tokens, context = step.budget - num_decodes, request.num_computed_tokens
+        num_blocks = (steps.num_tokens + num_tokens) // self.config.kv.block_size + 1
+        if (
+            not 1 < num_tokens < request.num_tokens - context
+            or step.bound(num_tokens) < num_tokens
+            or num_blocks > steps.num_blocks
+        ):
+            return None
+        step.num_tokens = {**steps.decodes, request.turn_id: num_tokens}
+        step.budget = 0
+        step.chunks.add(request.turn_id)
+        num_pairs = num_tokens * (context + num_tokens / 2)
+        step.batch = StepBatch(1, num_tokens, context, num_pairs, num_decodes, steps.decode_context)
+        request.num_computed_tokens += num_tokens
+        if self.offloader is not None:
+            self.offloader.store_computed(request, now_s)
+        steps.num_scheduled += 1
+        steps.num_tokens += num_tokens
+        steps.decode_context += num_decodes
+        return step
+
+    def end_chunk_steps(self, steps: ChunkSteps, num_finished: int, in_flight: Sequence[Step]) -> None:
+        """Apply the effects of the scheduled steps. `num_finished` steps have ended meanwhile."""
+        request = steps.request
+        self.state.num_executed_steps += steps.num_scheduled
+        request.num_computed_tokens -= steps.num_tokens
+        fits = self.kv.try_allocate(request, steps.num_tokens, None, is_busy=True)
+        assert fits, "chunk steps ran out of blocks"
+        request.num_computed_tokens += steps.num_tokens
+        self._decode(steps.decoding, steps.num_scheduled, num_finished)
+        for each in self.state.running:
+            each.num_in_flight_tokens = sum([step.num_tokens.get(each.turn_id, 0) for step in in_flight])
+
+    def _decode(self, requests: Sequence[Request], num_scheduled: int, num_finished: int) -> None:
+        """Let requests decode in this many steps. All of them have ended, or all but the last."""
+        num_in_flight = num_scheduled - num_finished
+        for request in requests:
             # The last token of a sequence has no KV yet, so it completes no block.
-            request.num_tokens += num_steps - 1
-            if request.num_computed_tokens + num_steps > request.slots_end:
-                fits = self.kv.try_allocate(request, num_steps, None, is_busy=True)
-                assert fits, "quiet steps ran out of blocks"
-            request.num_tokens += 1
-            request.num_computed_tokens += num_steps
+            request.num_tokens += num_scheduled - 1
+            if request.num_computed_tokens + num_scheduled > request.slots_end:
+                fits = self.kv.try_allocate(request, num_scheduled, None, is_busy=True)
+                assert fits, "a stretch ran out of blocks"
+            request.num_tokens += 1 - num_in_flight
+            request.num_computed_tokens += num_scheduled
+            request.num_placeholders += num_in_flight if self._is_async else 0
 
     def _count_steps_to_end(self, running: list[Request]) -> int:
         """Steps before the one that may bring a request's last token; 0 if one does not decode steadily.
@@ -917,15 +1000,15 @@ class Scheduler:
                 num_left = left
         return max(0, num_left - 1)
 
-    def _count_steps_in_blocks(self, running: list[Request]) -> int:
-        """Steps for which the free blocks surely suffice, if each running request computes one token a step.
+    def _count_steps_in_blocks(self, running: list[Request], num_free: int) -> int:
+        """Steps for which free blocks surely suffice, if each of these requests computes one token a step.
 
         free slots in own blocks    request 1 │····      block size 16, 5 free blocks, 3 requests:
                                     request 2 │··        one more for each, and two of the three get a second;
                                     request 3 │·······   after 16 + 7 steps the third has none
         """
         size = self.config.kv.block_size
-        num_each, num_more = divmod(self.kv.pool.num_free_blocks, len(running))
+        num_each, num_more = divmod(num_free, len(running))
         if num_each >= self.config.kv.max_model_len // size:
             return num_each * size
         slots: list[int] = [

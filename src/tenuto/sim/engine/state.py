@@ -230,3 +230,26 @@ class Step:
         if 0 < self.long_prefill_threshold < num_tokens:
             num_tokens = self.long_prefill_threshold
         return min(num_tokens, self.budget)
+
+
+@dataclass(slots=True)
+class ChunkSteps:
+    """Steps in which one request computes chunks of its prompt, and all others that run decode."""
+
+    request: Request
+    decoding: list[Request]
+    most: int
+    """Largest number of these steps."""
+    num_blocks: int
+    """Free blocks that the prompt may take."""
+    decode_context: int
+    """Tokens with KV of those that decode, before the next step."""
+    decodes: dict[str, int] = field(init=False)
+    """One token for each of them."""
+    num_scheduled: int = 0
+    """Steps so far."""
+    num_tokens: int = 0
+    """Tokens of the prompt that these steps compute."""
+
+    def __post_init__(self) -> None:
+        self.decodes = dict.fromkeys([each.turn_id for each in self.decoding], 1)

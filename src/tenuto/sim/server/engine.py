@@ -216,7 +216,7 @@ class ServedEngine:
                     self._finish(turn, engine.now_s)
                 turn.on_news()
 
-    def on_quiet_steps(self, engine: SteppedEngine, ends_s: Sequence[float]) -> None:
+    def on_decoded(self, engine: SteppedEngine, requests: Sequence[Request], ends_s: Sequence[float]) -> None:
         """Never called: each step's tokens are sent when it ends."""
 
     def _count_tokens(self, turn: ServedTurn, num_new_tokens: int, now_s: float) -> None:
