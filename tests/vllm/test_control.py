@@ -558,11 +558,13 @@ def test_jobs_outside_the_canary_keep_stock_s_places(clock: Clock) -> None:
     assert counts == {"policy": 4, "stock": 4}
 
 
-def test_a_canary_of_no_job_decides_what_stock_decides() -> None:
+@pytest.mark.parametrize("step_tokens", [64, 256])
+def test_a_canary_of_no_job_decides_what_stock_decides(step_tokens: int) -> None:
+    """In small steps, prompts are computed in parts: adaptive steps would put plain requests first."""
     decided = []
     for cls in (SyncScheduler, tenuto.vllm.Scheduler):
         settings = {"policy": "tenuto", "canary": {"share": 0.0}} if decided else None
-        config = make_config(tenuto=settings, max_num_seqs=6)
+        config = make_config(tenuto=settings, max_num_seqs=6, max_num_batched_tokens=step_tokens)
         engine = Engine(make_scheduler(cls, config, num_blocks=60))
         load = Load(engine, 11)
         decided.append([load.step() for _ in range(250)])

@@ -242,7 +242,10 @@ class Hooks:
         settings = self.settings
         if settings.mode != "on":
             return None, False
-        step_tokens = settings.step_tokens or get_engine_settings(settings.policy, self.policy).step_tokens
+        step_tokens = settings.step_tokens
+        if step_tokens is None and not settings.canary.is_on:
+            # A step serves all jobs, so with a canary the policy's wish does not count.
+            step_tokens = get_engine_settings(settings.policy, self.policy).step_tokens
         if step_tokens is None and not self.policy.overrides("step_budget"):
             return None, False
         reason = get_reason_for_full_steps(self._scheduler)
