@@ -254,6 +254,14 @@ def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch
         check(server, monkeypatch)
 
 
+def test_prompts_are_as_long_as_a_small_server_s_context_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.httpx, "Client", Server("tenuto", longest=20 * BLOCK_SIZE).connect)
+    verdict = verify("http://server", gap_s=0.005)
+    lengths = [turn.prompt_tokens for turn in verdict.turns[:5]]
+    assert verdict.ok and lengths == sorted(lengths)
+    assert 14 * BLOCK_SIZE < lengths[-1] < 18 * BLOCK_SIZE
+
+
 def test_a_server_that_is_too_small_for_the_check_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"\d+ tokens here; its --max-model-len is 64$"):
         check(Server("tenuto", longest=64), monkeypatch)

@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
 
 
 # A block of qwen3-next has 1,056 tokens, so that a state fits. Its first answer goes on beyond the second
-# block. `tenuto verify` needs 35 blocks.
+# block. `tenuto verify` uses up to 35 blocks.
 SIZES = {"qwen3-next": Sizes(80, 1056, 40_960, 2_090, 3_200, 1_600)}
 
 

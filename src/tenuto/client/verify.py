@@ -41,7 +41,10 @@ from tenuto.core.types import WORDS, EngineView, Job, Keep, ToolCall, Turn
 from tenuto.wire.response import Usage, as_text, read_usage
 
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
-"""Blocks of the turns' prompts: 66, 131, 279, 397 and 503 tokens, in blocks of 16."""
+"""Blocks of the turns' prompts: 66, 131, 279, 397 and 503 tokens, in blocks of 16. Fewer where the context is
+shorter."""
+MIN_LAST_BLOCKS = 10
+"""The least for the last prompt."""
 OUTPUT_TOKENS = (7, 9, 12, 8, 7)
 TOOLS = ("ls", "cat", "grep", "git", "pytest")
 SPARE_BLOCKS = 4
@@ -216,11 +219,15 @@ class _Check:
     def run(self) -> list[TurnCheck]:
         self._tokens_per_word = self.measure_tokens_per_word()
         self._before = before = read_cache_state(*self.engines, engine=self.rank)
-        needed = (PROMPT_BLOCKS[-1] + SPARE_BLOCKS) * before.block_size
+        last = PROMPT_BLOCKS[-1]
         room = before.num_blocks * before.block_size
         for limit, tokens in (("its KV cache has", room), ("its --max-model-len is", self.model[1])):
-            if tokens is not None and needed > tokens:
-                raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
+            if tokens is not None:
+                last = min(last, tokens // before.block_size - SPARE_BLOCKS)
+                if last < MIN_LAST_BLOCKS:
+                    needed = (MIN_LAST_BLOCKS + SPARE_BLOCKS) * before.block_size
+                    raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
+        self._prompt_blocks = [blocks * last // PROMPT_BLOCKS[-1] for blocks in PROMPT_BLOCKS]
         turns: list[TurnCheck] = []
         for number in range(len(TOOLS)):
             self.say(f"{'' if self.rank is None else f'rank {self.rank}, '}turn {number + 1}/{len(TOOLS)}")
@@ -239,7 +246,7 @@ class _Check:
         block_size = self._before.block_size
         is_last = number == len(TOOLS) - 1
         num_before = turns[-1].prompt_tokens + turns[-1].output_tokens if turns else 0
-        num_new = PROMPT_BLOCKS[number] * block_size - num_before
+        num_new = self._prompt_blocks[number] * block_size - num_before
         self._extend(max(2, int(num_new / self._tokens_per_word)))
         job_before = self._read_job()
         started_s = time.monotonic()
