@@ -6,7 +6,7 @@ messages, marked calls, a bare call that is the whole text, and a fenced block. 
 the *last* one is used: the agent waits for all of them, and even a short tail contains the last one.
 
 The name of a shell call is the first word of its command, unchanged (`cd` for `cd /src && make`), as in
-Continuum. If the first word is an assignment, its value is left out (`TOKEN=` for `TOKEN=x make`). The result
+Continuum. What follows a `=` in it is left out (`TOKEN=` for `TOKEN=x make`): it may be a secret. The result
 also contains the whole command, for policies that need more than the name.
 
 The output is untrusted text: nothing here raises, and the time is linear in the length of the text.
@@ -240,7 +240,6 @@ _MAX_HEADER_CHARS = 256
 _RECIPIENT = re.compile(r"to=([\w.-]+)")
 _NOT_TOOLS = frozenset({"assistant", "user", "self", "commentary", "all"})
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _SHELL_TAGS = frozenset({"bash", "sh", "shell", "zsh", "mswea_bash_command"})
 """Tags of fenced blocks that contain shell commands; the last is mini-swe-agent 2's own tag."""
 _JSON_TAGS = frozenset({"json", "tool_call"})
@@ -418,8 +417,8 @@ def _make_shell_call(command: str) -> ToolCall | None:
     words = [words[0] for words in lines if words]
     first = next((word for word in words if not word.startswith("#")), words[0] if words else "")
     # `PASSWORD=x make test`: names are stored and shown, so they must not contain a possible secret.
-    assigned = _ASSIGNMENT.match(first)
-    name = get_bounded_tool(assigned[0] if assigned else first)
+    before, equals, _ = first.partition("=")
+    name = get_bounded_tool(before + equals)
     return None if name is None else ToolCall(name, _bound_command(command))
 
 
