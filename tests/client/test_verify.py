@@ -254,12 +254,16 @@ def test_a_server_that_its_operator_switched_off_is_named(mode: str, monkeypatch
         check(server, monkeypatch)
 
 
-def test_prompts_are_as_long_as_a_small_server_s_context_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.httpx, "Client", Server("tenuto", longest=20 * BLOCK_SIZE).connect)
+@pytest.mark.parametrize(("num_blocks", "last"), [(8, 5), (20, 16), (34, 30)])
+def test_prompts_are_as_long_as_a_small_server_s_context_allows(
+    num_blocks: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.httpx, "Client", Server("tenuto", longest=num_blocks * BLOCK_SIZE).connect)
     verdict = verify("http://server", gap_s=0.005)
     lengths = [turn.prompt_tokens for turn in verdict.turns[:5]]
     assert verdict.ok and lengths == sorted(lengths)
-    assert 14 * BLOCK_SIZE < lengths[-1] < 18 * BLOCK_SIZE
+    assert (last - 2) * BLOCK_SIZE < lengths[-1] < (last + 2) * BLOCK_SIZE
+    assert all(turn.held_blocks for turn in verdict.turns[:4])
 
 
 def test_a_server_that_is_too_small_for_the_check_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ the cache. The check distinguishes this from a server that should hold blocks bu
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
@@ -43,7 +44,7 @@ from tenuto.wire.response import Usage, as_text, read_usage
 PROMPT_BLOCKS = (4, 8, 17, 25, 31)
 """Blocks of the turns' prompts: 66, 131, 279, 397 and 503 tokens, in blocks of 16. Fewer where the context is
 shorter."""
-MIN_LAST_BLOCKS = 10
+MIN_LAST_BLOCKS = 4
 """The least for the last prompt."""
 OUTPUT_TOKENS = (7, 9, 12, 8, 7)
 TOOLS = ("ls", "cat", "grep", "git", "pytest")
@@ -227,7 +228,7 @@ class _Check:
                 if last < MIN_LAST_BLOCKS:
                     needed = (MIN_LAST_BLOCKS + SPARE_BLOCKS) * before.block_size
                     raise DataError(f"the check needs a context of {needed} tokens here; {limit} {tokens}")
-        self._prompt_blocks = [blocks * last // PROMPT_BLOCKS[-1] for blocks in PROMPT_BLOCKS]
+        self._prompt_blocks = [math.ceil(blocks * last / PROMPT_BLOCKS[-1]) for blocks in PROMPT_BLOCKS]
         turns: list[TurnCheck] = []
         for number in range(len(TOOLS)):
             self.say(f"{'' if self.rank is None else f'rank {self.rank}, '}turn {number + 1}/{len(TOOLS)}")
