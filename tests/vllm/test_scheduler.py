@@ -65,6 +65,7 @@ def start(tenuto_config: dict[str, Any], *, num_blocks: int = 100, **config: Any
         ({"limits": {"max_lease": 1}}, ConfigError, "'max_lease'"),
         ({"limits": 5}, ConfigError, "limits"),
         ({"own_policies": [5, None]}, ConfigError, "'own_policies'"),
+        ({"own_policies": ["stock", "no.such:Thing"]}, PolicyError, "no.such:Thing"),
         ({"trace": "/proc/none/trace.jsonl"}, ConfigError, "trace"),
         ({"on_mismatch": "ignore"}, ConfigError, "'on_mismatch'"),
         ([], ConfigError, "tenuto"),

@@ -80,6 +80,8 @@ class _DrivenScheduler(PrivateHooks):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = read_settings(vllm_config.additional_config)
         policy = load_policy(settings.policy, settings.options)
+        for name in settings.own_policies or ():
+            load_policy(name)
         wanted = get_server_settings(settings.policy, policy)
         if wanted.order == "priority":
             serve_by_priority(vllm_config)
