@@ -197,6 +197,7 @@ def test_a_tail_that_misses_the_call_says_so(text):
             "edit",
             '{"command": "view"}',
         ),
+        ('<|python_tag|>brave_search.call(query="x")<|eom_id|>', "brave_search", None),  # Llama 3's own tools
         ("Now:\n```bash\nls -la /src\n", "ls", "ls -la /src"),  # its end was a stop string
         ("```bash\ncd /src && FOO=1 make\n```", "cd", "cd /src && FOO=1 make"),
         ("```bash\nTOKEN='hunter 2' make\n```", "TOKEN=", "TOKEN='hunter 2' make"),

@@ -94,6 +94,12 @@ def _read_named(text: str) -> Found | None:
     return match[1], text[max(brace, match.end()) :]
 
 
+def _read_llama(text: str) -> Found | None:
+    """Read JSON, or `name.call(argument="x")`, in which Llama 3 calls the tools that it knows itself."""
+    name, call, arguments = text.partition(".call(")
+    return (name, arguments) if call and name.strip().isidentifier() else read_json(text)
+
+
 def _read_mistral(text: str) -> Found | None:
     """Read a JSON list, or, since tokenizer v11, `name[ARGS]{…}`."""
     return _read_named(text) if _MISTRAL_NAME.match(text) else read_json(text)
@@ -188,7 +194,7 @@ FORMS = (
     Form("<|action_start|><|plugin|>", "<|action_end|>", read_json),  # InternLM 2
     Form("<|tool_call|>", None, read_json),  # Granite 3
     Form("<function_call>", None, read_json),  # Granite 20B
-    Form("<|python_tag|>", None, read_json),  # Llama 3
+    Form("<|python_tag|>", None, _read_llama),  # Llama 3
     Form("functools", None, read_json),  # Phi-4 mini
     Form("<|python_start|>", "<|python_end|>", _read_python),  # Llama 4
     Form("<|tool_call_start|>", "<|tool_call_end|>", _read_python),  # LFM 2
