@@ -14,6 +14,16 @@ from array import array
 from collections.abc import Hashable, Sequence
 
 
+def count_shared_tokens(a: Sequence[tuple[str, int]], b: Sequence[tuple[str, int]]) -> int:
+    """Number of leading tokens that two prompts share. Each part is a text's name and the tokens of it."""
+    shared = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            return shared + (min(left[1], right[1]) if left[0] == right[0] else 0)
+        shared += left[1]
+    return shared
+
+
 def count_computed_tokens(num_prompt_tokens: int, num_output_tokens: int) -> int:
     """Tokens of a finished turn that are in the KV cache: all but the last output token."""
     return max(0, num_prompt_tokens + num_output_tokens - 1)
@@ -64,6 +74,18 @@ LEAST_LENGTH = 0.8
 """A prompt shorter than this share of the job's last prompt counts as shortened, not changed."""
 
 
+def changes_prompt(num_shared_tokens: int, num_last_tokens: int, num_tokens: int, block_size: int) -> bool:
+    """Whether a prompt differs from the job's last prompt before the last full block of that.
+
+    False for a much shorter prompt, because the client dropped history on purpose, and where the last prompt
+    has less than two full blocks.
+    """
+    num_blocks = num_last_tokens // block_size
+    if num_blocks < 2 or num_tokens < num_last_tokens * LEAST_LENGTH:
+        return False
+    return num_shared_tokens // block_size < num_blocks - 1
+
+
 class PrefixMarks:
     """Some block hashes of a finished turn, which show how much of the turn a later prompt shares.
 
@@ -102,13 +124,11 @@ class PrefixMarks:
     def find_first_difference(self, num_shared_blocks: int, num_prompt_tokens: int) -> int | None:
         """The first token at which a prompt that shares so many blocks differs; None if it goes on.
 
-        It is a lower bound: the last mark before the difference. None also for a much shorter prompt, because
-        the client dropped history on purpose, and for a prompt without a full block.
+        It is a lower bound: the last mark before the difference. None also where `changes_prompt` is false.
         """
-        num_blocks = self._num_prompt_tokens // self._block_size
-        if num_blocks < 2 or num_prompt_tokens < self._num_prompt_tokens * LEAST_LENGTH:
-            return None
-        return None if num_shared_blocks >= num_blocks - 1 else num_shared_blocks * self._block_size
+        num_shared = num_shared_blocks * self._block_size
+        is_other = changes_prompt(num_shared, self._num_prompt_tokens, num_prompt_tokens, self._block_size)
+        return num_shared if is_other else None
 
     def is_followed_by(self, num_shared_blocks: int) -> bool:
         """Whether a prompt that shares so many blocks continues this turn's prompt.

@@ -145,6 +145,19 @@ class Fields:
         index, each = next((n, each) for n, each in enumerate(value) if type(each) is not int or each < 0)
         raise self.error(f"{field}[{index}]", f"must be a whole number, got {show(each)}")
 
+    def contents(self, field: str) -> list[tuple[str, int]]:
+        """Read what a prompt holds: pairs of a content's id and its tokens."""
+        value = self._get(field)
+        pairs: list[tuple[str, int]] = []
+        for index, pair in enumerate(value if isinstance(value, list) else [value]):
+            match pair:
+                case [str(content_id), int(length)] if type(length) is int and 0 < length <= MAX_TOKENS:
+                    pairs.append((content_id, length))
+                case _:
+                    problem = f"must be a pair of content id and tokens (1 to {MAX_TOKENS})"
+                    raise self.error(f"{field}[{index}]", problem)
+        return pairs
+
     def part(self, field: str) -> Fields:
         """Read an object."""
         value = self._get_typed(field, dict, "an object")

@@ -10,6 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import (
+    changes_prompt,
+    count_computed_tokens,
+    count_reusable_tokens,
+    count_shared_tokens,
+)
 from tenuto.records import codec, files
 from tenuto.records.codec import Fields, T
 from tenuto.records.files import RESULTS, Say, find_in, read_first, read_objects, stream_objects
@@ -202,6 +208,8 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
     numbers: dict[str, int] = {}
     ends_s: dict[str, float] = {}
     parents: dict[str, str] = {}
+    lasts: dict[str, tuple[object, list[tuple[str, int]]]] = {}
+    num_shared: dict[tuple[str, int], int] = {}
     num_failed = 0
     for fields in objects:
         if fields.values.get("kind") in _NO_TURNS:
@@ -218,6 +226,15 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         latency_s = fields.optional(fields.milliseconds, "latency_ms")
         ttft_s = fields.optional(fields.milliseconds, "ttft_ms")
         ends_s[job] = due_s + (latency_s or 0.0)
+        if "prompt" in fields:
+            blocks, prompt = fields.values.get("blocks_of"), fields.contents("prompt")
+            last_blocks, last = lasts.get(job, (None, []))
+            if last and blocks == last_blocks:  # contents of one kind of blocks say nothing about another's
+                num_shared[job, number] = count_shared_tokens(last, prompt)
+            output = (str(fields.values.get("output")), fields.integer("output_length"))
+            lasts[job] = (blocks, [*prompt, output])
+        else:
+            lasts.pop(job, None)
         data.turns.append(
             TurnRecord(
                 job=job,
@@ -240,6 +257,22 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         )
     roots = _find_roots(parents, numbers)
     data.turns = [replace(turn, root=roots.get(turn.job)) for turn in data.turns]
+    _count_reusable(data, num_shared)
+
+
+def _count_reusable(data: RunData, num_shared: Mapping[tuple[str, int], int]) -> None:
+    """Add what turns could reuse, and where they change the last prompt. `num_shared`: tokens, by turn."""
+    turns = {(turn.job, turn.turn): turn for turn in data.turns}
+    block_size = data.block_size
+    for (job, number), shared in num_shared.items():
+        last, turn = turns[job, number - 1], turns[job, number]
+        num_last, num_now = last.prompt_tokens or 0, turn.prompt_tokens or 0
+        num_computed = count_computed_tokens(num_last, last.output_tokens or 0)
+        num_reusable = count_reusable_tokens(shared, num_computed, num_now, block_size)
+        turns[job, number] = replace(turn, reusable_tokens=num_reusable)
+        if changes_prompt(shared, num_last, num_now, block_size):
+            data.facts[job, number].parted_at = shared
+    data.turns = list(turns.values())
 
 
 def _find_roots(parents: Mapping[str, str], jobs: Container[str]) -> dict[str, str]:

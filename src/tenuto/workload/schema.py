@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple, get_args
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_computed_tokens, count_reusable_tokens
+from tenuto.core.reuse import count_shared_tokens as count_shared_tokens
 
 Loop = Literal["closed", "open"]
 Event = Literal["sent", "finished"]
@@ -39,16 +40,6 @@ class Span(NamedTuple):
 
 
 Prompt = tuple[Span, ...]
-
-
-def count_shared_tokens(a: Prompt, b: Prompt) -> int:
-    """Number of leading tokens that two prompts share."""
-    shared = 0
-    for left, right in zip(a, b, strict=False):
-        if left != right:
-            return shared + (min(left[1], right[1]) if left[0] == right[0] else 0)
-        shared += left[1]
-    return shared
 
 
 @dataclass(frozen=True, slots=True)

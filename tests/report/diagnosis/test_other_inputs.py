@@ -173,6 +173,30 @@ def test_a_recordings_failed_requests_are_said(tmp_path: Path) -> None:
     assert not analyze(write_lines(path, row))["notes"]
 
 
+def test_a_recording_says_what_its_turns_could_reuse(tmp_path: Path) -> None:
+    """Its prompts say what they share, so nothing is blamed on the server that the client changed."""
+    row = {"session": "a", "output_length": 16, "latency_ms": 9, "cached_tokens": 0, "blocks_of": "16 tokens"}
+    path = write_lines(
+        tmp_path / "recording.jsonl",
+        {**row, "timestamp": 0, "input_length": 100, "prompt": [["p", 100]], "output": "out1"},
+        # It goes on without the answer: 96 tokens instead of the 112 that prompt and answer left.
+        {**row, "delay": 9, "input_length": 150, "prompt": [["p", 100], ["q", 50]], "output": "out2"},
+        # It changes what comes after 32 tokens.
+        {**row, "delay": 9, "input_length": 200, "prompt": [["p", 32], ["r", 168]], "output": "out3"},
+        # The server's tokenizer did not answer, so that nobody knows what is shared.
+        {**row, "delay": 9, "input_length": 250, "prompt": [["s", 250]], "blocks_of": "messages"},
+    )
+    report = analyze(path, jobs=["a"])
+    turns = report["jobs_shown"][0]["turn_by_turn"]
+    assert [turn["reusable_tokens"] for turn in turns] == [0, 96, 32, 208]
+    assert report["parted"] == {
+        "turns": 1, "at_tokens": 32, "turns_there": 1, "num_jobs": 1, "jobs": {"a": 1}
+    }  # fmt: skip
+    path.write_text(path.read_text().replace('["q", 50]', '["q", "50"]'))
+    with pytest.raises(DataError, match=r"recording\.jsonl:2: prompt\[1\]: must be a pair"):
+        analyze(path)
+
+
 def test_a_simulations_sub_agents_are_part_of_their_job(tmp_path: Path) -> None:
     row = {"input_length": 90, "output_length": 9}
     path = write_lines(

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tenuto.core.errors import DataError
-from tenuto.records.codec import MAX_TOKENS, Fields
+from tenuto.records.codec import Fields
 from tenuto.records.metrics import group_by
 from tenuto.workload.formats.conversations import check_growth
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
@@ -130,15 +130,7 @@ def _read_prompt(row: Fields, session: str, before: list[TurnSpec], hashed: Mapp
 def _read_spans(row: Fields, num_tokens: int) -> Prompt:
     if "hash_ids" in row:
         raise row.error("prompt", "is given beside hash_ids; only one of them can say what the prompt holds")
-    value = row.values["prompt"]
-    spans = []
-    for index, pair in enumerate(value if isinstance(value, list) else [value]):
-        match pair:
-            case [str(content_id), int(length)] if type(length) is int and 0 < length <= MAX_TOKENS:
-                spans.append(Span(content_id, length))
-            case _:
-                problem = f"must be a pair of content id and tokens (1 to {MAX_TOKENS})"
-                raise row.error(f"prompt[{index}]", problem)
+    spans = [Span(*pair) for pair in row.contents("prompt")]
     if sum(span.num_tokens for span in spans) != num_tokens:
         raise row.error("prompt", f"does not add up to the input_length of {num_tokens}")
     return tuple(spans)
