@@ -47,6 +47,17 @@ def test_without_its_start_a_turn_waits_for_its_first_token() -> None:
     assert Life(turn).slices[:2] == [("wait", 0, 2), ("decode", 2, 4)]
 
 
+def test_an_answer_that_was_not_streamed_comes_with_its_first_token() -> None:
+    """A recording knows only when the whole answer came: nothing says that all that time was decode."""
+    before, turn = read(
+        [make_turn("a", n, 10 * n, start_s=None, first_token_s=None, last_token_s=10 * n + 4) for n in (1, 2)]
+    )
+    assert Life(turn, before).slices[:1] == [("wait", 20, 24)]
+    timeline = make_timeline([Detail("run", [before, turn])])
+    assert timeline is not None
+    assert timeline["data"]["runs"][0]["jobs"][0][1][1][:5] == [2, 20, None, 24, 24]
+
+
 def test_a_turn_that_failed_ends_where_it_came_to() -> None:
     (turn,) = read([make_turn("a", 1, 0, status="failed", first_token_s=None, last_token_s=None)])
     assert Life(turn).slices == [("failed", 0, 1)]

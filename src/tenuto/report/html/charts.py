@@ -766,7 +766,7 @@ def plot_lives(detail: Detail) -> Chart | None:
         for life in lives:
             for state, start_s, end_s in life.slices:
                 spans.setdefault(state, []).append((row, start_s, end_s))
-            at_s = life.turn.first_token_s if life.turn.start_s is None else life.turn.start_s
+            at_s = life.first_token_s if life.turn.start_s is None else life.turn.start_s
             if at_s is not None:
                 hits.setdefault(life.verdict, []).append((at_s, row))
                 loads += [(at_s, row - _BESIDE)] if life.turn.loaded_tokens else []

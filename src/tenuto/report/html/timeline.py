@@ -63,6 +63,12 @@ class Life(NamedTuple):
     block_size: int = DEFAULT_BLOCK_SIZE
 
     @property
+    def first_token_s(self) -> float | None:
+        """When its first token reached the client: with the last, if the answer was not streamed."""
+        turn = self.turn
+        return turn.last_token_s if turn.start_s is turn.first_token_s is None else turn.first_token_s
+
+    @property
     def tool_end_s(self) -> float | None:
         """The end of its tool call: when the next turn was due; without one, its planned time later."""
         turn, following = self.turn, self.following
@@ -95,7 +101,7 @@ class Life(NamedTuple):
         turn = self.turn
         waiting: State = "wait" if turn.start_s is None else "queue"
         marks: list[tuple[State, float | None]] = [
-            (waiting, turn.start_s if turn.start_s is not None else turn.first_token_s),
+            (waiting, turn.start_s if turn.start_s is not None else self.first_token_s),
             ("prefill", turn.first_token_s if turn.start_s is not None else None),
             ("decode", turn.last_token_s),
             ("held", self.held_end_s),
@@ -172,7 +178,7 @@ def _make_row(life: Life) -> list[Any]:
     times_s = (
         turn.due_s,
         turn.start_s,
-        turn.first_token_s,
+        life.first_token_s,
         turn.last_token_s,
         life.held_end_s,
         life.tool_end_s,
