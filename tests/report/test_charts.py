@@ -7,11 +7,11 @@ import pytest
 from tenuto.records.codec import Fields
 from tenuto.records.load import read_sample, read_turn
 from tenuto.report.html import charts
-from tenuto.report.html.charts import OF_A_SETTING, make_sections, map_winners
+from tenuto.report.html.charts import OF_A_SETTING, make_sections, map_winners, plot_ab
 from tenuto.report.html.compare import Group, group_runs
 from tenuto.report.html.draw import draw
 from tenuto.report.html.page import make_report, render_page
-from tenuto.report.html.sources import AbVerdict, Detail, Sources
+from tenuto.report.html.sources import AbRow, AbVerdict, Detail, Sources
 from tenuto.report.html.spec import Axis, Bars, Chart, Grid, Looks, Panel, Series, make_looks
 from tests.report.data import make_record, make_sample, make_turn
 from tests.report.test_compare import read
@@ -85,3 +85,16 @@ def test_whatever_is_not_drawn_is_said() -> None:
         "KV cache over time: 12 of 13 runs",
         "A few jobs: 12 of 13 runs",
     ]
+
+
+def test_a_wide_interval_of_a_comparison_leaves_its_ratios_apart() -> None:
+    """Two pairs of runs may give an interval from 0 to millions: on such an axis all ratios are one dot."""
+    rows = (AbRow("b", "mean job time", 1.2, 0.001, 5e6, ""), AbRow("b", "P95 job time", 0.8, 0.5, 1.9, ""))
+    chart = plot_ab(AbVerdict("a", 2, rows), {}, "")
+    assert chart is not None
+    assert chart.panels[0].x.ends == (pytest.approx(0.8 / 3, abs=0.2), pytest.approx(3.6, abs=0.2))
+    assert "beyond the picture" in chart.caption
+    narrow = plot_ab(AbVerdict("a", 6, rows[1:]), {}, "")
+    assert narrow is not None
+    assert narrow.panels[0].x.ends == (pytest.approx(0.43), pytest.approx(1.97))
+    assert "beyond the picture" not in narrow.caption

@@ -519,6 +519,10 @@ def make_tile(winner: Winner, looks: Looks, suffix: str = "") -> Tile:
     )
 
 
+FURTHEST = 3.0
+"""The factor up to which intervals are drawn beyond all ratios. Few pairs make wide ones."""
+
+
 def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
     """The verdict of `tenuto ab`: a row for each arm and measure; None without a pair."""
     if not verdict.comparisons:
@@ -538,13 +542,18 @@ def plot_ab(verdict: AbVerdict, looks: Looks, mark: str) -> Chart | None:
         labels.append(f"{shorten(row.arm, 20)}: {row.measure}" if has_arms else row.measure)
         interval = "–" if row.low is None or row.high is None else f"{row.low:.3f} – {row.high:.3f}"
         rows.append((shorten(row.arm), row.measure, f"{row.ratio:.3f}", interval, row.words))
-    x = Axis(label=f"value / value of {shorten(baseline, 16)}", ends=stretch(ends, 0.05))
+    ratios = [1.0, *(row.ratio for row in verdict.comparisons)]
+    least, most = min(ratios) / FURTHEST, max(ratios) * FURTHEST
+    is_cut = min(ends) < least or max(ends) > most
+    shown = stretch([max(min(ends), least), min(max(ends), most)], 0.05)
+    x = Axis(label=f"value / value of {shorten(baseline, 16)}", ends=shown)
     return Chart(
         name="ab",
         title=f"Verdict of {shorten(verdict.place)}: every measure against {baseline}",
         caption=f"An arm's value over that of {baseline}, with its 95 % interval, from {verdict.pairs} "
         "pairs. Times are better left of the line, throughput is better right of it. A marker with a light "
-        "centre is no difference.",
+        "centre is no difference."
+        + (" Ends of intervals beyond the picture are in the table." if is_cut else ""),
         panels=[_make_rows(labels, marks, x, inches=0.3, reference=Reference(1))],
         table=Table(("Arm", "Measure", "Ratio", "95 % interval", "In words"), tuple(rows)),
         mark=mark,
