@@ -360,12 +360,13 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
         raise DataError(f"{source}: holds no record")
     loaded = group_by((record for record in records if record.jps is not None), _get_series)
     light = {series: min(same, key=lambda each: each.jps or 0.0) for series, same in loaded.items()}
-    # Stock as shipped: not with the smaller steps that `tenuto compare` also tries.
+    # Stock as shipped, behind the same router: not with the smaller steps that `tenuto compare` also tries.
     shipped = {"step_tokens": None, "keep_kv": None}
     stock = {
         _get_load(record): record
         for record in records
-        if record.policy == "stock" and _get_arm(record).items() >= shipped.items()
+        if record.policy in ("stock", f"stock@{_get_arm(record)['router']}")
+        and _get_arm(record).items() >= shipped.items()
     }
     return {
         "source": source,
@@ -636,7 +637,6 @@ def _format_cell(cell: Mapping[str, Any]) -> tuple[str, ...]:
 def _name_arm(cell: Mapping[str, Any]) -> str:
     """The policy, with what differs beside it, in the words of `tenuto compare`."""
     labels, name = cell["labels"], _show_label(cell, "policy")
-    name += f"@{_show_label(cell, 'router')}" if "router" in labels else ""
     name += f" @{_show_label(cell, 'step_tokens')}" if "step_tokens" in labels else ""
     return name + (" keeping no KV" if "keep_kv" in labels else "")
 

@@ -282,17 +282,19 @@ def test_the_further_runs_of_a_split_are_told_apart_and_stand_for_no_stock(
         make_result(6, GROWING, mean_s=190.0),
         make_result(6, GROWING, mean_s=28.0, config={"step_tokens": "256"}),
         make_result(6, exploding, policy="p", mean_s=42.0, config={"keep_kv": False}),
-        make_result(6, GROWING, mean_s=60.0, config={"fleet": {"router": "random"}}),
+        make_result(6, GROWING, policy="stock@random", mean_s=60.0, config={"fleet": {"router": "random"}}),
+        make_result(6, exploding, policy="p@random", mean_s=43.0, config={"fleet": {"router": "random"}}),
     ]
     path = write_lines(tmp_path / "results.jsonl", *rows)
     cells = analyze(path)["records"]
-    assert [cell["labels"].get("step_tokens") for cell in cells] == [None, None, "256", None, None]
+    assert [cell["labels"].get("step_tokens") for cell in cells] == [None, None, "256", None, None, None]
     assert cells[3]["labels"]["keep_kv"] is False
     for cell in (cells[0], cells[3]):
         assert "with stock 190.0 s at this load" in cell["diagnosis"][0]["seen"]
+    assert "with stock 60.0 s at this load" in cells[5]["diagnosis"][0]["seen"]
     assert main(["analyze", str(path)]) == 0
-    table = capsys.readouterr().out.splitlines()[2:7]
-    names = ["p", "p keeping no KV", "stock", "stock @256", "stock@random"]
+    table = capsys.readouterr().out.splitlines()[2:8]
+    names = ["p", "p keeping no KV", "p@random", "stock", "stock @256", "stock@random"]
     assert [line.split("H200")[0].strip() for line in table] == names
 
 
