@@ -129,6 +129,8 @@ def test_other_failures_leave_the_server_in() -> None:
         with pytest.raises(RequestFailed, match="no"):
             await send(servers, make_due("job", 0), attempts=4)
         assert sum(client.num_asked for client in clients) == 4
+        did = servers.summarise()
+        assert (did["sent"], did["resent"]) == (4, 3), "what was sent, not where the next attempt would go"
         assert len(servers._dispatcher.engines.ready) == 2
         assert not any(engine.num_open for engine in servers._dispatcher.engines.ready.values())
 

@@ -208,6 +208,7 @@ class RoutedServers:
         self._where: dict[str, str] = {}
         self._away: dict[str, float] = {}
         """The time until which each server that refused a connection gets no turns."""
+        self._num_sent = self._num_resent = 0  # The dispatcher also counts where it would send a turn again.
         for url in self._clients:
             self._dispatcher.join(EngineInfo(url), 0.0)
 
@@ -215,7 +216,7 @@ class RoutedServers:
     def open_turn(self, due: Due) -> Iterator[Send]:
         """The router chooses a server for each attempt to send the turn."""
         try:
-            yield partial(self._send, due)
+            yield partial(self._send, due, count())
         finally:
             self._note(self._dispatcher.abort(get_turn_id(due), _get_now_s()))
             self._where.pop(get_turn_id(due), None)
@@ -224,17 +225,21 @@ class RoutedServers:
         """What the router did, as in the `fleet` of a simulated run's record."""
         stats = self._dispatcher.stats
         return {
-            "sent": stats.num_sent,
+            "sent": self._num_sent,
             "moves": stats.num_moves,
             "moved_tokens": stats.num_moved_tokens,
-            "resent": stats.num_resent,
+            "resent": self._num_resent,
             "router_faults": sum(self._dispatcher.faults.values()),
         }
 
-    async def _send(self, due: Due, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def _send(
+        self, due: Due, attempts: Iterator[int], path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Answer:
         client = self._choose(due)
         if client is None:
             raise RequestFailed("connect", "no server takes turns now", can_retry=True)
+        self._num_sent += 1
+        self._num_resent += next(attempts) > 0
         try:
             answer = await client.stream_answer(path, body, headers)
         except RequestFailed as error:
