@@ -362,7 +362,7 @@ def test_jobs_beside_each_other_count_among_those_remembered(
         ({"prompt_tokens": True, "completion_tokens": 1.5}, "no usage"),
         ({"prompt_tokens": 0, "completion_tokens": 0}, "no usage"),
         ({"prompt_tokens": 1}, None),
-        ({"prompt_tokens_details": {"cached_tokens": 10**6}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 10**6}}, "cached count"),
         ({"prompt_tokens_details": "x"}, None),
     ],
 )
@@ -383,6 +383,7 @@ def test_a_server_that_lies_about_its_usage(
     for turn in record.turns:
         assert "cached_tokens" not in turn
         assert (complaint is None) == ("complaints" not in turn)
+        assert complaint is None or turn["complaints"][0].startswith(complaint)
         assert turn["output_length"] >= 1
     assert len(load_workload(record.path).jobs[0].turns) == 2
 
@@ -398,6 +399,20 @@ def test_a_count_that_contradicts_the_tokens_is_complained_about(recording: Any)
     (turn,) = asyncio.run(run()).turns
     assert "7 counted" in turn["complaints"][0]
     assert turn["blocks_of"] == "messages"
+
+
+def test_an_answer_with_more_tokens_than_the_server_counts_is_complained_about(recording: Any) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        choice = {"index": 0, "text": "a b", "token_ids": [5, 6, 7], "finish_reason": "length"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            await client.post(f"{record.url}/v1/completions", json={"prompt": [1, 2]})
+        return record
+
+    (turn,) = asyncio.run(run()).turns
+    assert (turn["output_length"], turn["complaints"]) == (3, ["output count: 3 tokens came, 1 counted"])
 
 
 def test_a_tokenizer_that_hangs_is_asked_once(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:

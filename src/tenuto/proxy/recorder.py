@@ -346,7 +346,13 @@ class TurnWriter:
             self._sessions.remember(lane, pieces, None, after.hashes)
         else:
             self._remember_tokens(lane, pieces, token_ids, beginning, output, output_ids or [])
-        tool, cached = find_tool_call(response), response.usage.cached_tokens
+        tool, usage = find_tool_call(response), response.usage
+        if response.token_ids is not None and usage.output_tokens not in (None, output.num_tokens):
+            complaints.append(f"output count: {output.num_tokens} tokens came, {usage.output_tokens} counted")
+        cached = usage.cached_tokens
+        if cached is not None and cached > num_prompt:
+            complaints.append(f"cached count: {cached} tokens of a prompt of {num_prompt}")
+            cached = None
         first_s = response.first_token_s if request.is_stream else None
         num_same = _count_common(lane.last_hashes, pieces.hashes)
         row = {
@@ -362,7 +368,7 @@ class TurnWriter:
             "status": exchange.status,
             "ttft_ms": None if first_s is None else round((first_s - exchange.arrival_s) * 1000, 3),
             "latency_ms": exchange.latency_ms,
-            "cached_tokens": cached if cached is not None and cached <= num_prompt else None,
+            "cached_tokens": cached,
             "is_last_step": request.hints.is_last,
             "complaints": complaints or None,
             "blocks_of": "messages" if token_ids is None else f"{BLOCK_TOKENS} tokens",
