@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from tenuto.cli import main
 from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.convert import FORMATS, Format, find_losses, write_trace
 from tenuto.workload.formats.rows import BlockIds, HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import After, Job, Span, TurnSpec, count_shared_tokens
+from tenuto.workload.schema import After, Job, Span, TurnSpec
 from tests.workload.test_workload_tenuto_jsonl import workloads
 
 # A strategy's texts are up to 4 million tokens long: in small blocks that is slow, and no other case.

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.generators.jobs import Exchange, make_job, make_rng
 from tenuto.workload.generators.mixed import (
     agents_and_probes_jobs,
@@ -21,7 +22,7 @@ from tenuto.workload.generators.mixed import (
     shift_jobs,
 )
 from tenuto.workload.load import GENERATORS, load_workload
-from tenuto.workload.schema import Span, count_shared_tokens
+from tenuto.workload.schema import Span
 from tests.support.processes import run_under_hash_seeds
 
 NEW = [name for name in GENERATORS if name not in ("ab8", "swe-bench", "bfcl", "random")]

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import After, count_shared_tokens
+from tenuto.workload.schema import After
 
 HEADER = {
     "schema": "dynamo.agentic_mooncake",

@@ -11,7 +11,8 @@ from itertools import islice, pairwise
 import pytest
 
 from tenuto.core.errors import ConfigError
-from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.core.reuse import count_shared_tokens
+from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload
 from tenuto.workload.transform import (
     arrival_times,
     reassign_arrivals,

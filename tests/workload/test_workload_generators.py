@@ -9,6 +9,7 @@ import statistics
 
 import pytest
 
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.generators.agents import (
     BFCL,
     PART_CV,
@@ -21,7 +22,7 @@ from tenuto.workload.generators.agents import (
 )
 from tenuto.workload.generators.fixed_lengths import MAX_ANSWER_TOKENS, ab8_jobs, trace8_jobs
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import Span, count_shared_tokens
+from tenuto.workload.schema import Span
 from tests.support.processes import run_under_hash_seeds
 
 NUM_JOBS = 3000

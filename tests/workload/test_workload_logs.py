@@ -10,9 +10,10 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.formats.conversations import Contents, Pieces
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import Span, count_shared_tokens
+from tenuto.workload.schema import Span
 
 SYSTEM = {"role": "system", "content": "be a good agent " * 20}
 TASK = {"role": "user", "content": "mend the tests"}

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.files import read_objects
 from tenuto.workload.formats.mooncake import read_mooncake
 from tenuto.workload.formats.rows import HashedPrompt, make_prompts
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import count_shared_tokens
 
 
 def row(timestamp, num_tokens, ids, **more):

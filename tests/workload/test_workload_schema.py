@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.core.reuse import count_shared_tokens
+from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload
 
 prompts = st.lists(
     st.builds(Span, st.sampled_from(["a", "b", "c"]), st.integers(1, 6)), min_size=1, max_size=6

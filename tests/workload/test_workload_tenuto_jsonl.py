@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.codec import MAX_SECONDS
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import load_workload
-from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.workload.schema import After, Job, Span, TurnSpec, Workload
 
 
 def row(session="a", num_prompt=10, **more):

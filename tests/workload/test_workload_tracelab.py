@@ -9,8 +9,8 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.load import holds_text, load_workload
-from tenuto.workload.schema import count_shared_tokens
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "experiments" / "tool_times" / "data" / "tracelab.jsonl"
 

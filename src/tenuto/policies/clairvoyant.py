@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.core.policy import Key, Oracle, Policy, setting
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.core.types import Decision, EngineView, Keep, Lease, Release, StepView, Turn
 from tenuto.estimators.step_times import StepTimes
-from tenuto.workload.schema import count_shared_tokens
 
 FIRST = -1e15
 """The value of a lease whose job returns late: lower than minus any work."""

@@ -30,6 +30,7 @@ from typing import Any, Self, TypeVar
 
 from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.metrics import group_by
 from tenuto.sim.compare import open_processes
 from tenuto.sim.cost.batch import StepBatch, split_prompt
@@ -51,7 +52,7 @@ from tenuto.sim.steady import (
     take_sample,
 )
 from tenuto.workload.load import LoadOptions
-from tenuto.workload.schema import Span, count_shared_tokens
+from tenuto.workload.schema import Span
 
 # A number of machines under a load: the results of simulating them, with one seed or with several.
 

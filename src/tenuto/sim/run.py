@@ -17,6 +17,7 @@ from tenuto.core.ledger import Account, Ledger
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.files import OCCUPANCY, TURNS, RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
@@ -33,7 +34,7 @@ from tenuto.sim.simulation import Clients, Simulation, Watch
 from tenuto.workload import Workload
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import LoadOptions, make_workload
-from tenuto.workload.schema import Job, Span, count_shared_tokens
+from tenuto.workload.schema import Job, Span
 
 GC_THRESHOLD = (1_000_000,)
 """New objects between two garbage collections, for processes that only simulate. A simulation makes many

@@ -1,8 +1,9 @@
 """Jobs to serve: generators, readers of public traces, arrivals and scaling. Depends only on core."""
 
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl
 from tenuto.workload.load import LoadOptions, load_workload, make_workload
-from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec, Workload, count_shared_tokens
+from tenuto.workload.schema import After, Job, Prompt, Span, TurnSpec, Workload
 from tenuto.workload.transform import scale_lengths, scale_rate
 
 __all__ = [

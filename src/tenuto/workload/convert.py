@@ -16,6 +16,7 @@ from typing import IO, Any, Literal, TextIO, cast
 
 from tenuto.core.console import Progress, count, say
 from tenuto.core.errors import ConfigError
+from tenuto.core.reuse import count_shared_tokens
 from tenuto.core.settings import Options, option
 from tenuto.core.types import ToolCall
 from tenuto.records.files import read_objects, replacing, writing
@@ -26,7 +27,7 @@ from tenuto.workload.formats.rows import dump_json
 from tenuto.workload.formats.tenuto_jsonl import make_tenuto_rows
 from tenuto.workload.formats.weka import make_weka
 from tenuto.workload.load import holds_text, load_workload, read_trace
-from tenuto.workload.schema import Job, Prompt, TurnSpec, count_shared_tokens
+from tenuto.workload.schema import Job, Prompt, TurnSpec
 
 MAX_BLOCK_SIZE = 2**20
 Rows = Iterable[Mapping[str, object]]

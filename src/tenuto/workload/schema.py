@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from tenuto.core.errors import ConfigError, DataError
-from tenuto.core.reuse import count_computed_tokens, count_reusable_tokens
-from tenuto.core.reuse import count_shared_tokens as count_shared_tokens
+from tenuto.core.reuse import count_computed_tokens, count_reusable_tokens, count_shared_tokens
 
 Loop = Literal["closed", "open"]
 Event = Literal["sent", "finished"]
