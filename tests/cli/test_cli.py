@@ -683,6 +683,18 @@ def test_output_on_a_full_disk() -> None:
     assert ended.stderr == "tenuto: not all was written: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"), [("--help", 0), ("policies", 0), ("--nonsense", 2), ("policies --help", 0)]
+)
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed(arguments: str, status: int, closed: str) -> None:
+    line = f"{sys.executable} -m tenuto.cli {arguments} {closed}"
+    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert ended.returncode == status
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert status or not ended.stderr
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_output_that_nobody_reads_or_can_show(encoding: str) -> None:
     script = "import sys\nfrom tenuto.cli import main\nsys.exit(main(['policies']))"
