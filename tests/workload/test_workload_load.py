@@ -55,6 +55,9 @@ def test_a_path_that_is_not_there_is_a_wrong_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"no such file, nor a generator \(ab8, swe-bench, bfcl, random"):
         load_workload(tmp_path / "none.jsonl")
 
+    with pytest.raises(ConfigError, match=r"swe-bench-contexts\); did you mean swe-bench\?$"):
+        load_workload("swebench", jps=1)
+
 
 def test_a_trace_keeps_its_arrivals_unless_told(write_rows):
     path = write_rows(*(MOONCAKE | {"timestamp": 1000 * n} for n in range(50)))

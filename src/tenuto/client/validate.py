@@ -74,7 +74,7 @@ from tenuto.client.profile import make_plan as make_profile_plan
 from tenuto.client.verify import read_model, verify
 from tenuto.core import console
 from tenuto.core.console import count
-from tenuto.core.errors import ConfigError, DataError, TenutoError, redact
+from tenuto.core.errors import ConfigError, DataError, TenutoError, redact, suggest
 from tenuto.records.files import RunFiles, read_first, write_whole, writing
 from tenuto.records.load import read_validation
 from tenuto.records.metrics import HITS, Runs, get_geometric_mean
@@ -441,7 +441,8 @@ def check(options: ValidateOptions, machine: ValidatedMachine, disturbances: Seq
     if options.engine == "vllm":
         check_model(options.model)
     if options.workload not in GENERATORS and not Path(options.workload).exists():
-        raise ConfigError(f"--workload {options.workload}: no such file, nor a generator")
+        near = suggest(options.workload, GENERATORS)
+        raise ConfigError(f"--workload {options.workload}: no such file, nor a generator{near}")
     find_sizes(options)
     check_port(options.port)
     load, cores = machine.load_before or 0.0, machine.cores or 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tenuto.core.errors import ConfigError, DataError
+from tenuto.core.errors import ConfigError, DataError, suggest
 from tenuto.core.settings import Form, Options, option
 from tenuto.records.codec import MAX_COUNT, MAX_SECONDS, Fields
 from tenuto.records.files import read_objects
@@ -315,7 +315,8 @@ def read_trace(path: Path) -> list[Job]:
             )
         return read_weka(record for file in files for record in read_objects(file, exact=True))
     if not path.exists():
-        raise ConfigError(f"{path}: no such file, nor a generator ({', '.join(GENERATORS)})")
+        near = suggest(path, GENERATORS)
+        raise ConfigError(f"{path}: no such file, nor a generator ({', '.join(GENERATORS)}){near}")
     records = read_objects(path, exact=True)
     return _find_reader(records[0])(records)
 
