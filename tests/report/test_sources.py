@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -121,6 +122,15 @@ def test_a_link_that_leads_to_no_file_is_left_out_of_a_folder(tmp_path: Path) ->
     assert [note.endswith("; it was left out.") for note in sources.notes] == [True, True]
     with pytest.raises(DataError, match=r"loop\.json: cannot be read: Too many levels"):
         read_sources([tmp_path / "loop.json"])
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(PermissionError):
+        read_sources([tmp_path])
 
 
 def test_compressed_files_in_a_folder_are_read_as_others_are(tmp_path: Path) -> None:

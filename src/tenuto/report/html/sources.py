@@ -395,6 +395,8 @@ def _find_files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     for path in paths:
         found = [path]
         if path.is_dir():
+            # `rglob` finds nothing in a folder that may not be read.
+            os.scandir(path).close()
             found = sorted(each for suffix in SUFFIXES for each in path.rglob(f"*{suffix}"))
             found = [each for each in found if each.name.removesuffix(".gz") not in OTHERS]
             # `gzip -k` leaves the file beside its compressed copy.
