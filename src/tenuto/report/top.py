@@ -357,7 +357,7 @@ def watch(
             _show_once(watched, interval_s, as_json)
             return 0
         with suppress(KeyboardInterrupt, BrokenPipeError):
-            if as_json or not sys.stdout.isatty():
+            if as_json or not sys.stdout.isatty() or Console().is_dumb_terminal:
                 _look_forever(watched, interval_s, partial(_print_line, watched, as_json))
             with Live(Text("…"), console=Console(), screen=True, auto_refresh=False) as live:
                 _look_forever(watched, interval_s, partial(_show_live, watched, live))

@@ -268,6 +268,17 @@ def test_the_live_picture_and_its_trouble(server: FakeServer, monkeypatch: pytes
     assert "KV cache" in rest
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stop_after(monkeypatch, 2, lambda number: None)
+    out = _Terminal()
+    with redirect_stdout(out):
+        watch([server.url])
+    assert out.getvalue().count("running 0 waiting 0") == 2
+
+
 @pytest.mark.slow
 def test_while_a_busy_server_lets_a_look_wait_the_last_picture_stays(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
