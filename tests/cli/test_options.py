@@ -207,3 +207,14 @@ def test_a_file_in_a_folder_that_cannot_be_entered(
     monkeypatch.setattr(Path, "stat", refuse)
     assert main(["simulate", "--workload", "closed/jobs.jsonl"]) == 2
     assert capsys.readouterr().err.endswith("tenuto: closed/jobs.jsonl: Permission denied\n")
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "import sys; sys.exit('bye')"])
+def test_a_policy_s_file_that_ends_the_program(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its status is not taken for that of the check."""
+    file = tmp_path / "mine.py"
+    file.write_text(line)
+    assert main(["check-policy", f"{file}:Mine"]) == 2
+    assert capsys.readouterr().err.startswith(f"tenuto: {file}:1 ends the program (SystemExit(")

@@ -116,7 +116,14 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"tenuto {__version__}\n{_name_vllm()}")
         return 0
     command, given = parse(arguments)
-    return command.run(given)
+    try:
+        return command.run(given)
+    except SystemExit as error:
+        import traceback
+
+        # A file with somebody's policy, or one of its hooks. Its status would be taken for the command's.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise TenutoError(f"{where.filename}:{where.lineno} ends the program ({error!r})") from error
 
 
 def _name_vllm() -> str:
