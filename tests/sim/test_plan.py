@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +403,21 @@ def test_a_machine_that_cuts_jobs_short_comes_after_those_that_do_not() -> None:
         "In short: 2 × H200 are enough with stock. 1 × RTX5090 is enough with stock. Some turns are too long "
         "for RTX5090: their jobs end early."
     )
+
+
+def test_a_policy_whose_hooks_failed_is_marked(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom tenuto import Policy\n\n@dataclass\nclass Raises(Policy):\n"
+        '    """It raises."""\n    def retain(self, turn, view):\n        raise ValueError("broken")\n'
+    )
+    setup = replace(SMALL, policy=f"{file}:Raises")
+    load = LoadOptions(workload="bfcl", scale_lengths=0.1, jps=0.5)
+    run = simulate_until_steady(setup, load, Effort(num_jobs=20), max_jobs=60)
+    assert run.policy_faults > 10
+    faulty, plan = Plan(setup, 1, Point(1, 0.5, (run,))), make_plan("L40S", "stock", 1, 5.0)
+    _, marked, other, _, meaning, *_ = format_plans([faulty, plan], Target(p95_s=90.0)).splitlines()
+    assert marked.endswith("  !")
+    assert not other.endswith("!")
+    assert meaning.startswith(f"! hooks of the policy failed ({run.policy_faults:,} times in all); ")
+    assert faulty.to_json()["point"]["policy_faults"] == run.policy_faults

@@ -91,6 +91,11 @@ def format_run(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"wall time    {record['wall_s']:.2f} s{source}"])
 
 
+def explain_faults(number: int) -> str:
+    """The line below a table that explains the mark of policies whose hooks failed."""
+    return f"! hooks of the policy failed ({count(number, 'time')} in all); stock's answer was used there"
+
+
 def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
     """What stock did with the same load, as a line below a run's; both are given as JSON values."""
     own, other = record["job_s"], stock["job_s"]

@@ -26,9 +26,9 @@ from tenuto.records.metrics import get_known_mean, group_by, summarise
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
+from tenuto.records.text import explain_faults, format_table
 from tenuto.records.text import format_count as _n
 from tenuto.records.text import format_share as _p
-from tenuto.records.text import format_table
 from tenuto.records.text import format_time_s as _s
 from tenuto.report.diagnosis import (
     Cause,
@@ -132,6 +132,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "causes": _get_causes(turns, data.block_size),
         "leases": _get_leases(data),
         "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
+        "policy_faults": (data.record and data.record.policy_faults) or 0,
         "engine": {name: gauge.to_json() for name, gauge in _get_gauges(data).items()},
         "step_s": describe(data.step_s),
         "by_turn": [_describe_turns(number, by_number[number]) for number in sorted(by_number)],
@@ -419,6 +420,7 @@ def _describe(record: RunRecord, light: RunRecord | None, stock: RunRecord | Non
     return {
         "labels": _get_labels(record),
         "jobs": record.jobs,
+        "policy_faults": record.policy_faults or 0,
         "job_s": job_s,
         "p95_job_s": get_stat(record.job_s, "p95"),
         **_get_values(record, "prompt_tokens", "hit_tokens", "recomputed_tokens", "preemptions"),
@@ -474,6 +476,8 @@ def _format_head(report: Mapping[str, Any]) -> list[str]:
         hit, best = _p(tokens["hit_ratio"]), _p(tokens["best_ratio"])
         rows.append(("hit ratio", f"{hit} of {_n(tokens['prompt'])} prompt tokens; {best} at best"))
         rows.append(("prefill", _format_savings(tokens)))
+    if report["policy_faults"]:
+        rows.append(("faults", explain_faults(report["policy_faults"]).removeprefix("! ")))
     leases = report["leases"]
     rows += [
         ("leases", _format_leases(leases)),
@@ -594,11 +598,17 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
     if len({str(cell["labels"].get("seed")) for cell in cells}) > 1:
         labels.append("seed")
     rows = [
-        (_name_arm(cell), *(_show_label(cell, name) for name in labels[1:]), *_format_cell(cell))
+        (
+            _name_arm(cell) + " !" * bool(cell["policy_faults"]),
+            *(_show_label(cell, name) for name in labels[1:]),
+            *_format_cell(cell),
+        )
         for cell in cells
     ]
     head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
     lines = _table(head, rows, left=(0, 1, 2, len(head) - 1))
+    if num_faults := sum(cell["policy_faults"] for cell in cells):
+        lines.append(explain_faults(num_faults))
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         arm = [f"policy {_name_arm(cell)}"] if "policy" in cell["labels"] else []

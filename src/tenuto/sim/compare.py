@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tenuto.core import __version__
-from tenuto.core.console import count
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.loader import find_file, get_engine_settings, load_policy
 from tenuto.records.codec import Fields
@@ -42,7 +41,7 @@ from tenuto.records.files import RESULTS, digest_files, read_objects, write_whol
 from tenuto.records.load import read_run
 from tenuto.records.metrics import FIGURES, Figure, get_geometric_mean, get_known_mean, group_by
 from tenuto.records.schema import get_config
-from tenuto.records.text import comes_from, is_overloaded
+from tenuto.records.text import comes_from, explain_faults, is_overloaded
 from tenuto.sim.fidelity import KnownError, get_error
 from tenuto.sim.fleet import check_machines
 from tenuto.sim.machine import check_step_costs, get_max_num_batched_tokens
@@ -602,10 +601,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     lines += _format_splits(rows)
     num_faults = sum(row["policy_faults"] for row in rows)
     if num_faults:
-        lines.append(
-            f"\n! hooks of the policy failed ({count(num_faults, 'time')} in all); "
-            "stock's answer was used there"
-        )
+        lines += ["", explain_faults(num_faults)]
     return "\n".join(lines)
 
 

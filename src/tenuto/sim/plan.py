@@ -32,6 +32,7 @@ from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.metrics import group_by
+from tenuto.records.text import explain_faults
 from tenuto.sim.compare import open_processes
 from tenuto.sim.cost.batch import StepBatch, split_prompt
 from tenuto.sim.fidelity import KnownError, get_error
@@ -95,6 +96,11 @@ class Point:
         return max(run.num_cut for run in self.runs)
 
     @property
+    def policy_faults(self) -> int:
+        """How often hooks of the policy failed, over all seeds."""
+        return sum(run.policy_faults for run in self.runs)
+
+    @property
     def finished_jps(self) -> float:
         """Jobs that all machines finish per second; over unsteady seeds only, if there are any."""
         rough = [run for run in self.runs if run.verdict == self.verdict]
@@ -120,6 +126,7 @@ class Point:
             "offered_jps": self.jps,
             "finished_jps": self.finished_jps,
             "cut_turns": self.num_cut,
+            "policy_faults": self.policy_faults,
             "p95_s": self.p95_s if is_steady else None,
             "p95_ttft_s": self.p95_ttft_s if is_steady and math.isfinite(self.p95_ttft_s) else None,
             "seeds": [
@@ -723,9 +730,12 @@ def format_plans(plans: Sequence[Plan], target: Target) -> str:
         if plan.num_gpus is None:
             result = f"{count(plan.point.num_machines, 'machine')}: {result}"
         fewer = "" if plan.fewer is None else str(plan.fewer)
+        fewer += "  !" if plan.point.policy_faults else ""
         lines.append(
             f"{name_gpu(plan):11} {name_policy(plan):{wide}} {gpus:>5}{cost}  {result:34}  {fewer}".rstrip()
         )
+    if num_faults := sum(plan.point.policy_faults for plan in plans):
+        lines += ["", explain_faults(num_faults)]
     return "\n".join((*lines, "", _format_answer(plans, target)))
 
 

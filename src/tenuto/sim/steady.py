@@ -341,6 +341,7 @@ class Steady:
     """Number of generated turns that are too long for the machine."""
     step_cost: str
     seed: int = 0
+    policy_faults: int = 0
 
     @property
     def p95_s(self) -> float:
@@ -552,4 +553,5 @@ class _Observer:
             num_cut=self._prepared.num_cut,
             step_cost=self._prepared.machine.step_cost_name,
             seed=self._load.seed,
+            policy_faults=sum(each.driver.num_policy_faults for each in self._simulation.schedulers),
         )

@@ -600,3 +600,20 @@ def test_words_of_a_diagnosis_reach_the_reader(tmp_path: Path, capsys: pytest.Ca
         "do    Hold",
     ):
         assert words in text
+
+
+def test_a_policy_whose_hooks_failed_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [make_result(6, {}, policy="mine", policy_faults=7), make_result(6, {}, policy_faults=0)]
+    assert main(["analyze", str(write_lines(tmp_path / "results.jsonl", *rows))]) == 0
+    _, _, mine, stock, below, *_ = capsys.readouterr().out.splitlines()
+    assert mine.split()[:2] == ["mine", "!"]
+    assert "!" not in stock
+    assert below == "! hooks of the policy failed (7 times in all); stock's answer was used there"
+
+
+def test_failed_hooks_of_one_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turn = {"kind": "turn", "schema": 2, "job": "a", "turn": 1, "status": "ok", "due_s": 0.0, "sent_s": 0.0}
+    write_lines(tmp_path / "turns.jsonl", {**turn, "end_s": 1.0, "prompt_tokens": 10, "output_tokens": 2})
+    (tmp_path / "result.json").write_text(json.dumps(make_result(6, {}, policy="mine", policy_faults=7)))
+    assert main(["analyze", str(tmp_path)]) == 0
+    assert "  faults     hooks of the policy failed (7 times in all)" in capsys.readouterr().out
