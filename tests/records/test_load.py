@@ -46,6 +46,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
     "events.json": [{"displayTimeUnit": "ms", "traceEvents": []}],
     "analysis.json": [{"schema": 1, "runs": []}],
     "validation.json": [VALIDATION],
+    "timestamps.json": [{"a": [{"Request_arrival_time": 1.0}, {"departure_time": 2.0}]}],
 }
 READERS: dict[str, Callable[[Path], Any]] = {
     "analyze": analyze,
@@ -66,8 +67,9 @@ READ_BY: dict[str, set[str]] = {
     "recording.jsonl": A_RUN | A_WORKLOAD,
     "validation.json": {"report"},
     "mooncake.jsonl": A_WORKLOAD,
-    **{name: set() for name in LINES if name not in ("recording.jsonl", "mooncake.jsonl", "validation.json")},
+    "timestamps.json": {"analyze"},
 }
+READ_BY |= {name: set() for name in LINES if name not in READ_BY}
 
 
 @pytest.fixture(scope="module")

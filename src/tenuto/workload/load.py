@@ -343,6 +343,9 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
         return read_tenuto_jsonl
     if "hash_ids" in first:
         return read_mooncake
+    if kind is PROTOTYPE:
+        # Only now: rows of other programs may look like it.
+        raise make_error(first.file, kind, "a workload")
     keys = ", ".join(map(repr, first.values)) or "none"
     raise DataError(
         f"{first.place}: unknown format: the keys of the first record are {keys};"
