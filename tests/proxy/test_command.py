@@ -160,6 +160,7 @@ def test_a_full_disk_ends_the_recording_and_no_traffic() -> None:
         assert [ask(url) for _ in range(3)] == [200, 200, 200]
         status, said = end(process)
     assert status == 1
+    assert "0 turns in" in said
     assert "4 lost" in said
 
 

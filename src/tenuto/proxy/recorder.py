@@ -276,8 +276,8 @@ class Recorder:
             self._file.write(self._make_failed(exchange, request, why))
             return
         row = self._turns.make_row(exchange, request, response, self._get_job(request.hints))
-        self.num_turns += 1
-        self._file.write({"timestamp": exchange.timestamp_ms, **row})
+        if self._file.write({"timestamp": exchange.timestamp_ms, **row}):
+            self.num_turns += 1
 
     def _make_failed(
         self, exchange: Exchange, request: RecordedRequest | None, why: str | None
@@ -481,11 +481,11 @@ class RecordingFile:
             os.close(self._file)
             raise ConfigError(f"--out {path} holds something already; name a new file")
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Add a line."""
+    def write(self, row: Mapping[str, Any]) -> bool:
+        """Add a line. Return whether it is in the file."""
         if self.num_lost:
             self.num_lost += 1
-            return
+            return False
         line = json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         start = 0
         try:
@@ -500,6 +500,7 @@ class RecordingFile:
             with contextlib.suppress(OSError):
                 if start:
                     os.ftruncate(self._file, os.fstat(self._file).st_size - start)
+        return not self.num_lost
 
     def empty(self) -> None:
         """Take back what was written, so that the name can be used again."""
