@@ -683,6 +683,26 @@ def test_output_on_a_full_disk() -> None:
     assert ended.stderr == "tenuto: not all was written: No space left on device\n"
 
 
+def test_a_run_is_kept_where_nobody_reads_its_text(tmp_path: Path) -> None:
+    line = [
+        "simulate",
+        "--jps",
+        "1.4",
+        "--window",
+        "2.2",
+        "--step-cost",
+        "roofline",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    command = [sys.executable, "-m", "tenuto.cli", *line, "--csv", str(tmp_path / "out.csv")]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.DEVNULL, check=False)
+    assert ended.returncode == 1
+    assert (tmp_path / "out" / "result.json").exists()
+    assert (tmp_path / "out.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "status"), [("--help", 0), ("policies", 0), ("--nonsense", 2), ("policies --help", 0)]
 )

@@ -147,28 +147,31 @@ def _run_simulate(given: Given) -> int:
     record = outcome.record
     say_notes(record["notes"])
     error = get_error(record["gpu"], record["policy"], record["step_cost"])
-    if not options.as_json:
-        print(format_run(record), flush=True)
-        print(f"known error  {error}", flush=True)
-    record = {**record, "known_error": error.to_json()}
-    shipped = make_stock(replace(setup, step_tokens=None, keep_kv=True))
-    if options.beside_stock and setup != shipped:
-        with progress.cleared():
-            extras = Extras(tell=_make_tell(progress, "stock, to compare with: "))
-            stock = run(shipped, load, extras=extras).record
-        record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
+    try:
         if not options.as_json:
-            print(format_beside(record, stock))
-    if options.as_json:
-        print(json.dumps(record))
-    if options.out and occupancy:
-        write_run(options.out, outcome, occupancy)
-    if options.ledger:
-        from tenuto.client.control import join_ranks, write_rows
+            print(format_run(record), flush=True)
+            print(f"known error  {error}", flush=True)
+        record = {**record, "known_error": error.to_json()}
+        shipped = make_stock(replace(setup, step_tokens=None, keep_kv=True))
+        if options.beside_stock and setup != shipped:
+            with progress.cleared():
+                extras = Extras(tell=_make_tell(progress, "stock, to compare with: "))
+                stock = run(shipped, load, extras=extras).record
+            record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
+            if not options.as_json:
+                print(format_beside(record, stock))
+        if options.as_json:
+            print(json.dumps(record))
+    finally:
+        # Where the text goes may be closed already (`| head`), or the user waits no longer for stock.
+        if options.out and occupancy:
+            write_run(options.out, outcome, occupancy)
+        if options.ledger:
+            from tenuto.client.control import join_ranks, write_rows
 
-        write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
-    if options.csv:
-        write_csv(options.csv, [record])
+            write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
+        if options.csv:
+            write_csv(options.csv, [record])
     return 0
 
 
