@@ -159,6 +159,14 @@ def test_users_keep_a_sub_agents_distance_from_its_parent() -> None:
     assert show(turns.on_finished("a", 0, 2.0)) == [("b", 0, 2.0), ("sub", 0, 3.5)]
 
 
+@pytest.mark.parametrize("keeps_arrivals", [False, True])
+def test_a_user_begins_with_a_sub_agent_that_comes_before_its_parent(keeps_arrivals: bool) -> None:
+    jobs = (make_job("parent", 5.0), make_job("sub", 1.0, parent="parent"), make_job("next", 6.0))
+    turns = TurnDriver(Workload("w", jobs), users=1, keeps_arrivals=keeps_arrivals)
+    begin_s = 1.0 if keeps_arrivals else 0.0
+    assert show(turns.start()) == [("parent", 0, begin_s + 4.0), ("sub", 0, begin_s)]
+
+
 def test_users_and_jobs_that_wait_for_strangers_do_not_go_together() -> None:
     jobs = (make_job("a"), make_job("b", after={0: (After("a", 0, "sent"),)}))
     with pytest.raises(ConfigError, match="'b' waits for 'a'"):

@@ -167,14 +167,12 @@ class TurnDriver:
         root = next(self._next_roots, None)
         if root is None:
             return []
-        start_s = self._jobs[root].arrival_s
+        # A sub-agent may call a model before its parent does.
+        first = [job for job in self._families[root] if not job.turns[0].after]
+        start_s = min(job.arrival_s for job in first)
         begin_s = max(now_s, start_s) if self._keeps_arrivals else now_s
-        # Subtract first, so that the job itself begins at exactly `begin_s`.
-        return [
-            Due(job, 0, begin_s + (job.arrival_s - start_s))
-            for job in self._families[root]
-            if not job.turns[0].after
-        ]
+        # Subtract first, so that the earliest job begins at exactly `begin_s`.
+        return [Due(job, 0, begin_s + (job.arrival_s - start_s)) for job in first]
 
     def _fire(self, turn: _Turn, event: _Event, now_s: float) -> Iterator[Due]:
         for waiting, delay_s in self._waiting.pop((turn, event), []):
