@@ -261,6 +261,14 @@ def test_jobs_that_come_at_once_have_no_rate() -> None:
     assert set(get_job_rates([], {}).values()) == {None}
 
 
+def test_jobs_that_end_at_once_have_no_rate() -> None:
+    """An end is an arrival and a time, whose sum is rounded. Two jobs are not a thousand million a second."""
+    end_s = 7.4174149895332535
+    turns = [TurnRecord(job=str(due_s), turn=1, due_s=due_s, last_token_s=end_s) for due_s in (0.1, 2.1)]
+    times_s = {turn.job: end_s - turn.due_s for turn in turns}
+    assert get_job_rates(turns, times_s) == {"offered_jps": pytest.approx(0.5), "finished_jps": None}
+
+
 def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     write_csv(path, [{"policy": "a", "job_s": {"p95": 1.5}, "notes": ["x"]}, {"policy": "b", "extra": None}])

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _AT_ONCE = 0.01
 """Jobs that arrive within this share of a run came at once, so they have no arrival rate."""
+_ROUNDING = 1e-12
 LIMITS: Mapping[str, str] = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}
 """The name of each limit of `--goodput`, and the time of a turn that it bounds."""
 
@@ -178,14 +179,15 @@ def get_job_times_s(
 
 
 def get_rate(times_s: Iterable[float]) -> float | None:
-    """Return events per second over the middle 90 % of the given times; None for fewer than two times.
+    """Return events per second over the middle 90 % of the given times; None if there are not two moments.
 
-    The first and last 5 % are left out because one long job would stretch the time and hide the rate.
+    Times that differ by rounding are one moment. The first and last 5 % are left out because one long job
+    would stretch the time and hide the rate.
     """
     ordered = sorted(times_s)
     cut = len(ordered) // 20
     middle = ordered[cut : len(ordered) - cut]
-    if len(middle) < 2 or middle[-1] == middle[0]:
+    if len(middle) < 2 or math.isclose(middle[-1], middle[0], rel_tol=_ROUNDING):
         return None
     return (len(middle) - 1) / (middle[-1] - middle[0])
 
