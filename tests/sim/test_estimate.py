@@ -145,6 +145,25 @@ def test_the_load_goes_up_until_there_is_a_gain() -> None:
     assert not any("nothing" in line for line in suggest_next(estimate, has_recording=True))
 
 
+def overload_above(stock_jps: float, tenuto_jps: float) -> Time:
+    """Both are overloaded above a load, and equal below."""
+    return lambda name, jps: math.inf if jps > (tenuto_jps if name == "tenuto" else stock_jps) else 10.0
+
+
+def test_the_load_goes_down_where_both_are_overloaded() -> None:
+    """Tenuto may serve what stock cannot, at less than the present traffic."""
+    estimate = ask(overload_above(0.4, 0.75))
+    assert [tenuto.point.jps for _, tenuto in estimate.others] == [0.7, 0.49, 0.34]
+    assert "from 0.49 jobs/s on a server on; nothing is gained at 0.34." in format_estimate(estimate)
+    assert suggest_next(estimate, has_recording=True)[0].startswith("tenuto serve MODEL")
+
+
+def test_nothing_is_said_of_loads_at_which_all_are_overloaded() -> None:
+    estimate = ask(overload_above(0.01, 0.01))
+    assert "A server is overloaded at all loads that were tried, down to 0.24" in format_estimate(estimate)
+    assert suggest_next(estimate, has_recording=True) == []
+
+
 def test_nothing_is_gained_where_both_are_overloaded_first() -> None:
     estimate = ask(lambda name, jps: 10.0 if jps < 2.5 else math.inf)
     assert estimate.least_jps is None

@@ -195,6 +195,11 @@ class Estimate:
         return [(self.tuned, self.tenuto), *self.others]
 
     @property
+    def is_overloaded(self) -> bool:
+        """Whether the present traffic is too much for a server, with Tenuto too."""
+        return not (self.tuned.is_steady or self.tenuto.is_steady)
+
+    @property
     def least_jps(self) -> float | None:
         """The lowest load tried at which Tenuto gains over stock at its best step size; None without one."""
         gaining = [tenuto.point.jps for best, tenuto in self.tried if tenuto.gains_over(best)]
@@ -299,11 +304,12 @@ def _try_loads(
 ) -> None:
     assert estimate.load.jps is not None
     gains = estimate.tenuto.gains_over(estimate.tuned)
+    goes_down = gains or estimate.is_overloaded
     tuned = [estimate.tuned.setup] if estimate.tuned.setup != estimate.stock.setup else []
     setups = [estimate.stock.setup, *tuned, estimate.tenuto.setup]
     for number in range(1, NUM_LOADS + 1):
         measure.expect(0, len(setups) * (NUM_LOADS + 1 - number))
-        load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if gains else UP) ** number))
+        load = replace(estimate.load, jps=_round(estimate.load.jps * (DOWN if goes_down else UP) ** number))
         for effort in (ONE_SEED, ALL_SEEDS):
             cases = list(_measure_cases(setups, load, measure, effort, num_at_once))
             best, tenuto = _get_best(cases[:-1]), cases[-1]
@@ -311,7 +317,8 @@ def _try_loads(
                 break
         estimate.others.append((best, tenuto))
         tell(f"{load.jps:g} jobs/s: {best.name}: {_describe(best)}; Tenuto: {_describe(tenuto)}")
-        if tenuto.gains_over(best) != gains or not (best.is_steady or tenuto.is_steady):
+        gains = tenuto.gains_over(best)
+        if goes_down != (gains or not (best.is_steady or tenuto.is_steady)):
             return
 
 
@@ -437,8 +444,13 @@ def _format_loads(estimate: Estimate) -> Iterator[str]:
         return
     least, tried = estimate.least_jps, estimate.tried
     if least is None:
-        end = "" if any(case.is_steady for case in tried[-1]) else ", where a server is overloaded"
-        most = max(tenuto.point.jps for _, tenuto in tried)
+        if not any(case.is_steady for cases in tried for case in cases):
+            lowest = min(tenuto.point.jps for _, tenuto in tried)
+            yield f"A server is overloaded at all loads that were tried, down to {lowest:.3g} jobs/s."
+            return
+        cases = max(tried, key=lambda cases: cases[1].point.jps)
+        end = "" if any(case.is_steady for case in cases) else ", where a server is overloaded"
+        most = cases[1].point.jps
         yield (
             f"Nothing is gained over stock at its best step size (2 % at least) up to {most:.3g} jobs/s on "
             f"a server{end}."
@@ -489,13 +501,14 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
             f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   "
             f"# stock at its best step size, {why}"
         )
-    if estimate.tenuto.gains_over(estimate.stock) and not is_behind:
+    gains = estimate.tenuto.gains_over(estimate.stock)
+    if (gains or (estimate.is_overloaded and estimate.least_jps is not None)) and not is_behind:
         lines += [
             f"tenuto serve MODEL{memory}   # then, to see that leases hold: "
             "tenuto verify --url http://localhost:8000",
             "tenuto ab --help   # the same comparison on your GPU",
         ]
-    elif not (is_behind and is_tuned) and (
+    elif not ((is_behind and is_tuned) or estimate.is_overloaded) and (
         estimate.least_jps is None or estimate.least_jps > (estimate.load.jps or 0.0)
     ):
         lines.append(f"vllm serve MODEL{stock_memory}   # stock: under this traffic Tenuto gains nothing")
