@@ -53,7 +53,7 @@ class InferCept(TakesPrefillProfile):
 
     _paused: dict[str, _Paused] = field(init=False, default_factory=dict)
     _plan: dict[str, Offload | Release] = field(init=False, default_factory=dict)
-    """The plan for jobs that are swapped or discarded; all others are preserved."""
+    """The plan for jobs that are swapped or discarded, until they come back; all others are preserved."""
     _computed_s: float = field(init=False, default=0.0)
     """Seconds of engine steps since the last plan."""
 
@@ -97,7 +97,6 @@ class InferCept(TakesPrefillProfile):
 
     def on_tick(self, view: EngineView) -> None:
         """Decide on all paused jobs."""
-        self._plan = {}
         budget = self._get_swap_budget(view)
         wastes = []
         for job_id, paused in self._paused.items():
@@ -111,7 +110,8 @@ class InferCept(TakesPrefillProfile):
                 self._plan[job_id] = Offload(LeaseRefusal.PRICE)
             elif discards:
                 self._plan[job_id] = Release(LeaseRefusal.PRICE)
-        for job_id in self._plan:
+            else:
+                continue
             del self._paused[job_id]
 
     def on_step(self, step: StepView) -> None:
@@ -135,6 +135,7 @@ class InferCept(TakesPrefillProfile):
         """Its job is paused, unless it ends or the turn was aborted."""
         super().on_turn_finished(turn, now_s)
         if not (turn.is_last or turn.is_aborted):
+            self._resume(turn.job)  # with parallel turns, the job may be paused already
             num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
             self._paused[turn.job.job_id] = _Paused(now_s, num_tokens)
 
