@@ -184,7 +184,7 @@ def test_what_is_on_by_default_can_be_turned_off() -> None:
         (["memory", "--gpu", "H100", "--model", "m" * 300], "m: File name too long"),
         (["simulate", "--workload", "w" * 300], "w: File name too long"),
         (["simulate", "--jps", "1", "--csv", "c" * 300], "c: File name too long"),
-        (["simulate", "--workload", ""], "the workload is empty"),
+        (["simulate", "--workload", ""], "--workload is empty"),
         (["simulate", "--workload", "ab8", "--jps", "1", "--csv", ""], "--csv is empty"),
         (["convert", "", "out.jsonl"], "IN is empty"),
         (["simulate", "--workload", "ab8", "--jps", "1", "--scale-turns", "1e300"], "more than 512"),

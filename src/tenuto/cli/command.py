@@ -329,7 +329,7 @@ class Given:
             given = ",".join(given)
         parts = given if isinstance(given, list) else [each.strip() for each in given.split(",")]
         values = tuple(_convert(flag, each) for each in parts if each)
-        if not values and flag.field.default != ():
+        if not values:
             raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
         return values
 
@@ -337,8 +337,8 @@ class Given:
 def _convert(flag: Flag, given: Any) -> Any:
     if flag.kind is bool:
         return given
-    if flag.kind is Path and given == "":
-        # It would be the working directory.
+    if flag.kind in (str, Path) and given == "":
+        # As a name it would mean the default, as a path the working directory.
         raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
     try:
         return flag.kind(given)
