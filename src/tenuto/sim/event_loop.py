@@ -307,7 +307,7 @@ class SteppedEngine:
     # Stretches: see `Scheduler`.
 
     def _pass_stretch(self, horizon_s: float, *, plans: bool) -> bool:
-        """Run the steps of a stretch until the horizon, and plan those after it. False if there are none."""
+        """Run steps of a stretch until the horizon, and plan those after it. False if the next is none."""
         last = self._last_step
         if not self.fast_forwards or last is None or not (last.chunks or last.is_decode_only):
             return False
@@ -332,11 +332,12 @@ class SteppedEngine:
         return num_run > 0 or bool(self._stretch)
 
     def _run_chunk_steps(self, until_s: float) -> bool:
-        """Schedule chunk steps, and end those that end before `until_s`. False if there are none."""
+        """Schedule chunk steps, and end those that end before `until_s`. False if another kind comes next."""
         steps = self.scheduler.find_chunk_steps() if self.now_s < until_s else None
         if steps is None:
             return False
         ends_s: list[float] = []
+        step: Step | None = None
         while self.now_s < until_s and steps.num_scheduled < steps.most:
             step = self.scheduler.schedule_chunk(steps, self.now_s)
             if step is None:
@@ -348,12 +349,11 @@ class SteppedEngine:
                     break
                 self._land()
                 ends_s.append(self.now_s)
-        if steps.num_scheduled == 0:
-            return False
-        if ends_s and steps.decoding:
-            self._listener.on_decoded(self, steps.decoding, ends_s)
-        self.scheduler.end_chunk_steps(steps, len(ends_s), [step for step, *_ in self._in_flight])
-        return True
+        if steps.num_scheduled:
+            if ends_s and steps.decoding:
+                self._listener.on_decoded(self, steps.decoding, ends_s)
+            self.scheduler.end_chunk_steps(steps, len(ends_s), [each for each, *_ in self._in_flight])
+        return step is not None
 
     def _price(self, first: int, num_steps: int) -> list[float]:
         """Seconds of each of `num_steps` quiet steps, from number `first` of the coming ones."""

@@ -917,9 +917,11 @@ class Scheduler:
         texts = {each.path.segments[-1] for each in decoding}
         if len(texts) < len(decoding) or not texts.isdisjoint(request.path.segments):
             return None
-        most, num_free = self._count_steps_to_end(decoding), self.kv.pool.num_free_blocks
-        num_kept = max(num_free - self.kv.count_rest(request), num_free // 2) if decoding else 0
-        if decoding and most > 0:
+        # Those that decode can do so for over a hundred steps, and the prompt may take all other blocks.
+        num_free = self.kv.pool.num_free_blocks
+        num_kept = max(num_free - self.kv.count_rest(request), min(num_free // 2, 8 * len(decoding)))
+        most = self._count_steps_to_end(decoding)
+        if decoding:
             most = min(most, self._count_steps_in_blocks(decoding, num_kept))
         if most == 0:
             return None
