@@ -550,14 +550,17 @@ class Scheduler:
         )
 
     def _count_reserved(self) -> int:
-        """Number of free blocks that started requests need for the rest of their prompts.
+        """Free blocks for the rest of started requests' prompts. With drafts, also for a step of decoding.
 
         Source: _inflight_prefill_reserved_blocks in vllm/v1/core/sched/scheduler.py@0.32.
         """
-        state = self.state
+        state, kv = self.state, self.config.kv
+        num_drafts = self.config.num_draft_tokens
+        num_slots = 1 + num_drafts + kv.num_lookahead_tokens if num_drafts else 0
         begun = [load.request for load in state.loading]
         begun += [*state.loaded, *(each for each in state.running if each.is_prefill_chunk)]
-        return sum(map(self.kv.count_rest, begun))
+        num_step_blocks = sum(-(-num_slots // size) for size in kv.group_block_sizes)
+        return num_step_blocks + sum(self.kv.count_rest(each, num_slots) for each in begun)
 
     def _try_load(self, request: Request, hit: Hit, step: Step, offloader: Offloader) -> bool:
         """Let a request wait for KV from a tier, with its blocks. False if there are too few blocks.

@@ -222,10 +222,11 @@ class KvCache:
         watermark_blocks = self.watermark_blocks if is_busy else 0
         return num_wanted + watermark_blocks - self.pool.num_free_blocks
 
-    def count_rest(self, request: Request) -> int:
-        """Blocks that a started request still needs for all its tokens so far."""
+    def count_rest(self, request: Request, num_more_tokens: int = 0) -> int:
+        """Blocks that a started request still needs for all its tokens so far, and as many more."""
         parts = zip(request.tables, self._groups, strict=True)
-        return sum(group.count_rest(table, request.num_tokens) for table, group in parts)
+        num_tokens = request.num_tokens + num_more_tokens
+        return sum(group.count_rest(table, num_tokens) for table, group in parts)
 
     def cache(self, request: Request, num_tokens: int) -> None:
         """Let look-ups find the full blocks of a request's first tokens."""
