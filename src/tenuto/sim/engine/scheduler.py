@@ -626,6 +626,8 @@ class Scheduler:
                 return False
             state.loaded.popleft()
             self._start(request, start, num_new_tokens, step)
+            # As in vLLM, until the step is complete its reserved blocks are not given to other loads.
+            request.is_prefill_chunk = True
             if num_drafts:
                 step.num_drafts[request.turn_id] = num_drafts
         return True
