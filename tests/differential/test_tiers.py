@@ -285,7 +285,11 @@ def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int, *, aborts: b
 UNLIKE = {
     "native, 1:1, dense, small host, preemptions": "the GPU has a window's block twice, and one copy is hit"
 }
-MORE_SEEDS = {"drafts": [89, 402970], "native, full, drafts": [512040]}
+MORE_SEEDS = {
+    "drafts": [89, 402970],
+    "native, full, drafts": [512040],
+    "native, full, small host, preemptions": [166664],
+}
 """Workloads in which the simulator once decided otherwise."""
 
 

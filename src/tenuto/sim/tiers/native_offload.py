@@ -61,10 +61,14 @@ class NativeTiers(GroupedTiers):
             end += 1
         return end - first
 
+    def load(self, places: Sequence[Place], now_s: float, use: Use) -> float:
+        """Copy present chunks to the GPU. Returns the time at which that ends."""
+        self._end_stores(now_s)
+        return super().load(places, now_s, use)
+
     def store(self, places: Sequence[Place], now_s: float, use: Use) -> tuple[set[Hashable], float]:
         """Copy the missing ones of these chunks, or none. Returns them, and when the copy ends."""
-        while self._storing and self._storing[0][0] <= now_s:
-            self._unready.difference_update(self._storing.popleft()[1])
+        self._end_stores(now_s)
         new, done_s = super().store(places, now_s, use)
         self._unready |= new
         self._storing.append((done_s, list(new)))
@@ -78,6 +82,10 @@ class NativeTiers(GroupedTiers):
         for place in sorted(access.places.values(), key=lambda each: (-each.end, -each.group)):
             if place.chunk in self._order:
                 self._rank(place, ((), self._order.begin_use(), 0), use)
+
+    def _end_stores(self, now_s: float) -> None:
+        while self._storing and self._storing[0][0] <= now_s:
+            self._unready.difference_update(self._storing.popleft()[1])
 
     def _take(self, tier: Tier, places: Sequence[Place], use: Use) -> list[Hashable]:
         order = self._order
