@@ -103,6 +103,10 @@ CASES: dict[str, tuple[Setup, str]] = {
         STOCK,
     ),
     "drafts": (Setup(num_blocks=60, num_host_chunks=LARGE, num_draft_tokens=3), STOCK),
+    "draft model": (
+        Setup(num_blocks=60, num_host_chunks=LARGE, num_draft_tokens=3, has_draft_model=True),
+        STOCK,
+    ),
 }
 # vLLM's own host memory, whose order is the release's.
 CASES |= {

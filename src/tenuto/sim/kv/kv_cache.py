@@ -184,7 +184,7 @@ class KvCache:
             for table, group in zip(request.tables, self._groups, strict=True):
                 group.start(table, hit)
         num_tokens = num_computed_tokens + num_new_tokens
-        num_slots = num_tokens + self._count_lookahead(hit)
+        num_slots = num_tokens + self._count_lookahead(num_new_tokens)
         for table, group in zip(request.tables, self._groups, strict=True):
             group.extend(table, num_slots)
         if hit is None or not hit.waits:
@@ -199,7 +199,7 @@ class KvCache:
         `is_busy` says that other requests run, so that a starting one must leave the watermark free.
         """
         num_computed_tokens = request.num_computed_tokens if hit is None else hit.num_computed_tokens
-        num_slots = num_computed_tokens + num_new_tokens + self._count_lookahead(hit)
+        num_slots = num_computed_tokens + num_new_tokens + self._count_lookahead(num_new_tokens)
         groups = self._groups
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
@@ -324,9 +324,9 @@ class KvCache:
                 self.config.max_model_len - 2,
             )
 
-    def _count_lookahead(self, hit: Hit | None) -> int:
-        """A drafter's slots; not while a request only loads. Full attention takes all its blocks at once."""
-        return 0 if hit is not None and hit.waits and not self.can_truncate else self._num_lookahead_tokens
+    def _count_lookahead(self, num_new_tokens: int) -> int:
+        """A drafter's slots; none for a request that only loads."""
+        return self._num_lookahead_tokens if num_new_tokens else 0
 
     def _make_groups(self, max_in_flight_tokens: int) -> list[AttentionGroup | StateGroup]:
         """With the checkpoints of first prompts, as `tenuto.vllm.compat.groups.FirstCheckpoints`."""
