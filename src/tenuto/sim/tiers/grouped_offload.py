@@ -304,7 +304,7 @@ class GroupedOffloader(Offloader):
         self._loading: list[tuple[float, int, frozenset[Hashable]]] = []
         self._numbers = itertools.count()
         self._stored_by_s = 0.0
-        self._ended: list[tuple[Request, list[Place], Use]] = []
+        self._ended: list[tuple[Request, int, Use]] = []
         self._ended_s = 0.0
         self._holds_back = False
 
@@ -383,20 +383,18 @@ class GroupedOffloader(Offloader):
 
     def store_finished(self, request: Request, now_s: float) -> None:
         """A request ends. Its latest computed blocks are stored with the next step, as inside vLLM."""
-        places: list[Place] = []
-        self._ended_s = now_s
+        num_tokens, self._ended_s = 0, now_s
         if request.is_stored and request.status is Status.RUNNING:
             # The last token was sampled but never computed. An aborted prompt may be computed in part.
             num_stable = max(request.num_prompt_tokens, request.num_tokens - 1)
             num_tokens = min(request.num_computed_tokens, num_stable)
-            places = self._collect_places(request, num_tokens)
-        if places or request.tier_use is not None:
-            self._ended.append((request, places, self._get_use(request, now_s)))
+        if num_tokens or request.tier_use is not None:
+            self._ended.append((request, num_tokens, self._get_use(request, now_s)))
 
     def end_stores(self, now_s: float) -> None:
         """Store the latest blocks of ended requests, and rank all their chunks by their jobs' states."""
-        for _, places, use in self._ended:
-            if places:
+        for request, num_tokens, use in self._ended:
+            if places := self._collect_places(request, num_tokens):
                 self._store(places, now_s, use)
         for request, _, use in self._ended:
             used: list[Place] = []
@@ -444,7 +442,7 @@ class GroupedOffloader(Offloader):
         _update_req_states.
         """
         hits = set[Hashable]()
-        others: list[Request] = []
+        others = [request for request, _, _ in self._ended]
         for request in requests:
             groups = self._layout.get_chunks(request)
             if groups[0].num_unseen is not None:
@@ -463,16 +461,16 @@ class GroupedOffloader(Offloader):
                 end = -(-request.num_computed_tokens // self._layout.sizes[group])
                 known = chunks.get(end)
                 chunks.lost |= {n for n in range(chunks.num_stored, end) if known[n] in hits}
-        self._ended = [
-            (request, [each for each in places if each.needs_before or each.chunk not in hits], use)
-            for request, places, use in self._ended
-        ]
 
     def _is_there(self, request: Request, group: int, block: int) -> bool:
-        """Whether a block still belongs to its request, or was freed and has no other owner yet."""
+        """Whether a block still belongs to its request, or was freed and has no other owner yet.
+
+        vLLM does not ask this of the blocks with full attention of a request that has ended.
+        """
         if block in self._layout.get_chunks(request)[group].lost:
             return False
-        if block >= request.tables[group].num_nulls:
+        is_over = request.status is Status.FINISHED and group in self._layout.windowed
+        if block >= request.tables[group].num_nulls and not is_over:
             return True
         return bool(self._pool.find(request.paths[group], group, block, block + 1))
 
