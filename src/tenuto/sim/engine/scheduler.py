@@ -734,7 +734,8 @@ class Scheduler:
         chunk_tokens = chunk_context = num_decodes = decode_context = 0
         num_pairs = 0.0
         if offloader is not None:
-            offloader.begin_stores((requests[turn_id] for turn_id in step.num_tokens), self.state.now_s)
+            running = [requests[turn_id] for turn_id in step.num_tokens]
+            offloader.begin_stores(running, self.state.loaded, self.state.now_s)
         for turn_id, num_tokens in step.num_tokens.items():
             request = requests[turn_id]
             context = request.num_computed_tokens

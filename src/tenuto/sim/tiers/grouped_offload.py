@@ -358,14 +358,13 @@ class GroupedOffloader(Offloader):
 
     # Stores.
 
-    def begin_stores(self, requests: Iterable[Request], now_s: float) -> None:
+    def begin_stores(self, requests: Sequence[Request], loaded: Iterable[Request], now_s: float) -> None:
         """Store the states that these requests have cached; decide whether the step's other stores wait."""
         self._end_loads(now_s)
         is_busy = bool(self._loading) or self._stored_by_s - now_s > MAX_STORING_S
         self._holds_back = self._yields and is_busy
-        requests = list(requests)
         self._forget_hits(requests)
-        for request in requests:
+        for request in (*requests, *loaded):
             for group in self._layout.states:
                 table: StateTable = request.tables[group]
                 if request.is_stored:

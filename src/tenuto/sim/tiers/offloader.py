@@ -119,9 +119,12 @@ class Offloader(ABC):
 
     # Stores.
 
-    def begin_stores(self, requests: Iterable[Request], now_s: float) -> None:
-        """The stores of a step in which these requests run are about to begin."""
-        del requests, now_s
+    def begin_stores(self, requests: Sequence[Request], loaded: Iterable[Request], now_s: float) -> None:
+        """The stores of a step in which these requests run are about to begin.
+
+        `loaded`: requests whose loads have ended, and which do not run yet.
+        """
+        del requests, loaded, now_s
 
     def end_stores(self, now_s: float) -> None:
         """All stores of the step were requested."""
