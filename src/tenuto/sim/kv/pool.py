@@ -240,6 +240,10 @@ class Row:
             if num_over < 0:
                 self.ranges.append((extent, first, first - num_over))
 
+    def get_extents(self) -> dict[int, Extent]:
+        """The extent of each block. Of two copies of a block, it tells which one this is."""
+        return {n: skip_to(extent, n) for extent, first, end in self.ranges for n in range(first, end)}
+
     def append(self, extent: Extent, first: int, end: int) -> None:
         """Add blocks at the end."""
         self.ranges.append((extent, first, end))

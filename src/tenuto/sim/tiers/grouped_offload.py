@@ -28,6 +28,7 @@ from tenuto.core.windows import STATE, count_loaded_blocks, get_window
 from tenuto.sim.kv import KvConfig
 from tenuto.sim.kv.groups import Checkpoints, StateTable
 from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.kv.pool import Extent
 from tenuto.sim.kv.request import Request, Status
 from tenuto.sim.tiers.offloader import Offloader
 from tenuto.sim.tiers.tier import OffloadTiers, Tier
@@ -440,7 +441,8 @@ class GroupedOffloader(Offloader):
         vLLM treats the blocks of that request's hit as new ones, which other requests have lost. Source:
         _update_req_states.
         """
-        hits = set[Hashable]()
+        windows = [group for group in self._layout.windowed if group not in self._layout.states]
+        hits = dict[Hashable, Extent]()
         others = [request for request, _, _ in self._ended]
         for request in requests:
             groups = self._layout.get_chunks(request)
@@ -449,17 +451,23 @@ class GroupedOffloader(Offloader):
                 continue
             for group, (chunks, table) in enumerate(zip(groups, request.tables, strict=True)):
                 chunks.num_unseen = 0 if group in self._layout.states else table.num_nulls
-                if group in self._layout.windowed and not request.num_loaded_tokens:
+                if group in windows and not request.num_loaded_tokens:
                     end = request.num_computed_tokens // self._layout.sizes[group]
-                    hits.update(chunks.get(end)[chunks.num_unseen : end])
+                    known, extents = chunks.get(end), table.row.get_extents()
+                    hits.update((known[n], extent) for n, extent in extents.items() if n < end)
         if not hits:
             return
         for request in others:
-            for group in self._layout.windowed:
+            for group in windows:
                 chunks = self._layout.get_chunks(request)[group]
                 end = -(-request.num_computed_tokens // self._layout.sizes[group])
-                known = chunks.get(end)
-                chunks.lost |= {n for n in range(chunks.num_stored, end) if known[n] in hits}
+                known, table = chunks.get(end), request.tables[group]
+                extents = table.row.get_extents()
+                for n in range(chunks.num_stored, end):
+                    # If the GPU has the block twice, the hit may be the other copy.
+                    is_freed = not table.num_nulls <= n < table.num_blocks
+                    if known[n] in hits and (is_freed or extents.get(n) is hits[known[n]]):
+                        chunks.lost.add(n)
 
     def _is_there(self, request: Request, group: int, block: int) -> bool:
         """Whether a block still belongs to its request, or was freed and has no other owner yet.
