@@ -290,6 +290,7 @@ MORE_SEEDS = {
     "drafts": (89, 402970),
     "1:5": (509105,),
     "1:5, interval": (52974,),
+    "1:5, small host": (323365,),
     "windows only": (774005,),
     "unlike blocks": (830932,),
     "states, small host": (445817,),

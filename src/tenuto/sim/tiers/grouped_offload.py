@@ -185,6 +185,8 @@ class GroupLayout:
         self.windows = [get_window(layers) for layers in config.windows]
         """Each group's window in tokens; None for full attention."""
         self.states = [group for group, layers in enumerate(config.windows) if layers == STATE]
+        self.sliding = [group for group, layers in enumerate(config.windows) if layers not in (None, STATE)]
+        """The groups with windows of tokens."""
         full = [group for group, window in enumerate(self.windows) if window is None]
         windowed = [group for group, window in enumerate(self.windows) if window is not None]
         self.windowed = sorted(windowed, key=lambda group: -self._count_window_chunks(group))
@@ -308,6 +310,8 @@ class GroupedOffloader(Offloader):
         self._ended: list[tuple[Request, int, Use]] = []
         self._ended_s = 0.0
         self._holds_back = False
+        self._hits: dict[Hashable, Extent] = {}
+        """Blocks of windows that requests which start or load in this step have hit."""
 
     # Loads.
 
@@ -355,6 +359,7 @@ class GroupedOffloader(Offloader):
             chunks.num_stored = -(-(num_hit_tokens + num_tokens) // size)
         loading = frozenset(place.chunk for place in places)
         heapq.heappush(self._loading, (done_s, next(self._numbers), loading))
+        self._note_hits(request)
         return done_s
 
     # Stores.
@@ -436,13 +441,11 @@ class GroupedOffloader(Offloader):
         return places
 
     def _forget_hits(self, requests: Sequence[Request]) -> None:
-        """In windows, skip unstored blocks that a request which starts now has hit.
+        """In windows, skip unstored blocks that a request which starts or loads now has hit.
 
         vLLM treats the blocks of that request's hit as new ones, which other requests have lost. Source:
         _update_req_states.
         """
-        windows = [group for group in self._layout.windowed if group not in self._layout.states]
-        hits = dict[Hashable, Extent]()
         others = [request for request, _, _ in self._ended]
         for request in requests:
             groups = self._layout.get_chunks(request)
@@ -451,14 +454,10 @@ class GroupedOffloader(Offloader):
                 continue
             for group, (chunks, table) in enumerate(zip(groups, request.tables, strict=True)):
                 chunks.num_unseen = 0 if group in self._layout.states else table.num_nulls
-                if group in windows and not request.num_loaded_tokens:
-                    end = request.num_computed_tokens // self._layout.sizes[group]
-                    known, extents = chunks.get(end), table.row.get_extents()
-                    hits.update((known[n], extent) for n, extent in extents.items() if n < end)
-        if not hits:
-            return
-        for request in others:
-            for group in windows:
+            self._note_hits(request)
+        hits, self._hits = self._hits, {}
+        for request in others if hits else ():
+            for group in self._layout.sliding:
                 chunks = self._layout.get_chunks(request)[group]
                 end = -(-request.num_computed_tokens // self._layout.sizes[group])
                 known, table = chunks.get(end), request.tables[group]
@@ -468,6 +467,13 @@ class GroupedOffloader(Offloader):
                     is_freed = not table.num_nulls <= n < table.num_blocks
                     if known[n] in hits and (is_freed or extents.get(n) is hits[known[n]]):
                         chunks.lost.add(n)
+
+    def _note_hits(self, request: Request) -> None:
+        for group in self._layout.sliding:
+            end = request.num_computed_tokens // self._layout.sizes[group]
+            chunks = self._layout.get_chunks(request)[group].get(end)
+            extents = request.tables[group].row.get_extents()
+            self._hits.update((chunks[n], extent) for n, extent in extents.items() if n < end)
 
     def _is_there(self, request: Request, group: int, block: int) -> bool:
         """Whether a block still belongs to its request, or was freed and has no other owner yet.
