@@ -27,7 +27,7 @@ from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.tiers.tier import Link, OffloadTiers, Tier
 from tests.differential.setups import RELEASE, Conversations, Setup
-from tests.differential.sides import Names, SimSide, Turn, VllmSide
+from tests.differential.sides import Decision, Names, SimSide, Turn, VllmSide
 from tests.support.sim_checks import check_integrity
 from tests.vllm.conftest import Clock
 
@@ -319,22 +319,37 @@ def test_same_decisions_after_aborts(name: str, clock: Clock) -> None:
     assert sum(run(*make_sides(setup, policy, clock), clock, seed, aborts=True) for seed in (1, 2, 3)) > 0
 
 
-@pytest.mark.parametrize("is_native", [False, True])
-def test_a_turn_that_loads_its_whole_prompt_gets_drafts_at_once(is_native: bool, clock: Clock) -> None:
-    setup = Setup(num_blocks=60, num_host_chunks=LARGE, is_native=is_native, num_draft_tokens=3)
-    theirs, ours = make_sides(setup, "stock", clock)
+def play(setup: Setup, clock: Clock, turns: dict[int, list[Turn]]) -> list[Decision]:
+    """Give both engines these turns, each before its step; all but the first find an empty cache."""
+    theirs, ours = make_sides(setup, STOCK, clock)
     names = Names(theirs.scheduler.hash_block_size)
-    prompt, drafts = (("p", 64),), []
-    for step in range(12):
+    decisions: list[Decision] = []
+    for step in range(max(turns) + 12):
         ours.now_s = clock.now_s = step * STEP_S
-        if step == 6:
+        if step and step in turns:
             assert theirs.reset(preempt_running=False) == ours.reset(preempt_running=False)
-        if step in (0, 6):
-            turn = Turn(
-                f"t{step}", prompt, (f"o{step}", 2 + 3 * step), clock.now_s, 0, {"job_id": f"j{step}"}
-            )
+        for turn in turns.get(step, []):
             names.pair(theirs.add(turn), ours.add(turn))
         expected, decided = theirs.step(), ours.step()
         assert decided == names.translate(expected), f"step {step}"
-        drafts.append(decided.num_drafts)
-    assert drafts[7] == {"t6": 3}
+        decisions.append(decided)
+    return decisions
+
+
+PROMPT = (("p", 64),)
+"""Whole blocks, so that all of it is loaded."""
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_turn_that_loads_its_whole_prompt_gets_drafts_at_once(is_native: bool, clock: Clock) -> None:
+    setup = Setup(num_blocks=60, num_host_chunks=LARGE, is_native=is_native, num_draft_tokens=3)
+    turns = {0: [Turn("first", PROMPT, ("o1", 2))], 6: [Turn("again", PROMPT, ("o2", 20))]}
+    assert play(setup, clock, turns)[7].num_drafts == {"again": 3}
+
+
+def test_a_turn_that_loads_its_whole_prompt_leaves_the_watermark_free(clock: Clock) -> None:
+    setup = Setup(num_blocks=60, num_host_chunks=LARGE, watermark=0.5, max_num_batched_tokens=512)
+    long = Turn("long", (("q", 480),), ("o3", 3))
+    turns = {0: [Turn("first", PROMPT, ("o1", 2))], 6: [Turn("again", PROMPT, ("o2", 2)), long]}
+    decisions = play(setup, clock, turns)
+    assert [step for step, each in enumerate(decisions) if each.started] == [0, 6, 9]

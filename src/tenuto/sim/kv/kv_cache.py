@@ -47,6 +47,8 @@ class KvCache:
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self.can_truncate = config.windows == (None,)
         """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
+        self.holds_whole_prompts = False
+        """Whether a turn that has loaded KV has the blocks of its whole prompt. `ChainOffloader` sets it."""
         self._sizes = config.group_block_sizes
         self._alignment = config.hit_alignment
         self._windows = [get_window(layers) for layers in config.windows]
@@ -204,9 +206,8 @@ class KvCache:
         if hit is None:
             parts = zip(request.tables, groups, strict=True)
             num_wanted = sum([group.count_new(table, num_slots) for table, group in parts])
-            if request.status is Status.LOADED and (num_wanted or not self.can_truncate):
-                # It has only the blocks of the loaded tokens, and starts like any other request. (In
-                # LMCache's modes it has all blocks already.)
+            if request.status is Status.LOADED and not self.holds_whole_prompts:
+                # It has only the blocks of the loaded tokens, and starts like any other request.
                 if self.config.reserve_full_sequence:
                     num_wanted = max(num_wanted, self.count_rest(request))
                 num_wanted += self.watermark_blocks if is_busy else 0
