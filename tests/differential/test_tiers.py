@@ -256,10 +256,7 @@ def get_our_content(ours: SimSide) -> set[tuple[int, Any]]:
 
 
 def run(theirs: HostedSide, ours: SimSide, clock: Clock, seed: int, *, aborts: bool = False) -> int:
-    """Run one random workload through both; fails where they differ; returns how many tokens were loaded.
-
-    Where layers differ, `aborts` change the rank of a few chunks otherwise than in vLLM.
-    """
+    """Run one random workload through both; fails where they differ; returns how many tokens were loaded."""
     rng = random.Random(seed)
     names = Names(theirs.scheduler.hash_block_size)
     turns = Conversations(rng, max_output=30)
@@ -312,7 +309,10 @@ def test_same_decisions_as_the_connector(name: str, clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["full, small host", "native, full, small host", "native, full, drafts"],
+    [
+        *("full, small host", "native, full, small host", "native, full, drafts"),
+        *("1:5, small host", "states, small host", "native, unlike blocks, small host"),
+    ],
 )
 def test_same_decisions_after_aborts(name: str, clock: Clock) -> None:
     setup, policy = CASES[name]
