@@ -229,7 +229,7 @@ def test_without_ray_the_message_says_so(
     ("arguments", "message"),
     [
         (["--jps", "fast"], "--jps must be a number, got 'fast'"),
-        (["--jps", ""], "how many ab8 jobs? Say --jps 1"),
+        (["--jps", ""], "--jps is empty: "),
         (["--gpu", "H3000"], "unknown GPU"),
         (["--policies", "stock,best"], "no policy 'best'"),
         (["--workload", "nowhere.jsonl"], "no such file"),
