@@ -37,6 +37,7 @@ from tenuto.sim.engine import EngineConfig
 from tenuto.sim.engine.driver_port import SimEngine
 from tenuto.sim.engine.state import ChunkSteps, EngineState, Load, Step, WaitingQueue
 from tenuto.sim.kv.kv_cache import KvCache
+from tenuto.sim.kv.pool import Segment
 from tenuto.sim.kv.request import BlockHashes, Hit, Request, Status
 from tenuto.sim.tiers import make_offloader
 from tenuto.sim.tiers.offloader import Offloader
@@ -900,8 +901,8 @@ class Scheduler:
         if num_steps == 0:
             return 0
         # Of requests that generate the same text, it matters which caches a block first.
-        num_texts = len({each.path.segments[-1] for each in running})
-        return 0 if num_texts < len(running) or self._may_start_one() else num_steps
+        texts = {each.path.segments[-1] for each in running}
+        return 0 if len(texts) < len(running) or self._may_start_one(texts) else num_steps
 
     def run_quiet_steps(self, num_steps: int) -> None:
         """Apply the effects of this many quiet steps to requests and their blocks."""
@@ -965,12 +966,10 @@ class Scheduler:
 
     def end_chunk_steps(self, steps: ChunkSteps, num_finished: int, in_flight: Sequence[Step]) -> None:
         """Apply the effects of the scheduled steps. `num_finished` steps have ended meanwhile."""
-        request = steps.request
         self.state.num_executed_steps += steps.num_scheduled
-        request.num_computed_tokens -= steps.num_tokens
-        fits = self.kv.try_allocate(request, steps.num_tokens, None, is_busy=True)
+        # Its tokens count as computed already.
+        fits = self.kv.try_allocate(steps.request, 0, None, is_busy=True)
         assert fits, "chunk steps ran out of blocks"
-        request.num_computed_tokens += steps.num_tokens
         self._decode(steps.decoding, steps.num_scheduled, num_finished)
         for each in self.state.running:
             each.num_in_flight_tokens = sum([step.num_tokens.get(each.turn_id, 0) for step in in_flight])
@@ -1027,8 +1026,11 @@ class Scheduler:
         slots.sort()
         return num_each * size + min(slots[num_more], size)
 
-    def _may_start_one(self) -> bool:
-        """Whether a waiting request could start in one of the next steps; True if in doubt."""
+    def _may_start_one(self, texts: set[Segment]) -> bool:
+        """Whether a waiting request could start in one of the next steps; True if in doubt.
+
+        `texts`: what running requests generate.
+        """
         config, running, waiting = self.config, self.state.running, self.state.waiting
         request = waiting.get_first()
         if waiting.get_first_parked() is not None or (request and self._may_preempt_for_waiting):
@@ -1036,14 +1038,11 @@ class Scheduler:
         budget = config.max_step_tokens - len(running)
         if request is None or len(running) == config.max_num_seqs or budget == 0:
             return False
+        if not texts.isdisjoint(request.path.segments):
+            # It continues a running request's output, so its hit may grow. Any other request's hit can only
+            # shrink, and the number of free blocks only falls.
+            return True
         hit = self.kv.get_hit(request)
-        segments = request.path.segments
-        for each in running:
-            own = each.path.segments
-            if len(own) <= len(segments) and segments[len(own) - 1] is own[-1]:
-                # It continues a running request's output, so its hit may grow. Any other request's hit can
-                # only shrink, and the number of free blocks only falls.
-                return True
         most = min(budget, config.long_prefill_token_threshold or budget)
         return not self._is_refused(request, hit, min(most, request.num_tokens - hit.num_tokens))
 
