@@ -213,7 +213,7 @@ def test_leases_can_yield_as_under_the_plugin() -> None:
         ({"offload": "async", "host_gb": 1.0, "disk_gb": 1e300}, ConfigError, "--disk-gb must be at most"),
         ({"offload": "async", "link_gb_s": 0.0}, ConfigError, "--link-gb-s must be"),
         ({"limits": "none"}, ConfigError, "--limits must be one of published, plugin"),
-        ({"dtype": "int3"}, ConfigError, "field 'dtype' is 'int3'"),
+        ({"dtype": "int3"}, ConfigError, "dtype: is 'int3'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, object], error: type, message: str) -> None:

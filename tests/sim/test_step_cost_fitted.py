@@ -150,11 +150,11 @@ FIT: dict[str, Any] = {
         ),
         (
             {"prefill": {**FIT, "coefficients": [1, 1, -1]}, "decode": FIT},
-            "prefill.coefficients: must be a list of numbers from 0",
+            r"prefill.coefficients\[2\]: must be a number from 0",
         ),
         (
             {"prefill": FIT, "decode": {**FIT, "coefficients": [1, float("nan"), 1]}},
-            "decode.coefficients: must be 3 numbers, got 2",
+            r"decode.coefficients\[1\]: must be a number from 0",
         ),
         ({"prefill": {**FIT, "coefficients": "abc"}, "decode": FIT}, "prefill.coefficients: must be a list"),
         ({"prefill": {"coefficients": [1, 1, 1]}, "decode": FIT}, "prefill.num_observations: is missing"),

@@ -21,10 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from tenuto.core.errors import ConfigError, DataError, clean
-from tenuto.records.codec import MAX_TOKENS, Fields, show
+from tenuto.records import codec
+from tenuto.records.codec import MAX_TOKENS, Fields, Range, show
 from tenuto.records.files import read_first, read_objects
 from tenuto.sim.cost.batch import StepBatch, StepCost
 
@@ -98,7 +99,7 @@ class Line:
 
     coefficients: tuple[float, ...]
     num_observations: int
-    r_squared: float
+    r_squared: Annotated[float, Range(-math.inf, 1.0)]
     worst_residual_s: float
 
     def at(self, *features: float) -> float:
@@ -175,12 +176,22 @@ class FittedStepCost(StepCost):
     def load(cls, path: Path) -> FittedStepCost:
         """Read what `save` wrote. Raises DataError, which names file and field, for anything else."""
         fields = read_first(path)
-        return cls(
-            prefill=_read_line(fields.part("prefill"), num_coefficients=3),
-            decode=_read_line(fields.part("decode"), num_coefficients=3),
-            link=_read_link(fields.part("link")) if "link" in fields else None,
-            poor=_read_sentences(fields),
-        )
+        cost = codec.read(cls, fields)
+        for name, line, num_coefficients in (
+            ("prefill", cost.prefill, 3),
+            ("decode", cost.decode, 3),
+            ("link", cost.link, 2),
+        ):
+            if line is None:
+                continue
+            part, given = fields.part(name), line.coefficients
+            if len(given) != num_coefficients:
+                raise part.error("coefficients", f"must be {num_coefficients} numbers, got {len(given)}")
+            if not any(given):
+                raise part.error("coefficients", "must not all be 0: steps take time")
+            if name == "link" and given[1] == 0:
+                raise part.error("coefficients", "the second must be above 0: it is the time of a byte")
+        return replace(cost, poor=tuple(map(clean, cost.poor)))
 
 
 def fit_step_cost(
@@ -213,34 +224,6 @@ def _fit_link(transfers: Sequence[ObservedTransfer]) -> Line:
     )
     if line.coefficients[1] == 0:
         raise DataError("transfers, by bytes: larger ones do not take longer, so they show no bandwidth")
-    return line
-
-
-def _read_sentences(fields: Fields) -> tuple[str, ...]:
-    value = fields.values.get("poor") or []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.error("poor", "must be a list of sentences")
-    return tuple(map(clean, value))
-
-
-def _read_line(fields: Fields, num_coefficients: int) -> Line:
-    coefficients = fields.numbers("coefficients")
-    if len(coefficients) != num_coefficients:
-        raise fields.error("coefficients", f"must be {num_coefficients} numbers, got {len(coefficients)}")
-    if not any(coefficients):
-        raise fields.error("coefficients", "must not all be 0: steps take time")
-    return Line(
-        coefficients,
-        fields.count("num_observations"),
-        fields.number("r_squared", 1.0, -math.inf),
-        fields.number("worst_residual_s"),
-    )
-
-
-def _read_link(fields: Fields) -> Line:
-    line = _read_line(fields, num_coefficients=2)
-    if line.coefficients[1] == 0:
-        raise fields.error("coefficients", "the second must be above 0: it is the time of a byte")
     return line
 
 

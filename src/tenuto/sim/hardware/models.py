@@ -6,7 +6,6 @@ known `model_type` works by path.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -14,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.core.errors import ConfigError, suggest
+from tenuto.core.errors import ConfigError, DataError, suggest
 from tenuto.core.windows import STATE, Layers
+from tenuto.records.codec import Fields, show
+from tenuto.records.files import read_first
 
 KERNEL_BLOCK = 16
 """Tokens in the smallest block that attention kernels take."""
@@ -242,14 +243,14 @@ def load_model(source: str | Path, *, dtype: str | None = None, kv_cache_dtype: 
     """
     path = _config_path(source)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    # A multimodal model nests the sizes of its language model; only those are read.
-    text = _Fields(path, config).mapping("text_config")
-    return _parse(_Fields(path, {**config, **text}), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        config = read_first(path)
+        # A multimodal model nests the sizes of its language model; only those are read.
+        values = {**config.values, **config.optional_part("text_config").values}
+        defaults = _GEMMA3_DEFAULTS if values.get("model_type") in ("gemma3", "gemma3_text") else {}
+        values = {**defaults, **{field: value for field, value in values.items() if value is not None}}
+        return _parse(path, Fields(str(path), values), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _config_path(source: str | Path) -> Path:
@@ -272,96 +273,66 @@ def _config_path(source: str | Path) -> Path:
     )
 
 
-class _Fields:
-    """Reads a config's fields and checks their types. Every error names the file and the field."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path = path
-        model_type = values.get("model_type")
-        defaults = _GEMMA3_DEFAULTS if model_type in ("gemma3", "gemma3_text") else {}
-        self._values = {**defaults, **{field: value for field, value in values.items() if value is not None}}
-
-    def __contains__(self, field: str) -> bool:
-        return field in self._values
-
-    def get(self, field: str, default: Any = None) -> Any:
-        return self._values.get(field, default)
-
-    def size(self, field: str) -> int:
-        """A positive integer."""
-        if field not in self._values:
-            raise self.error(field, "is missing")
-        value = self._values[field]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(field, f"must be a positive integer, not {value!r}")
-        return value
-
-    def mapping(self, field: str) -> Mapping[str, Any]:
-        """A nested object; empty if there is none."""
-        value = self._values.get(field, {})
-        if not isinstance(value, dict):
-            raise self.error(field, f"must be an object, not {value!r}")
-        return value
-
-    def choice(self, field: str, value: Any, choices: tuple[str, ...]) -> str:
-        """`value`, which must be one of `choices`."""
-        if value not in choices:
-            raise self.error(field, f"is {value!r}; known are {', '.join(choices)}")
-        return str(value)
-
-    def error(self, field: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.path}: field {field!r} {problem}")
+def _read_size(fields: Fields, field: str) -> int:
+    return fields.integer(field, 1)
 
 
-def _parse(fields: _Fields, *, dtype: str | None, kv_cache_dtype: str | None) -> Model:
-    model_type = fields.choice("model_type", fields.get("model_type"), MODEL_TYPES)
-    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    head_dim = fields.size("head_dim") if "head_dim" in fields else hidden_size // num_heads
+def _choose(fields: Fields, field: str, value: Any, choices: tuple[str, ...]) -> str:
+    """`value`, which must be one of `choices`."""
+    if value not in choices:
+        raise fields.error(field, f"is {show(value)}; known are {', '.join(choices)}")
+    return str(value)
+
+
+def _parse(path: Path, fields: Fields, *, dtype: str | None, kv_cache_dtype: str | None) -> Model:
+    model_type = _choose(fields, "model_type", fields.values.get("model_type"), MODEL_TYPES)
+    hidden_size, num_heads = _read_size(fields, "hidden_size"), _read_size(fields, "num_attention_heads")
+    head_dim = _read_size(fields, "head_dim") if "head_dim" in fields else hidden_size // num_heads
     # The first Llamas had no groups of heads, and their configs no field for them.
     has_no_groups = model_type == "llama" and "num_key_value_heads" not in fields
     num_experts, num_active, intermediate_size = _feed_forward(fields, model_type)
     base, attention, expert = _dtypes(fields, dtype)
-    kv = fields.choice("kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
-    path, is_next = fields.path, model_type == "qwen3_next"
+    kv = _choose(fields, "kv_cache_dtype", kv_cache_dtype or base, (*_BASE_DTYPES, "fp8"))
+    is_next = model_type == "qwen3_next"
     return Model(
         name=path.parent.name if path.name == "config.json" else path.stem,
         config_path=path,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_heads=num_heads,
-        num_kv_heads=num_heads if has_no_groups else fields.size("num_key_value_heads"),
+        num_kv_heads=num_heads if has_no_groups else _read_size(fields, "num_key_value_heads"),
         head_dim=head_dim,
-        vocab_size=fields.size("vocab_size"),
-        max_model_len=fields.size("max_position_embeddings"),
+        vocab_size=_read_size(fields, "vocab_size"),
+        max_model_len=_read_size(fields, "max_position_embeddings"),
         num_experts=num_experts,
         num_active_experts=num_active,
         windows=_windows(fields, model_type),
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(fields.values.get("tie_word_embeddings", False)),
         base_dtype=base,
         attention_dtype=attention,
         expert_dtype=expert,
         kv_cache_dtype=kv,
-        shared_intermediate_size=fields.size("shared_expert_intermediate_size") if is_next else 0,
+        shared_intermediate_size=_read_size(fields, "shared_expert_intermediate_size") if is_next else 0,
         gates_attention=is_next,
         state=_state(fields) if is_next else None,
     )
 
 
-def _state(fields: _Fields) -> StateLayer:
+def _state(fields: Fields) -> StateLayer:
     return StateLayer(
-        num_key_heads=fields.size("linear_num_key_heads"),
-        num_value_heads=fields.size("linear_num_value_heads"),
-        key_dim=fields.size("linear_key_head_dim"),
-        value_dim=fields.size("linear_value_head_dim"),
-        conv_kernel=fields.size("linear_conv_kernel_dim"),
+        num_key_heads=_read_size(fields, "linear_num_key_heads"),
+        num_value_heads=_read_size(fields, "linear_num_value_heads"),
+        key_dim=_read_size(fields, "linear_key_head_dim"),
+        value_dim=_read_size(fields, "linear_value_head_dim"),
+        conv_kernel=_read_size(fields, "linear_conv_kernel_dim"),
     )
 
 
-def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
+def _feed_forward(fields: Fields, model_type: str) -> tuple[int, int, int]:
     """Experts, experts that one token uses, and the intermediate size of one."""
     if model_type in ("qwen3_moe", "qwen3_next"):
         for field, dense_layers in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-            if fields.get(field, dense_layers) != dense_layers:
+            if fields.values.get(field, dense_layers) != dense_layers:
                 raise fields.error(
                     field, f"must be {dense_layers!r}: layers without experts are not modelled"
                 )
@@ -369,48 +340,48 @@ def _feed_forward(fields: _Fields, model_type: str) -> tuple[int, int, int]:
     elif model_type == "gpt_oss":
         sizes = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
     else:
-        return 1, 1, fields.size("intermediate_size")
-    num_experts, num_active, intermediate_size = map(fields.size, sizes)
+        return 1, 1, _read_size(fields, "intermediate_size")
+    num_experts, num_active, intermediate_size = (_read_size(fields, each) for each in sizes)
     return num_experts, num_active, intermediate_size
 
 
-def _windows(fields: _Fields, model_type: str) -> tuple[Layers, ...]:
+def _windows(fields: Fields, model_type: str) -> tuple[Layers, ...]:
     """Per layer, the sliding window; None for full attention, "state" for a recurrent state."""
-    num_layers = fields.size("num_hidden_layers")
-    if fields.get("use_sliding_window"):
+    num_layers = _read_size(fields, "num_hidden_layers")
+    if fields.values.get("use_sliding_window"):
         raise fields.error("use_sliding_window", "must be false: Qwen's windowed layers are not modelled")
     periods = {"gemma3": "sliding_window_pattern", "qwen3_next": "full_attention_interval"}
     others = {"gemma3": "sliding_attention", "qwen3_next": "linear_attention"}
     kind = model_type.removesuffix("_text")
     if "layer_types" in fields:
-        kinds = fields.get("layer_types")
+        kinds = fields.values.get("layer_types")
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("layer_types", f"must have one entry per layer ({num_layers}): {kinds!r}")
         known = ("full_attention", others.get(kind, "sliding_attention"))
-        kinds = [fields.choice("layer_types", each, known) for each in kinds]
+        kinds = [_choose(fields, "layer_types", each, known) for each in kinds]
     elif kind in periods:
-        period = fields.size(periods[kind])
+        period = _read_size(fields, periods[kind])
         kinds = [others[kind] if (i + 1) % period else "full_attention" for i in range(num_layers)]
     else:
         slides = model_type == "mistral" and "sliding_window" in fields
         kinds = ["sliding_attention" if slides else "full_attention"] * num_layers
-    window = fields.size("sliding_window") if "sliding_attention" in kinds else None
+    window = _read_size(fields, "sliding_window") if "sliding_attention" in kinds else None
     of_kind: dict[str, Layers] = {"sliding_attention": window, "linear_attention": STATE}
     return tuple(of_kind.get(each) for each in kinds)
 
 
-def _dtypes(fields: _Fields, dtype: str | None) -> tuple[str, str, str]:
+def _dtypes(fields: Fields, dtype: str | None) -> tuple[str, str, str]:
     """Types of the embeddings and activations, of the attention projections, and of the experts."""
-    base = fields.get("torch_dtype", fields.get("dtype", "bfloat16"))
-    base = fields.choice("torch_dtype", dtype if dtype in _BASE_DTYPES else base, _BASE_DTYPES)
+    base = fields.values.get("torch_dtype", fields.values.get("dtype", "bfloat16"))
+    base = _choose(fields, "torch_dtype", dtype if dtype in _BASE_DTYPES else base, _BASE_DTYPES)
     if dtype is not None:
-        fields.choice("dtype", dtype, (*_BASE_DTYPES, "fp8"))
+        _choose(fields, "dtype", dtype, (*_BASE_DTYPES, "fp8"))
     if dtype == "fp8":
         return base, dtype, dtype
     # As in vLLM, another type is that of what the checkpoint did not quantise.
-    quantization = fields.mapping("quantization_config")
+    quantization = fields.optional_part("quantization_config").values
     if not quantization:
         return base, base, base
     field = "quantization_config.quant_method"
-    method = fields.choice(field, quantization.get("quant_method"), ("fp8", "mxfp4"))
+    method = _choose(fields, field, quantization.get("quant_method"), ("fp8", "mxfp4"))
     return base, base if method == "mxfp4" else method, method
