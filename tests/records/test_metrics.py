@@ -269,6 +269,11 @@ def test_jobs_that_end_at_once_have_no_rate() -> None:
     assert get_job_rates(turns, times_s) == {"offered_jps": pytest.approx(0.5), "finished_jps": None}
 
 
+def test_a_name_in_a_csv_is_no_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    write_csv(Path("-"), [{"model": "=1+1", "config": {"x": "@y"}, "job_s": {"mean": -1.5}}])
+    assert capsys.readouterr().out == "model,job_s.mean\n'=1+1,-1.5\n"
+
+
 def test_a_csv_has_a_row_each_and_a_column_for_every_value(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     write_csv(path, [{"policy": "a", "job_s": {"p95": 1.5}, "notes": ["x"]}, {"policy": "b", "extra": None}])

@@ -20,13 +20,13 @@ from tenuto.client.control import (
     format_rows,
     join_ranks,
     read_ledger,
-    write_rows,
 )
 from tenuto.client.metrics import parse_page
 from tenuto.core.control import ADMIN_VARIABLE
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.exported_metrics import NUM_TENANTS, get_shown_accounts
 from tenuto.core.ledger import FIGURES, OTHER_TENANTS, PLACES, TOKENS, Ledger, add_figures
+from tenuto.records.text import write_csv
 from tests.sim_server.live import Live, serve
 
 KEY = {"Authorization": "Bearer operator-secret"}
@@ -199,7 +199,7 @@ def test_a_name_is_no_formula(tmp_path: Path) -> None:
     rows, note = join_ranks([rank, rank])
     assert note == "left out: 14 earlier jobs"
     assert rows[0]["turns"] == 2
-    write_rows(tmp_path / "l.csv", rows)
+    write_csv(tmp_path / "l.csv", rows, without=())
     read = read_csv(tmp_path / "l.csv")
     assert [(row["tenant"], row["job"]) for row in read] == [
         ("", ""),
@@ -209,7 +209,7 @@ def test_a_name_is_no_formula(tmp_path: Path) -> None:
     ]
     assert "tenant =1+1" in format_rows(rows)
     with pytest.raises(ConfigError, match="cannot write"):
-        write_rows(tmp_path, rows)
+        write_csv(tmp_path, rows)
 
 
 @pytest.mark.parametrize(

@@ -127,14 +127,15 @@ last screen stays, with its age, and the server is asked again.
 
 
 def _run_ledger(given: Given) -> int:
-    from tenuto.client.control import format_rows, read_ledger, write_rows
+    from tenuto.client.control import format_rows, read_ledger
+    from tenuto.records.text import write_csv
 
     options = given.read(LedgerOptions)
     rows, note = read_ledger(options)
     if note:
         say("ledger", note)
     if options.csv is not None:
-        write_rows(options.csv, rows)
+        write_csv(options.csv, rows, without=())
     elif rows:
         print(format_rows(rows))
     # Without a row, the server does not know the job.

@@ -167,9 +167,9 @@ def _run_simulate(given: Given) -> int:
         if options.out and occupancy:
             write_run(options.out, outcome, occupancy)
         if options.ledger:
-            from tenuto.client.control import join_ranks, write_rows
+            from tenuto.client.control import join_ranks
 
-            write_rows(options.ledger, join_ranks(outcome.ledgers)[0])
+            write_csv(options.ledger, join_ranks(outcome.ledgers)[0], without=())
         if options.csv:
             write_csv(options.csv, [record])
     return 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import getpass
-import io
 import json
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -22,7 +19,6 @@ from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.ledger import FIGURES, add_figures
 from tenuto.core.requests import SESSION_HEADER, get_header_id
 from tenuto.core.settings import Options, option, parse_option
-from tenuto.records.files import writing
 from tenuto.records.text import format_count, format_table
 from tenuto.wire.response import get_error_message
 
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
     import httpx  # it takes longer to import than all else, and `--help` needs only the options
 
 ACTIONS = ("status", "on", "off", "shadow", "set", "release")
-COLUMNS = ("kind", "tenant", "job", *FIGURES)
 Row = dict[str, Any]
 """`kind` (total, tenant or job), `tenant`, `job`, and the figures of one account."""
 
@@ -313,28 +308,8 @@ def join_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[Row], str | Non
 
 
 def _make_row(kind: str, tenant: str | None, job: str | None, figures: Iterable[Mapping[str, float]]) -> Row:
-    return {"kind": kind, "tenant": tenant, "job": job, **add_figures(figures)}
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write the accounts as CSV, with `-` to standard output. Raises ConfigError if that fails."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _bound(row[name]) for name in COLUMNS if name in row} for row in rows)
-    if str(path) == "-":
-        sys.stdout.write(text.getvalue())
-        return
-    with writing(path, "--csv"):
-        path.write_text(text.getvalue(), encoding="utf-8")
-
-
-def _bound(value: Any) -> Any:
-    """A safe cell: names come from clients, and a spreadsheet must not read one as a formula."""
-    if isinstance(value, float):
-        return round(value, 3)
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if is_formula else value
+    told = {name: round(figure, 3) for name, figure in add_figures(figures).items()}
+    return {"kind": kind, "tenant": tenant, "job": job, **told}
 
 
 def format_rows(rows: Sequence[Row], most: int = 20) -> str:

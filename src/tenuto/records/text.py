@@ -6,7 +6,9 @@ A simulation and a bench are shown in the same way.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import io
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -199,18 +201,25 @@ def format_share(share: float | None, digits: int = 1) -> str:
     return "–" if share is None else f"{share:.{digits}%}"
 
 
-def write_csv(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(
+    path: Path, records: Iterable[Mapping[str, Any]], without: Container[str] = _NO_COLUMNS
+) -> None:
     """Write a row for each record, under the names of all their columns. An unknown value is empty.
 
-    Raises ConfigError if the file cannot be written.
+    `-` is standard output. Raises ConfigError if the file cannot be written.
     """
-    shown = ({key: each[key] for key in each if key not in _NO_COLUMNS} for each in records)
+    shown = ({key: each[key] for key in each if key not in without} for each in records)
     rows = [dict(_walk("", each)) for each in shown]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with writing(path, "--csv"), path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    if str(path) == "-":
+        sys.stdout.write(text.getvalue())
+        return
+    with writing(path, "--csv"):
+        path.write_text(text.getvalue(), encoding="utf-8")
 
 
 def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -218,6 +227,9 @@ def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _walk(f"{prefix}{key}.", value)
+        elif isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
+            # Names come from clients and traces, and a spreadsheet must not read one as a formula.
+            yield f"{prefix}{key}", f"'{value}"
         elif not isinstance(value, list | tuple):
             yield f"{prefix}{key}", value
 
