@@ -5,7 +5,7 @@ Nothing else reads the files of runs. Every function raises DataError, which nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tenuto.core.reuse import (
 from tenuto.records import codec, files
 from tenuto.records.codec import Fields, T
 from tenuto.records.files import RESULTS, Say, find_in, read_first, read_objects, stream_objects
+from tenuto.records.metrics import find_roots
 from tenuto.records.prototype import KIND, read_prototype
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord, ValidationRecord
@@ -26,8 +27,6 @@ from tenuto.records.trace import read_trace
 
 _TIME_SLACK_S = 1e-6
 """Tolerance for the order of times, in seconds, because times are written rounded."""
-_NO_TURNS = ("recording", "failed")
-"""Values of `kind` in lines of a recording that are not turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +203,11 @@ def load_folder(folder: Path, *, say: Say | None = None) -> RunData:
     return data
 
 
+def is_note(record: Fields) -> bool:
+    """Whether a row of a recording is no turn: its header, or a request without a complete answer."""
+    return record.values.get("kind") in ("recording", "failed")
+
+
 def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
     numbers: dict[str, int] = {}
     ends_s: dict[str, float] = {}
@@ -212,7 +216,7 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
     num_shared: dict[tuple[str, int], int] = {}
     num_failed = 0
     for fields in objects:
-        if fields.values.get("kind") in _NO_TURNS:
+        if is_note(fields):
             num_failed += fields.values["kind"] == "failed"
             continue
         job = fields.text("session" if "session" in fields else "session_id")
@@ -255,8 +259,10 @@ def _read_recording(data: RunData, objects: Iterable[Fields]) -> None:
         data.notes.append(
             f"{data.source}: left out are requests without a whole answer, or with several: {num_failed:,}"
         )
-    roots = _find_roots(parents, numbers)
-    data.turns = [replace(turn, root=roots.get(turn.job)) for turn in data.turns]
+    roots = find_roots({job: parents.get(job) for job in numbers})
+    data.turns = [
+        turn if roots[turn.job] == turn.job else replace(turn, root=roots[turn.job]) for turn in data.turns
+    ]
     _count_reusable(data, num_shared)
 
 
@@ -273,14 +279,3 @@ def _count_reusable(data: RunData, num_shared: Mapping[tuple[str, int], int]) ->
         if changes_prompt(shared, num_last, num_now, block_size):
             data.facts[job, number].parted_at = shared
     data.turns = list(turns.values())
-
-
-def _find_roots(parents: Mapping[str, str], jobs: Container[str]) -> dict[str, str]:
-    """By job that another one of these started: the job at the beginning of its chain of parents."""
-    roots: dict[str, str] = {}
-    for job in parents:
-        chain = {job: None}  # a dict keeps the order of insertion; a set does not
-        while job not in roots and (parent := parents.get(job, job)) in jobs and parent not in chain:
-            chain[job := parent] = None
-        roots.update(dict.fromkeys(chain, roots.get(job, job)))
-    return {job: root for job, root in roots.items() if root != job}

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from tenuto.core.errors import ConfigError, suggest
+from tenuto.core.errors import ConfigError, DataError, suggest
 from tenuto.core.reuse import count_computed_tokens, count_missed_tokens, count_reusable_tokens
 from tenuto.records.codec import MAX_SECONDS
 from tenuto.records.schema import Goodput, RunRecord, Stats, TurnCounts, TurnMeans, TurnRecord
@@ -396,6 +396,26 @@ def group_by(items: Iterable[T], get_key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(get_key(item), []).append(item)
     return found
+
+
+def find_roots(
+    parents: Mapping[str, str | None], refuse: Callable[[str, str], DataError] | None = None
+) -> dict[str, str]:
+    """Return the job at the beginning of each job's chain of parents: the job itself without a parent.
+
+    Raises what `refuse` makes of a job and what is wrong with its parent. Without it, that is as no parent.
+    """
+    roots: dict[str, str] = {}
+    for job in parents:
+        chain = {job: None}  # a dict keeps the order of insertion; a set does not
+        while job not in roots and (parent := parents[job]) is not None:
+            if parent not in parents or parent in chain:
+                if refuse is None:
+                    break
+                raise refuse(job, f"{parent!r} is missing or its descendant")
+            chain[job := parent] = None
+        roots.update(dict.fromkeys(chain, roots.get(job, job)))
+    return roots
 
 
 def get_known_mean(values: Iterable[float | None]) -> float | None:

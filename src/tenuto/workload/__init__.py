@@ -1,4 +1,4 @@
-"""Jobs to serve: generators, readers of public traces, arrivals and scaling. Depends only on core."""
+"""Jobs to serve: generators, readers of public traces, arrivals, scaling. Needs only core and records."""
 
 from tenuto.core.reuse import count_shared_tokens
 from tenuto.workload.formats.tenuto_jsonl import write_tenuto_jsonl

@@ -19,7 +19,7 @@ from tenuto.workload.formats.mini_swe_agent import FORMAT, SUFFIX, find_trajecto
 from tenuto.workload.formats.mooncake import read_mooncake
 from tenuto.workload.formats.otel_spans import is_span, read_otel_spans
 from tenuto.workload.formats.sharegpt import CONVERSATIONS, read_sharegpt
-from tenuto.workload.formats.tenuto_jsonl import is_note, read_tenuto_jsonl
+from tenuto.workload.formats.tenuto_jsonl import read_tenuto_jsonl
 from tenuto.workload.formats.tracelab import EVENTS, read_tracelab
 from tenuto.workload.formats.weka import read_weka
 from tenuto.workload.generators import agents, mixed
@@ -339,7 +339,7 @@ def _find_reader(first: Fields) -> Callable[[Sequence[Fields]], list[Job]]:
         return read_agentic_mooncake
     if EVENTS in first and "round_index" in first:
         return read_tracelab
-    if "session" in first or "session_id" in first or is_note(first):
+    if "session" in first or "session_id" in first or kind is RECORDING:
         return read_tenuto_jsonl
     if "hash_ids" in first:
         return read_mooncake

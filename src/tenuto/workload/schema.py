@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from tenuto.core.errors import ConfigError, DataError
 from tenuto.core.reuse import count_computed_tokens, count_reusable_tokens, count_shared_tokens
+from tenuto.records.metrics import find_roots
 
 Loop = Literal["closed", "open"]
 Event = Literal["sent", "finished"]
@@ -138,9 +139,8 @@ class Workload:
         if len(jobs) != len(self.jobs):
             counts = Counter(job.job_id for job in self.jobs)
             raise DataError(f"{self.name}: several jobs are called {counts.most_common(1)[0][0]!r}")
-        roots = find_roots(
-            self.jobs, lambda each, what: DataError(f"{self.name}: job {each!r}: parent {what}")
-        )
+        parents = {job.job_id: job.parent for job in self.jobs}
+        roots = find_roots(parents, lambda each, what: DataError(f"{self.name}: job {each!r}: parent {what}"))
         object.__setattr__(self, "roots", roots)
         for job in self.jobs:
             for event in (event for turn in job.turns for event in turn.after):
@@ -167,21 +167,6 @@ class Workload:
         for job in self.jobs:
             families.setdefault(self.roots[job.job_id], []).append(job)
         return families
-
-
-def find_roots(jobs: Sequence[Job], refuse: Callable[[str, str], DataError]) -> dict[str, str]:
-    """The roots of jobs. Raises what `refuse` makes of a job's id and what is wrong with its parent."""
-    parents = {job.job_id: job.parent for job in jobs}
-    roots: dict[str, str] = {}
-    for job_id in parents:
-        chain = {job_id: None}  # a dict keeps the order of insertion; a set does not
-        while job_id not in roots and (parent := parents[job_id]) is not None:
-            if parent not in parents or parent in chain:
-                raise refuse(job_id, f"{parent!r} is missing or its descendant")
-            chain[parent] = None
-            job_id = parent
-        roots.update(dict.fromkeys(chain, roots.get(job_id, job_id)))
-    return roots
 
 
 def count_reusable(

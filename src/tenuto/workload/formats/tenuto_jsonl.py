@@ -32,18 +32,17 @@ from pathlib import Path
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
-from tenuto.records.metrics import group_by
+from tenuto.records.load import is_note
+from tenuto.records.metrics import find_roots, group_by
 from tenuto.workload.formats.conversations import check_growth
 from tenuto.workload.formats.mooncake import BLOCK_SIZE, read_hashed_prompt
 from tenuto.workload.formats.rows import dump_json, make_prompts, to_ms
-from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle, find_roots
+from tenuto.workload.schema import After, Event, Job, Prompt, Span, TurnSpec, find_circle
 
 _KEYS = (
     "session", "session_id", "timestamp", "delay", "input_length", "output_length", "tool", "command",
     "prompt", "hash_ids", "block_size", "output", "after", "tenant", "parent",
 )  # fmt: skip
-NOTE_KINDS = ("recording", "failed")
-"""Rows of a recording that are not turns: its header, and requests without a complete answer."""
 _EVENTS: dict[str, Event] = {"sent": "sent", "finished": "finished"}
 
 
@@ -56,14 +55,10 @@ def read_tenuto_jsonl(records: Sequence[Fields]) -> list[Job]:
     sessions = group_by(records, lambda row: row.text("session" if "session" in row else "session_id"))
     hashed = _make_hashed_prompts(records)
     jobs = [_read_job(session, rows, hashed) for session, rows in sessions.items()]
-    find_roots(jobs, lambda session, problem: sessions[session][0].error("parent", problem))
+    parents = {job.job_id: job.parent for job in jobs}
+    find_roots(parents, lambda session, problem: sessions[session][0].error("parent", problem))
     _check_events(jobs, sessions)
     return jobs
-
-
-def is_note(record: Fields) -> bool:
-    """Whether a row is a note of a recording and not a turn."""
-    return record.values.get("kind") in NOTE_KINDS
 
 
 def _read_job(session: str, rows: list[Fields], hashed: Mapping[str, Prompt]) -> Job:
