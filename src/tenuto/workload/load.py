@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from tenuto.core.errors import ConfigError, DataError, suggest
 from tenuto.core.settings import Form, Options, option
 from tenuto.records.codec import MAX_COUNT, MAX_SECONDS, Fields
-from tenuto.records.files import read_objects
+from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import PROTOTYPE, RECORDING, UNKNOWN, WORKLOAD, identify, identify_object, make_error
 from tenuto.records.metrics import parse_limits
 from tenuto.workload.formats.agentic_mooncake import read_agentic_mooncake
@@ -360,7 +360,7 @@ def holds_text(path: Path) -> bool:
     """Whether a trace may contain the text of agents and models, as trajectories, logs and spans do."""
     if path.is_dir():
         return any(path.rglob(f"*{SUFFIX}"))
-    return _find_reader(read_objects(path, exact=True)[0]) in (
+    return _find_reader(read_first(path)) in (
         read_mini_swe_agent,
         read_chat_logs,
         read_sharegpt,
