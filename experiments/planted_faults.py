@@ -568,9 +568,9 @@ FAULTS = (
     ),
     Fault(
         "policies: admission is not asked",
-        "vllm/hooks.py",
-        "idle = not self._scheduler.running and not order",
-        "idle = True",
+        "core/waiting.py",
+        "idle=idle and not self",
+        "idle=True",
         ("vllm/test_scheduler.py::test_admission_holds_new_jobs_back_and_never_idles",),
     ),
     Fault(

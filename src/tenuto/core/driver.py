@@ -773,7 +773,7 @@ class Driver:
 
     def needs_admission(self, turn_id: str) -> bool:
         """Whether the policy must be asked before this turn starts."""
-        return self._order.needs_admission(self._turns.get(turn_id))
+        return self._order.is_held(turn_id)
 
     @property
     def bounds_steps(self) -> bool:

@@ -57,7 +57,7 @@ class Order:
 
     def enter(self, turn: TurnState) -> None:
         """A turn arrived, or was taken over from another driver."""
-        if self._asks and self.needs_admission(turn):
+        if self._asks and self._needs_admission(turn):
             self._held[turn.turn_id] = turn
 
     def forget_admissions(self, jobs: Iterable[JobState], turns: Iterable[TurnState]) -> None:
@@ -79,15 +79,13 @@ class Order:
 
     # Which turns may start.
 
-    def needs_admission(self, turn: TurnState | None) -> bool:
+    def is_held(self, turn_id: str) -> bool:
         """Whether the policy must be asked before this turn starts."""
-        if turn is None or turn.started or turn.is_admitted or turn.job.runs_as_stock:
-            return False
-        return self._asks_every_turn or not turn.job.is_admitted
+        return turn_id in self._held
 
     def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start. Every turn may on an idle engine, or after the longest wait."""
-        if self.needs_admission(turn):
+        if self._needs_admission(turn):
             free = idle or self._is_late(turn, now_s)
             view = self._retention.get_turn_view(turn)
             if not free and not self._caller.ask("admit", view, self._retention.get_view(now_s)):
@@ -171,6 +169,11 @@ class Order:
         return bool(self._caller.ask("may_preempt", *views, self._retention.get_view(now_s)))
 
     # Internal.
+
+    def _needs_admission(self, turn: TurnState) -> bool:
+        if turn.started or turn.is_admitted or turn.job.runs_as_stock:
+            return False
+        return self._asks_every_turn or not turn.job.is_admitted
 
     def _is_late(self, turn: TurnState, now_s: float) -> bool:
         is_overdue = self._waits.is_overdue(turn.turn_id)

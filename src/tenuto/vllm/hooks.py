@@ -133,7 +133,7 @@ class Hooks:
         if self._has_order:
             # Not earlier: the driver may first have to take over another driver's turns.
             make_queue = SplitQueue if self.settings.canary.is_on else TurnQueue
-            self.order = make_queue(self.driver, self._clock, asks_admission=self.asks_admission)
+            self.order = make_queue(self.driver, self._clock)
             if self.shadow is not None:
                 self.shadow.order = self.order
             for request in waiting:
@@ -233,7 +233,7 @@ class Hooks:
         if self.order is not None:
             self.order.begin_step()
             if self.asks_admission:
-                self._admit_parked(self.order, now_s)
+                self.order.admit(self.driver, now_s, idle=not self._scheduler.running)
         if self.shadow is not None:
             self.shadow.begin_step(now_s)
 
@@ -262,15 +262,6 @@ class Hooks:
         started_s = self._clock.perf_counter()
         order.reorder_all()
         self._next_keys_s = now_s + (self._clock.perf_counter() - started_s) / MAX_ORDERING_SHARE
-
-    def _admit_parked(self, order: TurnQueue, now_s: float) -> None:
-        while order.num_parked:
-            idle = not self._scheduler.running and not order
-            admitted = self.driver.admit(order.get_first_parked(), now_s, idle=idle)
-            if not admitted:
-                return
-            for request_id in admitted:
-                order.unpark(request_id)
 
 
 class Pressure:

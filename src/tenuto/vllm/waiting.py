@@ -8,24 +8,22 @@ from typing import Any
 from tenuto.core.driver import Driver
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
+from tenuto.core.waiting import WaitingTurns
 from tenuto.vllm.compat.scheduler import RequestQueue
 
 
-class TurnQueue(RequestQueue):  # type: ignore[misc]
+class TurnQueue(WaitingTurns[Any], RequestQueue):  # type: ignore[misc]
     """Waiting requests in the order of the driver's keys.
 
-    Requests that admission holds back are *parked*: they are never returned as the first. They count in
-    `len`, so that vLLM's own counts and metrics stay correct.
+    Parked requests count in `len`, so that vLLM's own counts and metrics stay correct.
     """
 
-    def __init__(self, driver: Driver, clock: Any, *, asks_admission: bool) -> None:
-        """`asks_admission`: whether the policy admits turns. `clock`: the module `time`, or a test's."""
+    def __init__(self, driver: Driver, clock: Any) -> None:
+        """`clock`: the module `time`, or a test's."""
+        super().__init__(
+            lambda request_id: driver.get_queue_key(request_id, clock.monotonic()), driver.make_order
+        )
         self._driver = driver
-        self._clock = clock
-        self._asks_admission = asks_admission
-        self._requests: dict[str, Any] = {}
-        self._ready = driver.make_order()
-        self._parked = driver.make_order()
         self._popped: dict[str, Key | None] = {}
         """Keys of the requests that this step popped. It also pops those that it skips (they wait for a
         grammar or an adapter), and puts them back at its end. To ask for their keys each time is too slow."""
@@ -34,7 +32,7 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
         """Add a request that arrived. It is parked if admission must be asked first."""
         request_id = request.request_id
         self._requests[request_id] = request
-        if self._asks_admission and self._driver.needs_admission(request_id):
+        if self._driver.needs_admission(request_id):
             self._parked.push(request_id, self._get_key(request_id))
         else:
             self._make_ready(request_id)
@@ -67,43 +65,25 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
 
     def remove_request(self, request: Any) -> None:
         """Remove a request; does nothing if it is not in the queue."""
-        if self._requests.pop(request.request_id, None) is not None:
-            self._ready.discard(request.request_id)
-            self._parked.discard(request.request_id)
+        self.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Any]) -> None:
         """Remove the requests that are in the queue; ignore the others."""
         for request in list(requests):
-            self.remove_request(request)
+            self.discard(request.request_id)
 
-    def reorder(self, request_id: str) -> None:
+    def reorder(self, turn_id: str) -> None:
         """Ask for a request's key again."""
-        self._popped.pop(request_id, None)
-        for order in (self._ready, self._parked):
-            if request_id in order:
-                order.push(request_id, self._get_key(request_id))
-
-    def reorder_all(self) -> None:
-        """Ask for every request's key again."""
-        for request_id in self._requests:
-            self.reorder(request_id)
+        self._popped.pop(turn_id, None)
+        super().reorder(turn_id)
 
     def get_request(self, request_id: str) -> Any:
         """The request with this id; raises KeyError if it is not in the queue."""
         return self._requests[request_id]
 
-    @property
-    def num_parked(self) -> int:
-        """How many requests are parked."""
-        return len(self._parked)
-
     def is_parked(self, request_id: str) -> bool:
         """Whether admission holds a request back."""
         return request_id in self._parked
-
-    def get_first_parked(self) -> str | None:
-        """The first parked request in the order of keys, or None."""
-        return self._parked.get_first()
 
     def get_first_ready(self, number: int) -> set[str]:
         """The first requests that are not parked, in the order of keys, at most `number`."""
@@ -115,37 +95,18 @@ class TurnQueue(RequestQueue):  # type: ignore[misc]
             self._ready.push(request_id, key)
         return set(firsts)
 
-    def unpark(self, request_id: str) -> None:
-        """Let a request start, if it is parked."""
-        if request_id in self._parked:
-            self._parked.discard(request_id)
-            self._make_ready(request_id)
-
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
         self._popped.clear()
 
-    def _get_key(self, request_id: str) -> Key:
-        return self._driver.get_queue_key(request_id, self._clock.monotonic())
-
-    def _make_ready(self, request_id: str, key: Key | None = None) -> None:
-        self._ready.push(request_id, self._get_key(request_id) if key is None else key)
+    def _make_ready(self, turn_id: str, key: Key | None = None) -> None:
+        self._ready.push(turn_id, self._get_key(turn_id) if key is None else key)
 
     def _get_first(self) -> Any:
         first = self._ready.get_first()
         if first is None:
             raise IndexError("peek from an empty queue")
         return self._requests[first]
-
-    def __bool__(self) -> bool:
-        return len(self._ready) > 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Any]:
-        for order in (self._ready, self._parked):
-            yield from map(self._requests.__getitem__, order)
 
 
 class SplitQueue(TurnQueue):
@@ -156,8 +117,8 @@ class SplitQueue(TurnQueue):
     the policy's order takes it.
     """
 
-    def __init__(self, driver: Driver, clock: Any, *, asks_admission: bool) -> None:
-        super().__init__(driver, clock, asks_admission=asks_admission)
+    def __init__(self, driver: Driver, clock: Any) -> None:
+        super().__init__(driver, clock)
         self._stock = IndexedHeap()
         """Requests that keep their places, by place."""
         self._places = IndexedHeap()
@@ -179,23 +140,23 @@ class SplitQueue(TurnQueue):
             self._taken[request.request_id] = self._places.get_key(owner)
             self._places.push(owner, self._places.get_key(request.request_id))
             self._popped[request.request_id] = self._ready.get_key(request.request_id)
-        self.remove_request(request)
+        self.discard(request.request_id)
         return request
 
-    def remove_request(self, request: Any) -> None:
-        """Remove a request; does nothing if it is not in the queue."""
-        super().remove_request(request)
-        self._stock.discard(request.request_id)
-        self._places.discard(request.request_id)
+    def discard(self, turn_id: str) -> None:
+        """Remove a request, if it is in the queue."""
+        super().discard(turn_id)
+        self._stock.discard(turn_id)
+        self._places.discard(turn_id)
 
-    def _make_ready(self, request_id: str, key: Key | None = None) -> None:
-        place = self._driver.get_stock_key(request_id)
-        if self._driver.runs_as_stock(request_id):
-            self._stock.push(request_id, place)
+    def _make_ready(self, turn_id: str, key: Key | None = None) -> None:
+        place = self._driver.get_stock_key(turn_id)
+        if self._driver.runs_as_stock(turn_id):
+            self._stock.push(turn_id, place)
             return
-        super()._make_ready(request_id, key)
-        taken = self._taken.pop(request_id, None)
-        self._places.push(request_id, place if taken is None else min(place, taken))
+        super()._make_ready(turn_id, key)
+        taken = self._taken.pop(turn_id, None)
+        self._places.push(turn_id, place if taken is None else min(place, taken))
 
     def _get_first(self) -> Any:
         place, stock_place = self._places.get_first_key(), self._stock.get_first_key()

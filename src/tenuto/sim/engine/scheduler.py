@@ -136,10 +136,10 @@ class Scheduler:
         """Whether a turn that surely gets no blocks is not asked what it would load."""
         if self._asks_admission or policy.overrides("queue_key"):
             self.state.waiting = WaitingQueue(
-                lambda request: driver.get_queue_key(request.turn_id, self.state.now_s), driver.make_order
+                lambda turn_id: driver.get_queue_key(turn_id, self.state.now_s), driver.make_order
             )
         else:
-            self.state.waiting = WaitingQueue(_get_priority_key if self._by_priority else None)
+            self.state.waiting = WaitingQueue(self._get_priority_key if self._by_priority else None)
         if self.offloader is not None:
             self.offloader.follow(driver)
 
@@ -168,7 +168,8 @@ class Scheduler:
         state, driver, offloader = self.state, self.driver, self.offloader
         self.begin_step(now_s)
         if self._asks_admission:
-            self._admit_parked()
+            idle = not (state.running or state.num_loading)
+            state.waiting.admit(driver, now_s, idle=idle)
         step = self._make_step(only_decodes=driver.bounds_steps and self._will_only_decode())
         step.defers_prefill = self._defers_prefill()
         copied_s = offloader.get_free_s(now_s) if offloader is not None and offloader.is_serial else now_s
@@ -216,7 +217,7 @@ class Scheduler:
             state.loading = [load for load in state.loading if load.request is not request]
             heapq.heapify(state.loading)
         else:
-            state.waiting.remove(request)
+            state.waiting.discard(turn_id)
         computed = request.num_computed_tokens
         self._finish(request, Finish(num_output_tokens, aborted=True, num_computed_tokens=computed))
 
@@ -267,18 +268,11 @@ class Scheduler:
             self.state.waiting.reorder_all()
 
     def _add_waiting(self, request: Request) -> None:
-        is_parked = self._asks_admission and self.driver.needs_admission(request.turn_id)
-        self.state.waiting.add(request, is_parked=is_parked)
+        self.state.waiting.add(request, is_parked=self.driver.needs_admission(request.turn_id))
 
-    def _admit_parked(self) -> None:
-        state = self.state
-        while state.waiting.num_parked:
-            is_idle = not state.running and not state.num_loading and state.waiting.get_first() is None
-            admitted = self.driver.admit(state.waiting.get_first_parked(), state.now_s, idle=is_idle)
-            if not admitted:
-                return
-            for turn_id in admitted:
-                state.waiting.unpark(turn_id)
+    def _get_priority_key(self, turn_id: str) -> Key:
+        request = self.state.requests[turn_id]
+        return request.priority, request.arrival_s
 
     def _make_step(self, *, only_decodes: bool) -> Step:
         """The next step, still empty. `only_decodes`: as in `Driver.get_step_size`."""
@@ -481,7 +475,7 @@ class Scheduler:
     def _start(self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: Step) -> None:
         started = step.resumed if request.num_preemptions else step.new
         started[request.turn_id] = num_computed_tokens
-        self.state.waiting.remove(request)
+        self.state.waiting.discard(request.turn_id)
         self.state.running.append(request)
         step.starts_prefill |= num_computed_tokens < request.num_tokens - 1
         request.status = Status.RUNNING
@@ -575,7 +569,7 @@ class Scheduler:
         while not self._try_allocate(request, num_new_tokens, hit):
             if not self._preempt_for_waiting(request, step):
                 return False
-        self.state.waiting.remove(request)
+        self.state.waiting.discard(request.turn_id)
         request.status = Status.LOADING
         request.num_computed_tokens = hit.num_computed_tokens
         request.num_loaded_tokens = hit.num_loaded_tokens
@@ -674,7 +668,7 @@ class Scheduler:
         """Preempt one running request so that `request` can continue. It may be `request` itself."""
         running = self.state.running
         if self._by_priority:
-            victim = max(running, key=_get_priority_key)
+            victim = max(running, key=lambda each: self._get_priority_key(each.turn_id))
         else:
             self._put_victim_last(request)
             victim = running[-1]
@@ -856,7 +850,7 @@ class Scheduler:
             running[:] = [each for each in running if each.status is not Status.FINISHED]
         for request in finished:
             # A request that was preempted while its last token was in flight is in the queue.
-            self.state.waiting.remove(request)
+            self.state.waiting.discard(request.turn_id)
 
     def _finish(self, request: Request, finish: Finish) -> None:
         """End a request and free its blocks. Just before, a lease may take them over."""
@@ -1033,7 +1027,7 @@ class Scheduler:
         """
         config, running, waiting = self.config, self.state.running, self.state.waiting
         request = waiting.get_first()
-        if waiting.get_first_parked() is not None or (request and self._may_preempt_for_waiting):
+        if waiting.num_parked or (request and self._may_preempt_for_waiting):
             return True
         budget = config.max_step_tokens - len(running)
         if request is None or len(running) == config.max_num_seqs or budget == 0:
@@ -1063,10 +1057,6 @@ class Scheduler:
         return not driver.limits.always_yield and not any(
             driver.leases.get_first_to_yield(kind) for kind in (Yields.FIRST, Yields.ALWAYS)
         )
-
-
-def _get_priority_key(request: Request) -> Key:
-    return request.priority, request.arrival_s
 
 
 def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:

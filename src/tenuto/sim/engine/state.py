@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tenuto.core.fairness import FairOrder
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.policy import Key
+from tenuto.core.waiting import GetKey, WaitingTurns
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.kv.request import Request
 
-GetKey = Callable[[Request], Key]
 
+class WaitingQueue(WaitingTurns[Request]):
+    """The simulated engine's queue.
 
-class WaitingQueue:
-    """Requests in the order of their keys, smallest first; equal keys in the order of their ids.
-
-    Requests that admission holds back are *parked*: they count in `len` but never go first. Without `get_key`
-    the order is vLLM's "fcfs": by arrival, with preempted requests at the front.
+    Without `get_key` the order is vLLM's "fcfs": by arrival, with preempted requests at the front.
     Source: vllm/v1/core/sched/request_queue.py@0.32.
     """
 
     def __init__(
         self, get_key: GetKey | None, make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap
     ) -> None:
-        self._get_key = get_key
-        self._requests: dict[str, Request] = {}
-        self._ready, self._parked = make_order(), make_order()
+        super().__init__(get_key or (lambda turn_id: ()), make_order)
+        self._is_fcfs = get_key is None
         self._skipped: list[tuple[Request, Key]] = []
         self._deferred: set[str] = set()
         self._num_pushed = 0
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        """All requests: those that may start, then those that are parked, each part in order."""
-        for order in (self._ready, self._parked):
-            for turn_id in order:
-                yield self._requests[turn_id]
-
     def add(self, request: Request, *, is_parked: bool = False, is_back: bool = False) -> None:
         """Add a request that came in, or `is_back` because it was preempted."""
-        self._push(self._parked if is_parked else self._ready, request, -1 if is_back else 1)
+        turn_id = request.turn_id
+        self._requests[turn_id] = request
+        self._num_pushed += 1
+        number = -self._num_pushed if is_back else self._num_pushed
+        key = (number,) if self._is_fcfs else self._get_key(turn_id)
+        (self._parked if is_parked else self._ready).push(turn_id, key)
 
     def get_first(self) -> Request | None:
         """The request that goes first, or None if none may go."""
@@ -76,45 +69,15 @@ class WaitingQueue:
             self._ready.push(request.turn_id, key)
         self._skipped.clear()
 
-    def remove(self, request: Request) -> None:
-        """Remove a request, if it is in the queue."""
-        self._deferred.discard(request.turn_id)
-        if self._requests.pop(request.turn_id, None) is not None:
-            self._ready.discard(request.turn_id)
-            self._parked.discard(request.turn_id)
-
     def reorder(self, turn_id: str) -> None:
-        """Ask for a request's key again, if it waits and keys are asked for."""
-        if self._get_key is not None:
-            for order in (self._ready, self._parked):
-                if turn_id in order:
-                    order.push(turn_id, self._get_key(self._requests[turn_id]))
+        """Ask for a turn's key again, if keys are asked for."""
+        if not self._is_fcfs:
+            super().reorder(turn_id)
 
-    def reorder_all(self) -> None:
-        """Ask for every request's key again."""
-        for turn_id in self._requests:
-            self.reorder(turn_id)
-
-    @property
-    def num_parked(self) -> int:
-        """Number of parked requests."""
-        return len(self._parked)
-
-    def get_first_parked(self) -> str | None:
-        """The parked request that goes first, or None."""
-        return self._parked.get_first()
-
-    def unpark(self, turn_id: str) -> None:
-        """Let a request start, if it is parked."""
-        if turn_id in self._parked:
-            self._parked.discard(turn_id)
-            self._push(self._ready, self._requests[turn_id], 1)
-
-    def _push(self, order: IndexedHeap | FairOrder, request: Request, direction: int) -> None:
-        self._num_pushed += 1
-        key = (direction * self._num_pushed,) if self._get_key is None else self._get_key(request)
-        self._requests[request.turn_id] = request
-        order.push(request.turn_id, key)
+    def discard(self, turn_id: str) -> None:
+        """Remove a request, if it is in the queue."""
+        self._deferred.discard(turn_id)
+        super().discard(turn_id)
 
 
 class Load(NamedTuple):
