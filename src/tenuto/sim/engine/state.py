@@ -34,10 +34,10 @@ class WaitingQueue(WaitingTurns[Request]):
     def add(self, request: Request, *, is_parked: bool = False, is_back: bool = False) -> None:
         """Add a request that came in, or `is_back` because it was preempted."""
         turn_id = request.turn_id
-        self._requests[turn_id] = request
         self._num_pushed += 1
         number = -self._num_pushed if is_back else self._num_pushed
         key = (number,) if self._is_fcfs else self._get_key(turn_id)
+        self._requests[turn_id] = request
         (self._parked if is_parked else self._ready).push(turn_id, key)
 
     def get_first(self) -> Request | None:
