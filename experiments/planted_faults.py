@@ -802,8 +802,8 @@ FAULTS = (
     Fault(
         "tiers: a chunk is lost with one tenant's wish, whoever else wishes it",
         "core/tier_order.py",
-        "                self._remove(chunk, tenant)\n                return chunk\n",
-        "                self.discard(chunk)\n                return chunk\n",
+        "self._remove(gone, most)",
+        "self.discard(gone)",
         (
             "core/test_kept_chunks.py"
             "::test_no_tenant_takes_a_chunk_from_another_one_s_part_with_a_longer_wish",

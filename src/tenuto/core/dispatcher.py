@@ -245,8 +245,8 @@ class HeldTurns:
         self._turns: OrderedDict[str, RoutedTurn] = OrderedDict()
         self._later: OrderedDict[str, RoutedTurn] = OrderedDict()
         """Those that are not their job's first turn. They are held only while there is no engine."""
-        self._by_tenant: dict[str, IndexedHeap] = {}
-        self._tenants = IndexedHeap()
+        self._by_tenant: dict[str, IndexedHeap[str]] = {}
+        self._tenants: IndexedHeap[str] = IndexedHeap()
         self._num_open: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -647,7 +647,7 @@ class Driver:
         """The engine's state, including the number of leases."""
         return self._retention.get_view(now_s)
 
-    def make_order(self) -> IndexedHeap | FairOrder:
+    def make_order(self) -> IndexedHeap[str] | FairOrder:
         """An empty queue of turns, for the engine to fill; the keys are those of `get_queue_key`."""
         if not self.limits.fair_tenants:
             return IndexedHeap()

@@ -170,7 +170,7 @@ class Shares:
         self._by_priority = by_priority
         self._tenants: dict[str, _Share] = {}
         self.set_weights(weights)
-        self._idle = IndexedHeap()
+        self._idle: IndexedHeap[str] = IndexedHeap()
         """Tenants without a turn that would gain by starting anew (`_forget_idle`), by virtual time."""
         self._now: dict[int, float] = {}
         """By priority, if the engine has them: the virtual time of the tenant served last, when its turn
@@ -311,7 +311,7 @@ class _Lane:
 
     priority: int
     tenant: str
-    turns: IndexedHeap = field(default_factory=IndexedHeap)
+    turns: IndexedHeap[str] = field(default_factory=IndexedHeap)
 
 
 class FairOrder:
@@ -327,7 +327,7 @@ class FairOrder:
         self._by_priority = by_priority
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[str, str] = {}
-        self._order = IndexedHeap()
+        self._order: IndexedHeap[str] = IndexedHeap()
         """Lanes by priority and virtual time. A lane's time may have increased since it was added."""
 
     def __len__(self) -> int:
@@ -486,7 +486,7 @@ class Quota:
         self._sum_of_weights = 0.0
         self._running_blocks: dict[str, int] = {}
         """The blocks that each running turn is expected to need."""
-        self._by_use = IndexedHeap()
+        self._by_use: IndexedHeap[str] = IndexedHeap()
         """Tenants with leases, once blocks are counted. The one that uses most, for its weight, is first."""
         self.counts_blocks = False
 

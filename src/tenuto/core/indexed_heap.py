@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
 
 from tenuto.core.policy import Key
 
+Item = TypeVar("Item", bound=Hashable)
 SortKey = tuple[bool | float | int | str, ...]
 
 
@@ -22,14 +24,14 @@ def get_sort_key(key: Key) -> SortKey:
     return tuple(parts)
 
 
-class IndexedHeap:
+class IndexedHeap(Generic[Item]):
     """Ids ordered by key, smallest first, ties by id. A change takes O(log n) amortised time."""
 
     def __init__(self) -> None:
         # A changed or removed id leaves its old heap entry behind; an entry counts only while it is
         # the one in _keys. Rebuilt when more than half is stale, so memory stays linear in len().
-        self._keys: dict[str, Key] = {}
-        self._heap: list[tuple[SortKey, str, Key]] = []
+        self._keys: dict[Item, Key] = {}
+        self._heap: list[tuple[SortKey, Item, Key]] = []
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -37,11 +39,11 @@ class IndexedHeap:
     def __contains__(self, item: object) -> bool:
         return item in self._keys
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Item]:
         """All ids in order; a copy, so the queue may change meanwhile."""
         return iter(sorted(self._keys, key=lambda item: (get_sort_key(self._keys[item]), item)))
 
-    def push(self, item: str, key: Key) -> None:
+    def push(self, item: Item, key: Key) -> None:
         """Add an id, or change the key of one that is there."""
         if self._keys.get(item) == key:
             return
@@ -50,11 +52,11 @@ class IndexedHeap:
         if len(self._heap) > 2 * len(self._keys) + 16:
             self._forget_stale()
 
-    def get_key(self, item: str) -> Key:
+    def get_key(self, item: Item) -> Key:
         """The key of an id; raises KeyError if it is not in the queue."""
         return self._keys[item]
 
-    def get_first(self) -> str | None:
+    def get_first(self) -> Item | None:
         """The id with the smallest key, or None if the queue is empty."""
         while self._heap:
             _, item, key = self._heap[0]
@@ -68,7 +70,7 @@ class IndexedHeap:
         first = self.get_first()
         return None if first is None else self._keys[first]
 
-    def get_first_except(self, spared: str | None) -> str | None:
+    def get_first_except(self, spared: Item | None) -> Item | None:
         """The id with the smallest key other than `spared`, or None if there is no other id."""
         first = self.get_first()
         if first is None or first != spared:
@@ -80,7 +82,7 @@ class IndexedHeap:
         heapq.heappush(self._heap, entry)
         return second
 
-    def pop(self) -> str:
+    def pop(self) -> Item:
         """Remove and return the id with the smallest key; raises IndexError if the queue is empty."""
         item = self.get_first()
         if item is None:
@@ -89,7 +91,7 @@ class IndexedHeap:
         del self._keys[item]
         return item
 
-    def discard(self, item: str) -> None:
+    def discard(self, item: Item) -> None:
         """Remove an id if it is there."""
         self._keys.pop(item, None)
         if len(self._heap) > 2 * len(self._keys) + 16:

@@ -386,7 +386,7 @@ class IdleJobs:
         """Each tenant's idle jobs, with their sizes; the one that has been idle longest is first."""
         self._sizes: dict[str, int] = {}
         """Of each tenant's idle jobs together."""
-        self._by_size = IndexedHeap()
+        self._by_size: IndexedHeap[str] = IndexedHeap()
         """Tenants; the one with the largest size is first. Those in `_changed` may be in a wrong place."""
         self._changed: set[str] = set()
 

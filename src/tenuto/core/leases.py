@@ -144,7 +144,7 @@ class _TenantLeases:
     """The jobs that have leases, that of the oldest lease first."""
     unproven: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """The jobs of unproven leases, the oldest first."""
-    evict_order: dict[Yields, IndexedHeap] = field(
+    evict_order: dict[Yields, IndexedHeap[str]] = field(
         default_factory=lambda: {yields: IndexedHeap() for yields in Yields}
     )
 
@@ -157,8 +157,8 @@ class LeaseTable:
         self._quota = quota
         self._leases: OrderedDict[str, LeaseState] = OrderedDict()
         """By job, the oldest lease first."""
-        self._deadlines = IndexedHeap()
-        self.evict_order = {yields: IndexedHeap() for yields in Yields}
+        self._deadlines: IndexedHeap[str] = IndexedHeap()
+        self.evict_order: dict[Yields, IndexedHeap[str]] = {yields: IndexedHeap() for yields in Yields}
         self._by_tenant: dict[str, _TenantLeases] = {}
         """The leases of each tenant, once there are tenants."""
 

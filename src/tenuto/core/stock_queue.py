@@ -136,9 +136,9 @@ class StockQueue:
         """The turns in the engine."""
         self._evicted_at: dict[str, float] = {}
         """By job: the `_num_allocated` at which stock vLLM evicts its last finished turn's blocks."""
-        self._places = IndexedHeap()
+        self._places: IndexedHeap[str] = IndexedHeap()
         """Turns that wait in stock too, by `place`."""
-        self._due = {False: IndexedHeap(), True: IndexedHeap()}
+        self._due: dict[bool, IndexedHeap[str]] = {False: IndexedHeap(), True: IndexedHeap()}
         """Turns that stock would have started, by `due`: those that are overdue from then on, and agents'
         turns, if they are within the share."""
         self._credit = 0.0

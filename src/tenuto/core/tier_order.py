@@ -39,14 +39,13 @@ class KeptChunks:
         """Weights of tenants; 1 for others."""
         self._kept: dict[Hashable, dict[str, _Kept]] = {}
         """By chunk and tenant."""
-        self._num_wishes = 0
-        """A chunk counts once for each tenant that wishes it."""
         self._by_owner: dict[str, dict[Hashable, str]] = {}
         """By job: the chunks that no other job of its tenant wished, each with the tenant."""
-        self._by_end: list[tuple[float, int, Hashable, str]] = []
-        self._by_tenant: dict[str, list[tuple[float, int, int, Hashable]]] = {}
-        self._counts: dict[str, int] = {}
-        self._most = IndexedHeap()
+        self._by_end: IndexedHeap[tuple[Hashable, str]] = IndexedHeap()
+        """By deadline: chunks and tenants. A chunk counts once for each tenant that wishes it."""
+        self._by_tenant: dict[str, IndexedHeap[Hashable]] = {}
+        """Each tenant's chunks, in the order in which it loses them."""
+        self._most: IndexedHeap[str] = IndexedHeap()
         """Tenants; the one with the most chunks for its weight is first."""
         self._number = 0
 
@@ -66,9 +65,7 @@ class KeptChunks:
         """
         wishes = self._kept.setdefault(chunk, {})
         known = wishes.get(tenant)
-        if known is None:
-            self._count(tenant, 1)
-        elif known.owner != owner:
+        if known is not None and known.owner != owner:
             self._forget_owner(chunk, known.owner)
             owner = None
         if known is not None and known.until_s >= until_s:
@@ -78,19 +75,14 @@ class KeptChunks:
         wishes[tenant] = _Kept(until_s, owner)
         if owner is not None:
             self._by_owner.setdefault(owner, {})[chunk] = tenant
-        own = self._by_tenant.setdefault(tenant, [])
-        heapq.heappush(own, (until_s, -end, self._number, chunk))
-        heapq.heappush(self._by_end, (until_s, self._number, chunk, tenant))
-        if len(own) > max(MIN_HEAP, 2 * self._counts[tenant]):
-            current = {each[3]: each for each in own if self._is_current(each[3], tenant, each[0])}
-            own[:] = sorted(current.values())
-        if len(self._by_end) > max(MIN_HEAP, 2 * self._num_wishes):
-            by_both = {each[2:]: each for each in self._by_end if self._is_current(*each[2:], each[0])}
-            self._by_end = sorted(by_both.values())
-        lost = []
-        while self._num_wishes > self.max_chunks:
-            chunk = self._pop_of(str(self._most.get_first()))
-            lost += [] if chunk in self._kept else [chunk]
+        self._by_tenant.setdefault(tenant, IndexedHeap()).push(chunk, (until_s, -end, self._number))
+        self._by_end.push((chunk, tenant), (until_s, self._number))
+        self._rank(tenant)
+        lost: list[Hashable] = []
+        while len(self._by_end) > self.max_chunks and (most := self._most.get_first()) is not None:
+            gone = self._by_tenant[most].get_first()
+            self._remove(gone, most)
+            lost += [] if gone in self._kept else [gone]
         return lost
 
     def discard(self, chunk: Hashable) -> None:
@@ -105,26 +97,18 @@ class KeptChunks:
 
     def expire(self, now_s: float) -> Iterator[Hashable]:
         """Stop keeping the chunks whose deadline has passed, and return them."""
-        while self._by_end and self._by_end[0][0] <= now_s:
-            until_s, _, chunk, tenant = heapq.heappop(self._by_end)
-            if self._is_current(chunk, tenant, until_s):
-                self._remove(chunk, tenant)
-                if chunk not in self._kept:
-                    yield chunk
+        while (first := self._by_end.get_first()) is not None:
+            if float(self._by_end.get_key(first)[0]) > now_s:
+                return
+            chunk, tenant = first
+            self._remove(chunk, tenant)
+            if chunk not in self._kept:
+                yield chunk
 
     def clear(self) -> None:
         """Stop keeping all chunks."""
-        for each in (self._kept, self._by_owner, self._by_end, self._by_tenant, self._counts):
-            each.clear()
-        self._most, self._num_wishes = IndexedHeap(), 0
-
-    def _pop_of(self, tenant: str) -> Hashable:
-        own = self._by_tenant[tenant]
-        while True:
-            until_s, _, _, chunk = heapq.heappop(own)
-            if self._is_current(chunk, tenant, until_s):
-                self._remove(chunk, tenant)
-                return chunk
+        for chunk in list(self._kept):
+            self.discard(chunk)
 
     def _remove(self, chunk: Hashable, tenant: str) -> None:
         """A tenant's wish for a chunk is over."""
@@ -132,7 +116,9 @@ class KeptChunks:
         self._forget_owner(chunk, wishes.pop(tenant).owner)
         if not wishes:
             del self._kept[chunk]
-        self._count(tenant, -1)
+        self._by_end.discard((chunk, tenant))
+        self._by_tenant[tenant].discard(chunk)
+        self._rank(tenant)
 
     def _forget_owner(self, chunk: Hashable, owner: str | None) -> None:
         if owner is None or (own := self._by_owner.get(owner)) is None:
@@ -141,19 +127,13 @@ class KeptChunks:
         if not own:
             del self._by_owner[owner]
 
-    def _is_current(self, chunk: Hashable, tenant: str, until_s: float) -> bool:
-        known = self._kept.get(chunk, {}).get(tenant)
-        return known is not None and known.until_s == until_s
-
-    def _count(self, tenant: str, change: int) -> None:
-        self._num_wishes += change
-        number = self._counts[tenant] = self._counts.get(tenant, 0) + change
-        if number:
+    def _rank(self, tenant: str) -> None:
+        """A tenant's number of chunks has changed."""
+        if number := len(self._by_tenant[tenant]):
             self._most.push(tenant, (-number / float(self.weights.get(tenant, 1.0)),))
         else:
             self._most.discard(tenant)
-            del self._counts[tenant]
-            self._by_tenant.pop(tenant, None)
+            del self._by_tenant[tenant]
 
 
 @dataclass(frozen=True)

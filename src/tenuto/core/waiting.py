@@ -22,7 +22,7 @@ class WaitingTurns(Generic[Request]):
     """
 
     def __init__(
-        self, get_key: GetKey, make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap
+        self, get_key: GetKey, make_order: Callable[[], IndexedHeap[str] | FairOrder] = IndexedHeap
     ) -> None:
         """`get_key`: returns a turn's present key."""
         self._get_key = get_key

@@ -140,7 +140,7 @@ class ReplicaBooks:
         self.dispatcher = Dispatcher(load_router(router, options), FleetLimits(max_held=max_held))
         self._get_now_s = get_now_s
         self._requests: dict[str, _Request] = {}
-        self._due = IndexedHeap()
+        self._due: IndexedHeap[str] = IndexedHeap()
         """When requests are over that no replica took. The others are not in it."""
 
     @property

@@ -145,7 +145,7 @@ class AwayJobs:
 
     _left: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """When it left, and whether its client said that it comes back."""
-    _deadlines: IndexedHeap = field(default_factory=IndexedHeap, repr=False)
+    _deadlines: IndexedHeap[str] = field(default_factory=IndexedHeap, repr=False)
     mean_s: float = 0.0
     """Mean seconds away; 0 until one was seen."""
 

@@ -119,9 +119,9 @@ class SplitQueue(TurnQueue):
 
     def __init__(self, driver: Driver, clock: Any) -> None:
         super().__init__(driver, clock)
-        self._stock = IndexedHeap()
+        self._stock: IndexedHeap[str] = IndexedHeap()
         """Requests that keep their places, by place."""
-        self._places = IndexedHeap()
+        self._places: IndexedHeap[str] = IndexedHeap()
         """Ready requests under the policy, by the place that each has now."""
         self._taken: dict[str, Key] = {}
         """Places that were taken in this step. A request that vLLM skips gets its place back."""

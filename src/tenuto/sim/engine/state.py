@@ -23,7 +23,7 @@ class WaitingQueue(WaitingTurns[Request]):
     """
 
     def __init__(
-        self, get_key: GetKey | None, make_order: Callable[[], IndexedHeap | FairOrder] = IndexedHeap
+        self, get_key: GetKey | None, make_order: Callable[[], IndexedHeap[str] | FairOrder] = IndexedHeap
     ) -> None:
         super().__init__(get_key or (lambda turn_id: ()), make_order)
         self._is_fcfs = get_key is None

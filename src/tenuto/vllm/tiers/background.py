@@ -184,7 +184,7 @@ class Prefetch:
         self._away: dict[str, _Away] = {}
         self._order = IdleJobs()
         self._num_hashes = 0
-        self._due = IndexedHeap()
+        self._due: IndexedHeap[str] = IndexedHeap()
         """The jobs whose load is planned, by its time."""
         self._tools = ToolSamples()
         self._moving: _Load | None = None
