@@ -505,7 +505,7 @@ def test_a_traced_step_says_how_many_still_run(depth: int, clock: Clock, tmp_pat
 def test_without_a_trace_nothing_is_recorded(clock: Clock) -> None:
     engine = start({"policy": KEEP_ALL})
     assert engine.scheduler._trace is None
-    assert engine.scheduler._steps is None
+    assert engine.scheduler._hooks.steps is None
     assert engine.scheduler.driver._history is None
 
 

@@ -91,7 +91,10 @@ class Hooks:
         self._retains = self._keeps_blocks or asked.overrides("preempt_key")
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
-        self.steps = StepReporter(self.driver) if self.driver.hears_steps else None
+        self.steps: StepReporter | None = None
+        """The steps in flight, if the driver or the trace needs them."""
+        if self.driver.hears_steps or log is not None:
+            self.steps = scheduler.steps
         self.first_tokens = FirstTokens(scheduler, self.driver) if settings.canary.is_on else None
         is_simple = engine.can_truncate and scheduler.connector is None
         self.frees_later = self._keeps_blocks and not self._is_shadow and is_simple
@@ -391,7 +394,7 @@ class _Scheduled:
 
 
 class StepReporter:
-    """Tells the policy about each computed step. vLLM finishes steps in the order of scheduling.
+    """Tells the driver about each computed step. vLLM finishes steps in the order of scheduling.
 
     vLLM looks at a step's results only after it has launched the next step. Without a CUDA graph a launch may
     take longer than the GPU needs (30 ms for prompts of an 8B model). So if vLLM launched for longer than it
@@ -399,13 +402,16 @@ class StepReporter:
     only decodes is left to the one before.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self) -> None:
         self._clock = StepClock()
         self._decode_s = math.inf
         """Seconds of the latest step that only decoded and that no launch delayed, or was no longer than this
         although one did."""
         self._scheduled: deque[_Scheduled] = deque()
+
+    def __len__(self) -> int:
+        """Number of scheduled steps that have not ended."""
+        return len(self._scheduled)
 
     def schedule(self, output: Any, now_s: float, *, is_full: bool) -> None:
         """A step was scheduled. A step without tokens is never computed, so it is not counted.
@@ -420,9 +426,9 @@ class StepReporter:
         if self._scheduled and self._scheduled[-1].output is output:
             self._scheduled[-1].launched_s = now_s
 
-    def finish(self, output: Any, now_s: float) -> None:
+    def finish(self, output: Any, now_s: float, driver: Driver) -> None:
         """The results of a step have arrived."""
-        # Steps that were in flight when this object was made are not in `_scheduled`.
+        # Steps that were scheduled while nothing needed them are not in `_scheduled`.
         if all(each.output is not output for each in self._scheduled):
             return
         # Steps before it that have not ended will not: they failed, and vLLM goes on (fault tolerance).
@@ -436,9 +442,7 @@ class StepReporter:
         if late_s <= 0 and num_tokens == num_requests:
             self._decode_s = duration_s
         ended_s = now_s - max(0.0, late_s)
-        self._driver.step(
-            self._clock.finish(ended_s, step.at_s, num_tokens, num_requests, is_full=step.is_full)
-        )
+        driver.step(self._clock.finish(ended_s, step.at_s, num_tokens, num_requests, is_full=step.is_full))
 
     def _get_launch_s(self, now_s: float) -> float:
         """Seconds that vLLM spent on launching the next step, beyond those that it waited for results."""

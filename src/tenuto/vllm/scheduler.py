@@ -49,7 +49,7 @@ from tenuto.vllm.compat.scheduler import (
 from tenuto.vllm.complaints import Complaints
 from tenuto.vllm.control_http import CALL
 from tenuto.vllm.engine import Ended
-from tenuto.vllm.hooks import Hooks
+from tenuto.vllm.hooks import Hooks, StepReporter
 from tenuto.vllm.metrics import Metrics
 from tenuto.vllm.requests import OutputReader, describe, drop_deep_fields
 from tenuto.vllm.settings import OUTPUT_VARIABLE, Settings, read_settings
@@ -118,12 +118,12 @@ class _DrivenScheduler(PrivateHooks):
         self.tier = _find_tier(self, settings, policy)
         if self.tier is not None:
             self._metrics.watch_tier(self.tier)
+        self.steps = StepReporter()
         self._hooks = self.prepare(settings, policy)
         self._hooks.install()
         self._metrics.refresh(self.driver, 0.0)
         reads_output = self._hooks.reads_output or bool(os.environ.get(ADMIN_VARIABLE))
         self._reader = OutputReader(load_tokenizer(vllm_config) if reads_output else None)
-        self._steps = StepTracer(self._trace, self) if self._trace else None
         self._idle_timer = IdleTimer(lambda: wake(engine_core)) if engine_core is not None else None
         self.control = Control(
             self,
@@ -216,7 +216,7 @@ class _DrivenScheduler(PrivateHooks):
         """A step was computed. The policy is told before vLLM processes the results."""
         if self._has_queued_step:
             self._handle_queued()
-        if self._hooks.steps is not None or self._steps is not None:
+        if self._hooks.steps is not None:
             self._queue(self._handle_result, scheduler_output, time.monotonic())
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if self._hooks.first_tokens is not None:
@@ -352,14 +352,12 @@ class _DrivenScheduler(PrivateHooks):
         hooks.look(output)
         hooks.tick(now_s)
         self.short_hits.found.clear()
-        if self._steps is not None:
-            self._steps.record(output, now_s, max_tokens)
+        if self._trace is not None:
+            record_step(self._trace, self, output, now_s, max_tokens)
 
     def _handle_result(self, output: Any, now_s: float) -> None:
         if self._hooks.steps is not None:
-            self._hooks.steps.finish(output, now_s)
-        if self._steps is not None:
-            self._steps.finish(output)
+            self._hooks.steps.finish(output, now_s, self._hooks.driver)
 
     def _handle_end(self, ended: Ended) -> None:
         started_s = time.perf_counter()
@@ -519,72 +517,54 @@ def _get_header(settings: Settings) -> tuple[str, dict[str, Any]]:
     return "stock" if settings.mode == "off" else settings.policy, facts
 
 
-class StepTracer:
-    """Writes one `step` record per step, and one `admission` record per turn it starts."""
+def record_step(trace: TraceWriter, scheduler: Any, output: Any, now_s: float, max_tokens: int) -> None:
+    """Write one `step` record, after the driver was told of the step, and an `admission` per started turn.
 
-    def __init__(self, trace: TraceWriter, scheduler: Any) -> None:
-        self._trace = trace
-        self._scheduler = scheduler
-        self._in_flight: deque[Any] = deque()
-        """Scheduled steps with tokens that have not ended."""
-
-    def finish(self, output: Any) -> None:
-        """The results of a step have arrived. Steps end in their order, so those before it failed."""
-        if any(each is output for each in self._in_flight):
-            while self._in_flight.popleft() is not output:
-                pass
-
-    def record(self, output: Any, now_s: float, max_tokens: int) -> None:
-        """Record one step, after the driver was told of it; the trace's step number increases by one.
-
-        `max_tokens`: the step's token budget.
-        """
-        scheduler = self._scheduler
-        connector = scheduler.connector
-        new: list[str] = []
-        resumed: list[str] = []
-        for request_id, num_hit_tokens in get_started(output):
-            request = scheduler.requests[request_id]
-            (resumed if request.num_preemptions else new).append(request_id)
-            local, external = get_hit_tokens(request)
-            self._trace.write(
-                {
-                    "kind": "admission",
-                    "turn": request_id,
-                    "now_s": now_s,
-                    "num_prompt_tokens": request.num_prompt_tokens,
-                    "num_hit_tokens": num_hit_tokens,
-                    "num_local_hit_tokens": local,
-                    "num_external_hit_tokens": external,
-                    **({} if connector is None else {"connector": type(connector).__name__}),
-                }
-            )
-        driver = scheduler.driver
-        leases = () if driver.is_shadow else driver.leases
-        self._trace.write(
-            StepState(
-                now_s=now_s,
-                num_in_flight=len(self._in_flight),
-                running=(request.request_id for request in scheduler.running),
-                requests=scheduler.requests,
-                num_waiting=scheduler.get_request_counts()[1],
-                retained_jobs=(lease.job_id for lease in leases),
-                num_retained_blocks=0 if driver.is_shadow else driver.get_num_leased_blocks(),
-                num_blocks=scheduler.leased_blocks.num_blocks,
-                num_free_blocks=scheduler.leased_blocks.get_num_free_blocks(),
-                num_cached_blocks=count_cached_blocks(scheduler),
-                max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
-                max_tokens=max_tokens,
-                tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
-                new=new,
-                resumed=resumed,
-                preempted=output.preempted_req_ids or (),
-                num_tokens=output.num_scheduled_tokens,
-            ).describe()
+    `max_tokens`: the step's token budget.
+    """
+    connector = scheduler.connector
+    new: list[str] = []
+    resumed: list[str] = []
+    for request_id, num_hit_tokens in get_started(output):
+        request = scheduler.requests[request_id]
+        (resumed if request.num_preemptions else new).append(request_id)
+        local, external = get_hit_tokens(request)
+        trace.write(
+            {
+                "kind": "admission",
+                "turn": request_id,
+                "now_s": now_s,
+                "num_prompt_tokens": request.num_prompt_tokens,
+                "num_hit_tokens": num_hit_tokens,
+                "num_local_hit_tokens": local,
+                "num_external_hit_tokens": external,
+                **({} if connector is None else {"connector": type(connector).__name__}),
+            }
         )
-        if output.total_num_scheduled_tokens:
-            self._in_flight.append(output)
-        self._trace.end_step()
+    driver = scheduler.driver
+    leases = () if driver.is_shadow else driver.leases
+    trace.write(
+        StepState(
+            now_s=now_s,
+            num_in_flight=len(scheduler.steps) - bool(output.total_num_scheduled_tokens),
+            running=(request.request_id for request in scheduler.running),
+            requests=scheduler.requests,
+            num_waiting=scheduler.get_request_counts()[1],
+            retained_jobs=(lease.job_id for lease in leases),
+            num_retained_blocks=0 if driver.is_shadow else driver.get_num_leased_blocks(),
+            num_blocks=scheduler.leased_blocks.num_blocks,
+            num_free_blocks=scheduler.leased_blocks.get_num_free_blocks(),
+            num_cached_blocks=count_cached_blocks(scheduler),
+            max_running=scheduler.vllm_config.scheduler_config.max_num_seqs,
+            max_tokens=max_tokens,
+            tiers=() if scheduler.tier is None else scheduler.tier.get_views(),
+            new=new,
+            resumed=resumed,
+            preempted=output.preempted_req_ids or (),
+            num_tokens=output.num_scheduled_tokens,
+        ).describe()
+    )
+    trace.end_step()
 
 
 class IdleTimer:
