@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,8 +257,8 @@ class JobTable:
         """The jobs' accounts."""
         self.jobs: dict[str, JobState] = {}
         self.idle = IdleJobs()
-        # A job that is forgotten here is forgotten there too. The bound there is for jobs with live turns.
-        self.lineage = Lineage(hash_block_size, 2 * max_idle)
+        # It has no bound of its own: a job that is forgotten here is forgotten there too.
+        self.lineage = Lineage(hash_block_size)
         self._kinds = _Kinds(hash_block_size)
         self._max_idle = max_idle
         self._infers = infers
@@ -311,7 +312,6 @@ class JobTable:
         """Take over the jobs of another table. If it has more, some are to be forgotten afterwards."""
         self.jobs, self.idle, self.lineage, self._kinds = other.jobs, other.idle, other.lineage, other._kinds
         self.ledger = other.ledger
-        self.lineage.set_max_jobs(2 * self._max_idle)
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
@@ -471,10 +471,10 @@ class _Finished:
 class Lineage:
     """The latest finished turn of each job, indexed by content.
 
-    The number of jobs is bounded. The least recent job is forgotten first.
+    Beyond `max_jobs` jobs, the least recent one is forgotten.
     """
 
-    def __init__(self, block_size: int, max_jobs: int) -> None:
+    def __init__(self, block_size: int, max_jobs: float = math.inf) -> None:
         self._block_size = block_size
         self._max_jobs = max_jobs
         self._num_remembered = 0
@@ -487,12 +487,6 @@ class Lineage:
 
     def __len__(self) -> int:
         return len(self._finished)
-
-    def set_max_jobs(self, max_jobs: int) -> None:
-        """Change how many jobs are remembered. If there are more, the least recent ones are forgotten."""
-        self._max_jobs = max_jobs
-        while len(self._finished) > max_jobs:
-            self.forget(next(iter(self._finished)))
 
     def remember(
         self, job_id: str, hashes: Sequence[Hashable], prompt: Sequence[int], tenant: str | None = None
