@@ -81,9 +81,8 @@ class Scheduler:
             keeps_ends=policy.overrides("retain"),
         )
         self.offloader = make_offloader(config.offload, tiers, kv, config.offload_chunk_tokens)
-        self._needs_whole_prompts = config.kv.reserve_full_sequence and (
-            self.offloader is None or self.offloader.takes_whole_prompts
-        )
+        kv.holds_whole_prompts = self.offloader is None or self.offloader.takes_whole_prompts
+        self._needs_whole_prompts = config.kv.reserve_full_sequence and kv.holds_whole_prompts
         """Whether a turn that starts needs blocks for its whole prompt, as many with a load as without."""
         self._has_stretches = (
             kv.can_truncate

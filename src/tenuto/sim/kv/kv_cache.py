@@ -48,7 +48,7 @@ class KvCache:
         self.can_truncate = config.windows == (None,)
         """Whether block i of a request always holds tokens i·size to (i+1)·size: full attention only."""
         self.holds_whole_prompts = False
-        """Whether a turn that has loaded KV has the blocks of its whole prompt. `ChainOffloader` sets it."""
+        """Whether a turn that has loaded KV has the blocks of its whole prompt: see `Offloader`."""
         self._sizes = config.group_block_sizes
         self._alignment = config.hit_alignment
         self._windows = [get_window(layers) for layers in config.windows]

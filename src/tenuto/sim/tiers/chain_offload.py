@@ -33,7 +33,6 @@ class ChainOffloader(Offloader):
         super().__init__(tiers.tiers, offload, chunk_blocks)
         self._tiers = tiers
         self._kv = kv
-        kv.holds_whole_prompts = True
         self._pool = kv.pool
         self._block_size = kv.config.block_size
         self._chunk_tokens = chunk_blocks * self._block_size
