@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.core.engine import Engine
 from tenuto.core.jobs import Arrival, JobState, TurnState
-from tenuto.core.leases import PinnedPrefixes, describe_room
+from tenuto.core.leases import PinnedPrefixes
 from tenuto.core.requests import Hints
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit
@@ -129,8 +129,3 @@ def test_the_distance_is_what_full_attention_has_in_as_many_blocks() -> None:
     # Gemma-3-27B: six groups with windows of 64 blocks beside one with full attention.
     assert choose_checkpoint_tokens(6 * 64, 1 / 16, 16) == 6144
     assert choose_checkpoint_tokens(0, 1 / 16, 16) is choose_checkpoint_tokens(8, 0, 16) is None
-
-
-def test_the_log_says_how_many_fit() -> None:
-    text = describe_room(80_000, 384, 1 / 16, 6144)
-    assert "139 of 3,000 tokens or 35 of 30,000 tokens" in text and "6,144" in text

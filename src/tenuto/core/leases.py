@@ -396,8 +396,6 @@ class Yielding:
 # A pin is released as a whole before an allocation fails. Its blocks then join the free queue. Pins are
 # references to blocks, as leases are, so no second queue of blocks is needed.
 
-EXAMPLE_TOKENS = (3_000, 30_000)
-
 
 class PinnedPrefixes:
     """The pins of one engine. To use a pinned prefix takes O(1) time; only a new pin visits its blocks."""
@@ -478,28 +476,6 @@ class PinnedPrefixes:
         number = num_tokens // self._engine.hash_block_size
         hashes = turn.arrival.hashes
         return hashes[number - 1] if 0 < number <= len(hashes) else None
-
-
-def describe_room(
-    max_blocks: int, num_checkpoint_blocks: int, full_blocks_per_token: float, checkpoint_tokens: int | None
-) -> str:
-    """How many shared prefixes fit, for the log.
-
-    `num_checkpoint_blocks`: blocks that a prefix takes in all windows and states. `full_blocks_per_token`:
-    blocks that a token takes in all full-attention groups. `checkpoint_tokens`: see
-    `choose_checkpoint_tokens`.
-    """
-    numbers = [
-        int(max_blocks / max(1, num_checkpoint_blocks + num_tokens * full_blocks_per_token))
-        for num_tokens in EXAMPLE_TOKENS
-    ]
-    fit = " or ".join(
-        f"{n:,} of {tokens:,} tokens" for n, tokens in zip(numbers, EXAMPLE_TOKENS, strict=True)
-    )
-    text = f"prefixes that jobs share are pinned, in up to {max_blocks:,} blocks of the KV cache: {fit}"
-    if checkpoint_tokens is not None:
-        text += f"; the first prompt of a job caches checkpoints, {checkpoint_tokens:,} tokens apart or more"
-    return text
 
 
 # Called by the driver.

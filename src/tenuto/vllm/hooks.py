@@ -14,7 +14,6 @@ from typing import Any
 
 from tenuto.core.driver import Driver
 from tenuto.core.engine import StepClock, StepTokens, get_max_step_tokens, get_prompt_weight
-from tenuto.core.leases import describe_room
 from tenuto.core.loader import get_engine_settings
 from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
@@ -161,11 +160,7 @@ class Hooks:
     def describe_pins(self) -> str | None:
         """How many shared prefixes can be pinned, as a text; None if nothing is pinned."""
         made = self._checkpoints
-        if made is None:
-            return None
-        return describe_room(
-            self.driver.pins.max_blocks, made.num_blocks, made.full_blocks_per_token, made.tokens
-        )
+        return None if made is None else made.describe_room(self.driver.pins.max_blocks)
 
     def arrive(self, request: Any) -> None:
         """A request arrived; the driver knows it already."""

@@ -321,6 +321,8 @@ def _get_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 # Checkpoints of first prompts.
 
+EXAMPLE_TOKENS = (3_000, 30_000)
+
 
 class FirstCheckpoints:
     """Makes vLLM cache checkpoints of the added requests, until `remove` is called."""
@@ -328,25 +330,37 @@ class FirstCheckpoints:
     def __init__(self, scheduler: Any) -> None:
         coordinator = scheduler.kv_cache_manager.coordinator
         self._alignment = int(scheduler.block_size)
-        self.num_blocks = sum(map(_count_blocks, _get_managers(scheduler)))
+        self._num_blocks = sum(map(_count_blocks, _get_managers(scheduler)))
         """Blocks that one checkpoint takes, over all windows and states."""
-        self.full_blocks_per_token = _count_full_blocks_per_token(scheduler)
-        self.tokens: int | None = None
+        self._full_blocks_per_token = _count_full_blocks_per_token(scheduler)
+        self._tokens: int | None = None
         """The shortest distance between two checkpoints, in tokens; None if this engine has none."""
         # vLLM has a retention interval since 0.32. If it is not 0, the operator chose it.
         if getattr(coordinator, "retention_interval", None) == 0:
-            self.tokens = choose_checkpoint_tokens(
-                self.num_blocks, self.full_blocks_per_token, self._alignment
+            self._tokens = choose_checkpoint_tokens(
+                self._num_blocks, self._full_blocks_per_token, self._alignment
             )
         self._places: tuple[int, ...] = ()
         self._managers: list[Any] = []
-        if self.tokens is not None:
-            self._places = get_checkpoints(self.tokens, self._alignment, scheduler.max_model_len)
+        if self._tokens is not None:
+            self._places = get_checkpoints(self._tokens, self._alignment, scheduler.max_model_len)
             self._managers = [each for each in _get_managers(scheduler) if _count_blocks(each)]
         self._requests: dict[str, int] = {}
         """For each request that caches checkpoints: where its latest state was cached, in tokens."""
         for manager in self._managers:
             self._wrap(manager)
+
+    def describe_room(self, max_blocks: int) -> str:
+        """How many prefixes that jobs share fit into this many blocks, for the log."""
+        fit = " or ".join(
+            f"{int(max_blocks / max(1, self._num_blocks + num_tokens * self._full_blocks_per_token)):,} "
+            f"of {num_tokens:,} tokens"
+            for num_tokens in EXAMPLE_TOKENS
+        )
+        text = f"prefixes that jobs share are pinned, in up to {max_blocks:,} blocks of the KV cache: {fit}"
+        if self._tokens is not None:
+            text += f"; the first prompt of a job caches checkpoints, {self._tokens:,} tokens apart or more"
+        return text
 
     def add(self, request_id: str) -> None:
         """Cache checkpoints of this request."""
@@ -381,12 +395,12 @@ class FirstCheckpoints:
 
         A state exists only where a chunk ends. vLLM calls this once for each group with states.
         """
-        assert self.tokens is not None
+        assert self._tokens is not None
         num_tokens -= num_tokens % manager.block_size
         last = self._requests[request.request_id]
         if not last < num_tokens <= request.num_prompt_tokens:
             return (num_tokens,) if num_tokens == last else ()
-        if num_tokens < get_next_checkpoint(last, self.tokens, self._alignment):
+        if num_tokens < get_next_checkpoint(last, self._tokens, self._alignment):
             return ()
         self._requests[request.request_id] = num_tokens
         return (num_tokens,)
