@@ -124,7 +124,8 @@ def test_an_interval_of_the_operators_own_is_left_alone(interval: int | None, cl
 
 def test_the_start_says_how_many_fit(clock: Clock) -> None:
     text = start("1:5", num_blocks=4000).scheduler._hooks.describe_pins()
-    assert text is not None and "in up to 1,999 blocks of the KV cache: 9 of 3,000 tokens or 1 of 30,000" in text
+    assert text is not None
+    assert "in up to 1,999 blocks of the KV cache: 9 of 3,000 tokens or 1 of 30,000 tokens" in text
     assert text.endswith("caches checkpoints, 320 tokens apart or more")
     assert start_with("1:5", NOTHING_PINNED).scheduler._hooks.describe_pins() is None
     assert start("1:5", policy={"policy": "stock"}).scheduler._hooks.describe_pins() is None
