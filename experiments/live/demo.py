@@ -57,7 +57,8 @@ Arms = dict[str, tuple[list[TurnResult], list[float]]]
 
 
 def say(text: str) -> None:
-    print(f"[demo] {text}", flush=True)
+    # With its newline in one piece: two servers start at the same time.
+    print(f"[demo] {text}\n", end="", flush=True)
 
 
 # The agents.

@@ -438,7 +438,8 @@ def test_policies_are_listed_with_their_options(capsys: pytest.CaptureFixture[st
     assert listed["offload-async"]["preset_of"] == "stock"
     assert listed["continuum-fixed"]["options"]["ttl_s"]["default"] == 2.0
     assert cli.main(["policies"]) == 0
-    assert "ttl_s = 2.0" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "ttl_s = 2.0" in told and "this file" not in told
 
 
 @pytest.mark.parametrize("command", [[name] for name in cli.COMMANDS] + [["serve", "--engine", "sim"]])
@@ -522,6 +523,7 @@ URL = ["--url", "http://h"]
         (["bench", *URL, "--users", "1.5"], "--users must be a whole number, got '1.5'; see"),
         (["bench", *URL, "--json=1"], "--json takes no value, got '1'; see"),
         (["bench", *URL, "x"], "unexpected argument: x; see"),
+        (["top"], "--url is missing: a server, e.g. http://localhost:8000; see tenuto top --help"),
         (["convert", "a"], "OUT is missing: "),
         (["report"], "RECORDS is missing: files, and folders that are searched; see tenuto report --help"),
         (

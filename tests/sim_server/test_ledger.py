@@ -172,7 +172,7 @@ def test_the_command_shows_and_writes_it(
     assert sum(int(row["output_tokens"]) for row in rows if row["kind"] == "job") == 180
     monkeypatch.delenv(ADMIN_VARIABLE)
     assert main(["ledger", "--url", live.url]) == 2
-    assert "the key of the server's start" in capsys.readouterr().err
+    assert "the key that the server started with" in capsys.readouterr().err
     assert main(["ledger", "--url", live.url, "--job", "job 0", "--tenant", "a", "--csv", "-"]) == 0
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["kind", "job"]
 

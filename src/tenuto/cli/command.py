@@ -316,7 +316,8 @@ class Given:
             given = os.environ.get(name)
         if given is None:
             if flag.is_required:
-                raise ConfigError(f"{flag.name} is missing: {flag.field.metadata['help']}")
+                what, *_ = re.split(r"\. (?=[A-Z])", flag.field.metadata["help"])
+                raise ConfigError(f"{flag.name} is missing: {what}")
             return dataclasses.MISSING
         if read := flag.field.metadata.get("read"):
             return read(given)

@@ -56,7 +56,9 @@ class _ServerOptions(Options):
     def require_admin_key(self) -> str:
         """The operator's key. Raises ConfigError if there is none."""
         if not self.admin_key:
-            raise ConfigError("--admin-key or $TENUTO_ADMIN_KEY is missing: the key of the server's start")
+            raise ConfigError(
+                "--admin-key or $TENUTO_ADMIN_KEY is missing: the key that the server started with"
+            )
         return self.admin_key
 
     def ask(

@@ -98,7 +98,7 @@ class BenchOptions(RequestOptions):
     )
     router: str = option(
         "tenuto",
-        "with several --url: which of them a turn goes to, a router's name (see docs/fleet.md) or "
+        "with several URLs: which of them a turn goes to, a router's name (see docs/fleet.md) or "
         "file.py:Class",
         metavar="NAME",
     )
@@ -240,8 +240,8 @@ class ArmOptions(StartOptions):
 
     arms: tuple[Arm, ...] = option(
         (),
-        "URL, vllm, policy:POLICY[,key=value…] or sim:POLICY[,key=value…]; twice or more. The others are "
-        "compared with the first",
+        "URL[,URL…], vllm, policy:POLICY[,key=value…] or sim:POLICY[,key=value…]; twice or more. The others "
+        "are compared with the first",
         flag="--arm",
         metavar="NAME=…",
         is_repeatable=True,
@@ -287,7 +287,7 @@ class ArmOptions(StartOptions):
             if unknown := given.keys() - set(names):
                 raise ConfigError(f"{flag}: there is no arm {min(unknown)!r}")
         if self.model is None and (local := [arm.name for arm in self.arms if arm.is_local]):
-            raise ConfigError(f"--model: say which model the server of {local[0]!r} shall serve")
+            raise ConfigError(f"--model is missing: the model that the server of {local[0]!r} serves")
         if self.port > (highest := 65535 - len(names)):
             raise ConfigError(f"--port must be at most {highest}, got {self.port}: each server takes its own")
 

@@ -46,9 +46,10 @@ reclaim a lease whose job goes so far behind."""
 
 @dataclass
 class Tenuto(Policy, Learns, LearnsDecodes, Reports):
-    """The five rules at the top of this file. Step times, lengths and tool times are learned.
+    """The job with the least work left goes first; it keeps its KV while nobody before it needs the memory.
 
-    The engine decides the step size (`--step-tokens`); the driver bounds how long a turn may wait.
+    The five rules are at the top of this file. Step times, lengths and tool times are learned. The engine
+    decides the step size (`--step-tokens`); the driver bounds how long a turn may wait.
     """
 
     needs: ClassVar[Needs] = Needs(

@@ -400,7 +400,7 @@ def _print_line(watched: Watch, as_json: bool, problem: str) -> None:
         trouble = {"at_s": time.time(), "problem": problem, "seen_at_s": seen_s}
         line = json.dumps(trouble if problem else seen[0], allow_nan=False)
     elif problem:
-        line = f"{time.strftime('%H:%M:%S')} | {problem}; trying again"
+        line = f"{time.strftime('%H:%M:%S')} | {problem} (trying again)"
     else:
         line = make_line(seen[0])
     print(line, flush=True)

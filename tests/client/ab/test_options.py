@@ -67,7 +67,7 @@ def test_the_model_of_urls() -> None:
         ((), "at least two arms"),
         (("--arm", "a=http://h"), "at least two arms"),
         (("--arm", "a=http://h", "--arm", "a=http://i"), "two arms have one name"),
-        (("--arm", "a=http://h", "--arm", "b=vllm"), "--model: say which model the server of 'b'"),
+        (("--arm", "a=http://h", "--arm", "b=vllm"), "--model is missing: the model that the server of 'b'"),
         ((*TWO, "--arm-args", "c=--x"), "there is no arm 'c'"),
         ((*TWO, "--arm-args", "x"), "--arm-args wants NAME=TEXT"),
         ((*TWO, "--serve-args", "'x"), "--serve-args: No closing quotation"),

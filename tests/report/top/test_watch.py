@@ -230,7 +230,7 @@ def test_a_server_that_goes_and_comes_back(server: FakeServer, monkeypatch: pyte
         assert watch([server.url]) == 0
     lines = out.getvalue().splitlines()
     assert "running 0 waiting 0" in lines[0]
-    assert lines[1].endswith("/metrics answers with status 503; trying again")
+    assert lines[1].endswith("/metrics answers with status 503 (trying again)")
     assert "running 0 waiting 0" in lines[2]
 
 
