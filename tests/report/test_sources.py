@@ -158,7 +158,7 @@ def test_unknown_fields_are_ignored_and_copies_count_once(tmp_path: Path) -> Non
     write_lines(tmp_path / "run" / "turns.jsonl", make_job("j", 0))
     sources = read_sources([tmp_path, tmp_path / "results.jsonl"])
     assert [run.seed for run in sources.runs] == [1, 2]
-    assert sources.notes == ["Copies were there of 1 record; each counts once."]
+    assert sources.notes == ["Found more than once, counted once: 1 record."]
     assert [(detail.label, len(detail.turns)) for detail in sources.details] == [
         ("a, H200, 1 job/s, seed 1 (simulated)", 3)
     ]

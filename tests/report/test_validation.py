@@ -95,7 +95,7 @@ def test_of_several_records_each_sentence_names_its_own_and_copies_count_once(tm
         write(tmp_path / f"{number}.json", record)
     sources = read_sources([tmp_path])
     assert sources.validations == [RECORD, other]
-    assert sources.notes == ["Copies were there of 1 record; each counts once."]
+    assert sources.notes == ["Found more than once, counted once: 1 record."]
     lines = describe([], [], sources.validations).sentences
     assert "H100, m, 2026-11-25: Noise: identical requests to an idle server differed by 4%." in lines
     assert all("H100" in line or "L40S" in line for line in lines)

@@ -429,7 +429,7 @@ def _drop_copies(sources: Sources) -> None:
             same.append(results)
             kept.append(run)
     if dropped := len(sources.runs) - len(kept) + len(sources.validations) - len(validations):
-        sources.notes.append(f"Copies were there of {count(dropped, 'record')}; each counts once.")
+        sources.notes.append(f"Found more than once, counted once: {count(dropped, 'record')}.")
     sources.runs, sources.validations = kept, validations
     if repeated := sum(len(same) > 1 and bool(setting.is_simulated) for (setting, _), same in by_key.items()):
         sources.notes.append(

@@ -114,7 +114,8 @@ def _write_headline(groups: Sequence[Group], places: Sequence[Place], of_leader:
         text = _describe_one(places[0])
     else:
         text = f"{_describe_several(places)} {of_leader}".rstrip()
-    if any(run.invalid for group in groups for cell in group.cells for run in cell.runs):
+    are_invalid = any(run.invalid for group in groups for cell in group.cells for run in cell.runs)
+    if are_invalid and "INVALID" not in text:
         text = f"INVALID figures: {text}"
     text = _mark(text, [group.setting for group in groups])
     return text[0].upper() + text[1:] if text.startswith(("no ", "nobody ", "nothing ")) else text
