@@ -114,7 +114,7 @@ class RunData:
     step_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds between consecutive steps of a busy engine."""
     policy: str | None = None
-    """The policy as named in a trace; used if there is no result record."""
+    """The policy as named in a trace, several with commas; used if there is no result record."""
     tells_leases: bool = False
     """Whether leases were recorded. If so, a turn without a lease record really had no lease."""
     notes: list[str] = field(default_factory=list)

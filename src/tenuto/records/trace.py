@@ -390,6 +390,8 @@ class _TraceReader:
     data: RunData
     with_samples: bool
     turns: list[_TracedTurn] = field(default_factory=list)
+    policies: dict[str, None] = field(default_factory=dict)
+    """The policies that decided, in order: a live change, or a new start, names another."""
     num_jobs: Counter[str] = field(default_factory=Counter)
     """Number of jobs per id. It exceeds 1 if a server was restarted or if the id was used again."""
     names: dict[str, str] = field(default_factory=dict)
@@ -439,7 +441,8 @@ class _TraceReader:
         if schema != SCHEMA:
             raise record.error("schema", f"this Tenuto reads {SCHEMA}, got {schema}")
         if "policy" in record:
-            self.data.policy = record.text("policy")
+            self.policies.setdefault(record.text("policy"))
+            self.data.policy = ", ".join(self.policies)
         before, self.part = self.part, read_part(record)
         if self.part.follows(before) or record.values.get("continues") is True:
             return

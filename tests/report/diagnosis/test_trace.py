@@ -197,6 +197,13 @@ def test_a_header_that_names_the_policy(two_turns: TraceFile) -> None:
     assert get_second_turn(report)["cause"] == "not yet stored"
 
 
+def test_all_policies_of_a_trace_are_named(two_turns: TraceFile) -> None:
+    two_turns.lines[0] = json.dumps({**HEADER, "policy": "tenuto"})
+    for policy in ("stock", "tenuto", "stock"):
+        two_turns.add(**{**HEADER, "continues": True, "policy": policy})
+    assert analyze(two_turns.write())["labels"] == {"policy": "tenuto, stock"}
+
+
 def test_an_aborted_turn_neither_counts_nor_changes_what_was_kept(two_turns: TraceFile) -> None:
     two_turns.grant("a", 1, 2.0, 5)
     two_turns.arrive("a", 2, 3.0, 160)
