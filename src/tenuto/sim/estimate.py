@@ -425,7 +425,9 @@ def _format_times(case: Case) -> str:
 
 
 def _describe(case: Case) -> str:
-    return f"mean job time {format_s(case.mean_s)}" if case.is_steady else str(case.point)
+    if not case.is_steady:
+        return str(case.point)
+    return f"mean job time {format_s(case.mean_s)} ({count(len(case.means_s), 'seed')})"
 
 
 def _format_gain(estimate: Estimate) -> Iterator[str]:
