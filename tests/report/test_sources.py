@@ -78,7 +78,7 @@ def test_a_file_of_something_else_is_refused_by_name_and_left_out_of_a_folder(tm
     other = write_lines(tmp_path / "other.jsonl", [{"t": 1}])
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     with pytest.raises(
-        DataError, match=r"other\.jsonl: is of no kind that Tenuto writes, but a result record"
+        DataError, match=r"other\.jsonl: is of no kind that Tenuto writes; this command reads a result record"
     ):
         read_sources([other])
     with pytest.raises(DataError, match="nothing found that a report can show"):

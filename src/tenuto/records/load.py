@@ -118,7 +118,7 @@ def identify_object(values: Mapping[str, object]) -> Kind:
 def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:
     """Make the error of a command that cannot read this kind. It names the commands that can."""
     name = "a folder without a run" if kind is UNKNOWN and Path(path).is_dir() else kind.name
-    message = f"{path}: is {name}, but {wanted} is wanted here"
+    message = f"{path}: is {name}; this command reads {wanted}"
     commands = " or ".join(f"`{command.format(path)}`" for command in kind.commands)
     return DataError(f"{message}; try {commands}" if commands else message)
 

@@ -44,7 +44,7 @@ class ConvertOptions(Options):
     source: Path = option(MISSING, "the trace or log", metavar="IN", is_positional=True)
     out: Path = option(
         MISSING,
-        "the new file, packed if it ends with .gz; for Weka also a folder, with a file per session",
+        "the new file, compressed if it ends with .gz; for Weka also a folder, with a file per session",
         metavar="OUT",
         is_positional=True,
     )

@@ -117,7 +117,7 @@ def test_what_is_no_json_value_of_ours(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\.jsonl: cannot be read"):
         analyze(tmp_path / "nothing.jsonl")
-    with pytest.raises(DataError, match=r": is a folder without a run, but a scheduler's trace, "):
+    with pytest.raises(DataError, match=r": is a folder without a run; this command reads "):
         analyze(tmp_path)
 
 
