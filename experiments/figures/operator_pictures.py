@@ -49,13 +49,15 @@ COLUMNS = 24
 
 
 def draw_top(watched: Watch, seconds: float, path: Path) -> None:
-    """Watch for so long, and write the last screen. Its fonts are the reader's: nothing is fetched."""
-    for _ in range(max(2, round(seconds))):
+    """Watch for so long, and write the next screen with a running request. Its fonts are the reader's."""
+    for number in range(max(2, round(1.2 * seconds))):
         time.sleep(1.0)
-        watched.look()
+        if watched.look()["requests"]["running"] and number >= seconds:
+            break
+    states = [{**each, "server": {**each["server"], "url": watched.where}} for each in watched.states]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        console.print(make_screen(watched.states))
+        console.print(make_screen(states))
     template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     console.save_svg(str(path), title="tenuto top", code_format=template, unique_id="top")
 

@@ -659,7 +659,8 @@ def make_spark(values: Sequence[float | None], highest: float | None = None) -> 
 
 def _show_head(state: Mapping[str, Any]) -> Text:
     server = state["server"]
-    named = [f"vLLM {server['vllm']}" if server["vllm"] else "vLLM"]
+    version = server["vllm"] or ""
+    named = ["simulated server" if version.endswith("-sim") else f"vLLM {version}".rstrip()]
     if server["has_tenuto"]:
         named.append(f"Tenuto {server['tenuto'] or ''}".strip())
         mode = server.get("mode") or "on"

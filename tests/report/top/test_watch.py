@@ -100,6 +100,12 @@ def test_the_picture_says_what_is_there() -> None:
     assert "leases 0 blocks 33" in make_line(state)
 
 
+def test_a_simulated_server_is_called_that() -> None:
+    state = make_busy_state(FakeMetrics())
+    state["server"]["vllm"] = "tenuto-0.1.0-sim"
+    assert "\nsimulated server · Tenuto 0.1.0 · policy" in render(state)
+
+
 def test_names_in_brackets_are_text() -> None:
     metrics = FakeMetrics(2)
     window = Window(60)
