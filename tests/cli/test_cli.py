@@ -442,6 +442,18 @@ def test_policies_are_listed_with_their_options(capsys: pytest.CaptureFixture[st
     assert "ttl_s = 2.0" in told and "this file" not in told
 
 
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_help_is_wrapped_to_a_narrow_terminal(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what is indented: examples can be copied."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80 and not line.startswith(("  ", "usage"))] == []
+
+
 @pytest.mark.parametrize("command", [[name] for name in cli.COMMANDS] + [["serve", "--engine", "sim"]])
 def test_the_help_of_each_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import os
 import re
+import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,16 @@ class _Parser(argparse.ArgumentParser):
         return f", one of {', '.join(metavar.strip('{}').split(','))}{NOW_WANTS.get(flag, '')}"
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps paragraphs to the terminal. What is indented, such as an example, stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # A line that is nearly full goes on in the next one.
+        lines = re.sub(r"^(\S.{84,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE).split("\n")
+        fit = min(width, 110)
+        return "\n".join(line if line.startswith(" ") else textwrap.fill(line, fit) for line in lines)
+
+
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(self.const().format_help(), end="")
@@ -122,7 +133,7 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
         usage=_make_usage(name, flags),
         description=f"{command.summary}\nexamples:\n{command.examples}",
         epilog=f"{command.notes}{_POINTER % len(hidden)}" if hidden else command.notes,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
         add_help=False,
     )

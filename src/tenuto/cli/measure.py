@@ -129,7 +129,9 @@ Each run is saved when it ends (DIR/runs). The same command again continues ther
 of the pairs so far. `tenuto report DIR` draws the results.
 
 If a run is INVALID (tenuto bench --help), nothing is proved: remove that run's folder, and run it again.
+
 A comparison has one load. For several loads, run several commands, each with its own DIR.
+
 Exit status: 0 if every turn was answered, 1 if not, 2 if an arm could not be run, 130 if interrupted.
 """,
     main=("arms", "model", "serve_args", "workload", "jps", "window_s", "repeats", "out", "gpu", "as_json"),
@@ -183,6 +185,7 @@ requests, no paths and no host names. `tenuto report DIR/validation.json` draws 
 docs/field-results.md says how to send it in.
 
 Ctrl-C stops the servers and makes the page from the runs so far. The same command again continues from there.
+
 Exit status: 0 if all runs were made, 1 if it ended early, 2 if it could not run, 130 if interrupted.
 """,
     main=("model", "minutes", "quick", "serve_args", "workload", "out", "despite_noise", "engine"),

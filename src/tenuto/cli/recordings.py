@@ -113,6 +113,7 @@ Against a server, this is `tenuto bench --workload TRACE` with its options.
 
 With --decisions, TRACE comes from `tenuto serve --trace` or `tenuto simulate --trace`. A new policy gets the
 same reports and questions as in the trace, and must give the same answers.
+
 Exit status with --decisions: 0 if it does, 1 if an answer differs, 2 if the trace cannot be replayed.
 """,
     main=("trace", "urls", "decisions", "policy", "model", "jps", "users", "max_jobs", "out", "as_json"),
