@@ -135,7 +135,7 @@ def test_only_lmcache_has_the_published_host_memory_unasked(policy: str, is_publ
     assert (plain.host_gb, plain.tiers is not None) == (400.0 if is_published else 0.0, is_published)
     assert asked.host_gb == 400.0
     (said,) = plain.notes
-    assert "--host-gb" in said and ("has 400 GiB" if is_published else "runs without host memory") in said
+    assert "--host-gb" in said and ("has 400 GiB" if is_published else "has no host memory") in said
     given = build(make(policy=policy, host_gb=10))
     assert (given.host_gb, given.tiers is not None, given.notes) == (10.0, True, ())
 
