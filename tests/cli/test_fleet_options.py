@@ -64,6 +64,7 @@ def test_what_makes_no_sense_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["simulate", *SMALL, "--policy", "stock", *arguments]) == 2
     assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_check_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_a_policy_goes_on_with_what_it_had_learned(tmp_path: Path) -> None:
     policy = Counting()
     policy.set_state({"told": 40})
     path = tmp_path / "t"
-    trace = TraceWriter(str(path), policy)
+    trace = TraceWriter(str(path), policy).open()
     caller = PolicyCaller(policy, trace.write)
     for number in range(3):
         caller.tell("on_turn_arrived", Turn(f"t{number}", Job("j", 0.0, 1), 0.0, 9), 0.0)
@@ -143,7 +143,7 @@ class LastFirst(Policy):
 
 def test_infinite_keys_are_the_same_again(tmp_path: Path) -> None:
     policy, path = LastFirst(), tmp_path / "t"
-    trace = TraceWriter(str(path), policy)
+    trace = TraceWriter(str(path), policy).open()
     caller = PolicyCaller(policy, trace.write)
     for number in (9, 10):
         caller.ask("queue_key", Turn("t", Job("j", 0.0, 1), 0.0, number), 0.0)
@@ -242,7 +242,7 @@ def test_a_packed_trace_is_replayed_as_far_as_it_goes(
 def write_parts(folder: Path, num_parts: int) -> list[Path]:
     """A counting policy's trace, each part in a file of its own."""
     policy, path, parts = Counting(), folder / "t", []
-    trace = TraceWriter(str(path), policy, options=TraceOptions(max_bytes=1))
+    trace = TraceWriter(str(path), policy, options=TraceOptions(max_bytes=1)).open()
     caller = PolicyCaller(policy, trace.write)
     for number in range(num_parts):
         caller.tell("on_turn_arrived", Turn(f"t{number}", Job("j", 0.0, 1), 0.0, 9), 0.0)

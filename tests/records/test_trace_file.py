@@ -20,7 +20,7 @@ def test_a_new_trace_is_its_owner_s_alone_and_an_old_one_keeps_its_mode(tmp_path
     old.touch()
     old.chmod(0o640)
     for path in (new, old):
-        TraceWriter(str(path)).close()
+        TraceWriter(str(path)).open().close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
 
@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write_calls(path: Path, commands: Commands) -> list[str | None]:
     """What a trace has of three calls, the first and the last of them equal."""
-    with closing(TraceWriter(str(path), options=TraceOptions(commands))) as trace:
+    with closing(TraceWriter(str(path), options=TraceOptions(commands)).open()) as trace:
         for call in (CALL, {**CALL, "command": "ls"}, CALL):
             lease = {"type": "Lease", "turn": {"type": "Turn", "tool": call}}
             trace.write({"kind": "asked", "hook": "evict_key", "inputs": [lease], "answer": []})
@@ -58,13 +58,13 @@ def test_commands_are_left_out_or_kept_as_asked(tmp_path: Path) -> None:
 
 def test_the_record_that_was_given_is_left_as_it_is(tmp_path: Path) -> None:
     before = json.dumps(TOLD)
-    with closing(TraceWriter(str(tmp_path / "t"))) as trace:
+    with closing(TraceWriter(str(tmp_path / "t")).open()) as trace:
         trace.write(TOLD)
     assert json.dumps(TOLD) == before
 
 
 def write_steps(path: Path, num_steps: int, max_bytes: int) -> None:
-    with closing(TraceWriter(str(path), options=TraceOptions(max_bytes=max_bytes))) as trace:
+    with closing(TraceWriter(str(path), options=TraceOptions(max_bytes=max_bytes)).open()) as trace:
         for number in range(num_steps):
             trace.write({"kind": "told", "hook": "x", "inputs": [number] * 30})
             trace.end_step()
@@ -129,7 +129,8 @@ class Learned(Policy, Learns):
 def test_what_a_policy_learned_is_left_out_of_headers_if_it_is_no_json(tmp_path: Path, state: Any) -> None:
     policy = Learned()
     policy.state = {"seen": 1}
-    with closing(TraceWriter(str(tmp_path / "t"), policy, options=TraceOptions(max_bytes=1000))) as trace:
+    options = TraceOptions(max_bytes=1000)
+    with closing(TraceWriter(str(tmp_path / "t"), policy, options=options).open()) as trace:
         policy.state = state
         for _ in range(20):
             trace.write(TOLD)
@@ -145,7 +146,7 @@ def test_what_a_policy_learned_is_left_out_of_headers_if_it_is_no_json(tmp_path:
 def test_a_record_that_is_no_json_ends_the_trace_with_a_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, inputs: Any
 ) -> None:
-    with closing(TraceWriter(str(tmp_path / "t"))) as trace:
+    with closing(TraceWriter(str(tmp_path / "t")).open()) as trace:
         trace.write({**TOLD, "inputs": [inputs]})
         trace.write(TOLD)
     assert "the trace ends here" in caplog.text

@@ -171,7 +171,7 @@ def stretch(job: Job, factor: float) -> Job:
 
 def test_the_trace_shows_steps_and_decisions(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    writer = TraceWriter(str(path))
+    writer = TraceWriter(str(path)).open()
     with serve("continuum-fixed", trace=writer) as live:
         live.complete([5] * 100, max_tokens=4, vllm_xargs={"job_id": "a", "tool": "ls"})
         live.wait_until_idle()
@@ -188,7 +188,7 @@ def test_the_trace_shows_steps_and_decisions(tmp_path: Path) -> None:
 def test_an_idle_server_has_written_its_whole_trace(tmp_path: Path) -> None:
     """It may be killed then."""
     path = tmp_path / "trace.jsonl"
-    writer = TraceWriter(str(path))
+    writer = TraceWriter(str(path)).open()
     with serve("continuum-fixed", trace=writer) as live:
         live.complete([5] * 100, max_tokens=4, vllm_xargs={"job_id": "a", "tool": "ls"})
         live.wait_until(lambda: '"finished"' in path.read_text())
@@ -286,11 +286,14 @@ def test_mistakes_are_one_line_and_status_2(
     assert said in error
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    command = ["serve", "--engine=sim", "--step-cost", "roofline", "--trace", str(trace)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["serve", "--engine=sim", "--step-cost", "roofline", "--port", str(port)]) == 2
+        assert cli.main([*command, "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert not trace.exists()
 
 
 def test_a_model_by_position_is_vllm_s_way(capsys: pytest.CaptureFixture[str]) -> None:

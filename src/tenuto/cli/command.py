@@ -335,7 +335,7 @@ class Given:
         if not flag.is_tuple:
             value = _convert(flag, given)
             if flag.field.metadata.get("is_written"):
-                _check_writable(flag.name, value)
+                _check_writable(flag, value)
             return value
         if flag.field.metadata.get("takes_several"):
             given = ",".join(given)
@@ -361,17 +361,22 @@ def _convert(flag: Flag, given: Any) -> Any:
         raise ConfigError(f"{flag.name} must be {wanted}, got {given!r}") from None
 
 
-def _check_writable(name: str, path: Path) -> None:
-    """Check before a long run that its result can be written. Raises ConfigError."""
-    if not path.parent.is_dir():
+def _check_writable(flag: Flag, path: Path) -> None:
+    """Check before a long run that its result can be written, and write nothing. Raises ConfigError."""
+    problem = None
+    if flag.metavar == "DIR":
+        # The command makes it, with the folders around it.
+        path = next(each for each in (path, *path.parents) if each.exists())
+        if not path.is_dir():
+            problem = "it is no folder"
+    elif not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
     elif path.is_dir():
         problem = "it is a folder"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+    if problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = "permission denied"
-    else:
-        return
-    raise ConfigError(f"{name}: cannot write {path}: {problem}")
+    if problem is not None:
+        raise ConfigError(f"{flag.name}: cannot write {path}: {problem}")
 
 
 def policy_options(help_: str) -> Any:

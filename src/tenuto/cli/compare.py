@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
-from tenuto.cli.simulations import GridOptions, make_folder, say_notes
+from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress, count, format_time
 from tenuto.core.settings import option
+from tenuto.records.files import writing
 from tenuto.records.text import is_overloaded, write_csv
 from tenuto.sim.compare import (
     Cell,
@@ -59,7 +60,8 @@ def run(given: Given) -> int:
     cells = make_grid(setups, load, options.jps or (None,), options.seeds)
     say_notes(check_cells(cells))
     arms = make_arms(cells) if options.split else []
-    make_folder(options.out)
+    with writing(options.out, is_folder=True):
+        options.out.mkdir(parents=True, exist_ok=True)
     if arms:
         more = f"{count(len(arms), 'more run')} beside the {len(cells)}, to show where a gain comes from"
         say_notes([f"{more}; --no-split leaves them out"])

@@ -15,7 +15,6 @@ from tenuto.cli.command import Command, Given, Part, needing, policy_options
 from tenuto.core.console import Progress, count
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option, parse_policy_options
-from tenuto.records.files import writing
 from tenuto.sim.hardware.gpus import GPUS
 from tenuto.sim.server import ServerOptions
 from tenuto.sim.setup import FleetOptions, Setup
@@ -79,12 +78,6 @@ def say_notes(notes: Iterable[str]) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder of --out before anything runs. Raises ConfigError."""
-    with writing(path, is_folder=True):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 _OF_STOCK = (
     *("job_s", "slowdown", "ttft_s", "reused_tokens", "reusable_tokens", "recomputed_tokens"),
     *("offered_jps", "finished_jps", "step_cost"),
@@ -98,7 +91,7 @@ class SimulateOptions(Options):
 
     GROUP = "the result"
 
-    out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR")
+    out: Path | None = option(None, "write result, turns and occupancy here", metavar="DIR", is_written=True)
     trace: Path | None = option(None, "write every step, job and decision, as a server's trace (JSONL)")
     as_json: bool = option(False, "print the record as JSON instead of text", flag="--json")
     csv: Path | None = option(None, "write the result as a row of CSV too", is_written=True)
@@ -122,8 +115,6 @@ def _run_simulate(given: Given) -> int:
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
     load = given.read(LoadOptions)
-    if options.out:
-        make_folder(options.out)
     occupancy = Occupancy() if options.out else None
     watch = occupancy if setup.fleet is None else None  # several engines have no common KV cache
     policy = load_policy(setup.policy, setup.options)

@@ -65,7 +65,7 @@ class Form(TypedDict, total=False):
     takes_several: bool
     """For a tuple: several values, with spaces or commas between them, may follow the flag."""
     is_written: bool
-    """Whether the option names a file that the command writes at its end."""
+    """Whether the option names a file (with the metavar DIR, a folder) that the command writes at its end."""
     read: Callable[[Any], Any]
     """Converts the text, or the list of texts if the flag is repeatable, to the field's value."""
     environment: str

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, Self, TextIO, get_args
 
 from tenuto.core import __version__
 from tenuto.core.errors import ConfigError, DataError
@@ -74,7 +74,7 @@ def open_private(path: str, flags: int) -> int:
 
 
 class TraceWriter:
-    """Appends records to a file. The records of a finished step survive kill -9.
+    """Appends records to a file, once it is open. The records of a finished step survive kill -9.
 
     An existing file is continued with a new header, and steps start from 0 again. If the disk fails during
     the run, or a record is not JSON, the trace stops with a message, because it must not stop the engine.
@@ -101,14 +101,18 @@ class TraceWriter:
         self._run, self._part = os.urandom(8).hex(), 1
         self._num_bytes, self._is_regular = 0, True
         self._file: TextIO | None = None
+
+    def open(self) -> Self:
+        """Write the header, when nothing can refuse the run any more. Raises ConfigError."""
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             self._open()
             if self._is_too_large():
                 self._set_aside()
         except OSError as error:
-            raise ConfigError(f"tenuto.trace: cannot write {path!r}: {error}") from error
+            raise ConfigError(f"tenuto.trace: cannot write {self._path!r}: {error}") from error
         self._write_header()
+        return self
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record of the current step. Values that JSON does not support are written as text."""

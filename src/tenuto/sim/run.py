@@ -54,7 +54,7 @@ class Extras:
     strict: bool = False
     """Whether a fault of the policy ends the run with PolicyError."""
     trace: TraceWriter | None = None
-    """Gets every step and every turn that starts. Decisions and jobs come through `log`."""
+    """Gets every step and every turn that starts. Decisions and jobs come through `log`. The run opens it."""
     limits: Limits | None = None
     """Used instead of those that the setup names."""
     tell: Callable[[float, int, int], None] | None = None
@@ -89,6 +89,8 @@ def run(
 ) -> Outcome:
     """Run a load on a setup. Raises ConfigError, PolicyError or DataError for invalid input."""
     prepared = prepare(setup, load, extras=extras, watch=watch, log=log)
+    if extras.trace is not None:
+        extras.trace.open()
     machine, simulation, workload = prepared.machine, prepared.simulation, prepared.workload
     if (tell := extras.tell) is not None:
         num_turns = sum(len(job.turns) for job in workload.jobs)

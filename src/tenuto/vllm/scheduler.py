@@ -109,7 +109,7 @@ class _DrivenScheduler(PrivateHooks):
             name, facts = _get_header(settings)
             asked = Policy() if settings.mode == "off" else policy
             path = _get_file(settings.trace, engine_index)
-            self._trace = TraceWriter(path, asked, name, settings.trace_options, facts)
+            self._trace = TraceWriter(path, asked, name, settings.trace_options, facts).open()
         self._metrics = Metrics(vllm_config, engine_index)
         self.short_hits = ShortHits(self)
         self._metrics.tenants = self.tenants

@@ -261,7 +261,7 @@ def test_a_simulation_and_its_trace_say_the_same(tmp_path: Path, policy: str, *,
     cost = load_step_cost("roofline", get_gpu("H200"), load_model("llama-3.1-8b"))
     config = EngineConfig(kv=KvConfig(num_blocks=3000))
     jobs = Workload("w", load_workload("ab8", jps=6).jobs[:20])
-    with closing(TraceWriter(str(tmp_path / "trace.jsonl"))) as trace:
+    with closing(TraceWriter(str(tmp_path / "trace.jsonl")).open()) as trace:
         turns = Simulation.of_one(
             Scheduler(config, load_policy(policy), log=trace.write), cost, Clients(jobs)
         ).run()

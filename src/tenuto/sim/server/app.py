@@ -236,6 +236,9 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
             await site.start()
         except OSError as error:
             raise ConfigError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+        if trace is not None:
+            # Another server may write to the file. One that cannot listen leaves no header in it.
+            trace.open()
         port = runner.addresses[0][1]
         for line in (_describe(machine, pacer, served, options), *machine.notes):
             print(f"[serve] {line}", file=sys.stderr)
