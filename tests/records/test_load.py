@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tenuto.report.decisions import check_decisions
 from tenuto.report.html.sources import read_sources
 from tenuto.workload.load import read_trace
 
+SWEEP = ["--gpu", "H200", "--policies", "stock", "--seeds", "1", "--workers", "1"]
 QUICK = ["--jps", "1.4", "--window", "2.2", "--step-cost", "roofline"]
 RECORDING = [
     {"kind": "recording", "schema": 1, "tenuto": "0"},
@@ -45,6 +47,10 @@ LINES: dict[str, list[dict[str, Any]]] = {
     "state.json": [{"format": "tenuto-state-1", "policy": "tenuto", "state": {}}],
     "events.json": [{"displayTimeUnit": "ms", "traceEvents": []}],
     "analysis.json": [{"schema": 1, "runs": []}],
+    "plan.json": [{"target": {}, "plans": []}],
+    "estimate.json": [{"cases": [], "next": []}],
+    "profile.json": [{"fit": {}, "steps": [], "written": True}],
+    "verify.json": [{"ok": True, "turns": [], "num_faults": 0}],
     "validation.json": [VALIDATION],
     "timestamps.json": [{"a": [{"Request_arrival_time": 1.0}, {"departure_time": 2.0}]}],
 }
@@ -69,7 +75,15 @@ READ_BY: dict[str, set[str]] = {
     "mooncake.jsonl": A_WORKLOAD,
     "timestamps.json": {"analyze"},
 }
-READ_BY |= {name: set() for name in LINES if name not in READ_BY}
+PRINTED = {
+    "memory.json": ["memory", "--gpu", "H200"],
+    "policies.json": ["policies"],
+    "replay.json": ["replay", "--decisions", "trace.jsonl"],
+    "compare.json": ["compare", *QUICK, *SWEEP, "--out", "sweep"],
+    "report.json": ["report", "sweep"],
+}
+"""Files with what commands print."""
+READ_BY |= {name: set() for name in (*LINES, *PRINTED) if name not in READ_BY}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +92,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     run = ["--out", str(folder / "run"), "--trace", str(folder / "trace.jsonl")]
     assert main(["simulate", *QUICK, "--policy", "continuum-fixed", *run]) == 0
-    sweep = ["--gpu", "H200", "--policies", "stock", "--seeds", "1", "--workers", "1"]
-    assert main(["compare", *QUICK, *sweep, "--out", str(folder / "sweep")]) == 0
+    assert main(["compare", *QUICK, *SWEEP, "--out", str(folder / "sweep")]) == 0
     (folder / "ab" / "runs").mkdir(parents=True)
     (folder / "ab" / "results.jsonl").write_bytes((folder / "sweep" / "results.jsonl").read_bytes())
     (folder / "ab" / "ab.json").write_text('{"arms": ["a", "b"]}')
@@ -87,6 +100,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["simulate", *QUICK, "--policy", "stock", "--out", str(folder / "run")]) == 0
     for name, lines in LINES.items():
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, command in PRINTED.items():
+        with (folder / name).open("w") as file, redirect_stdout(file), chdir(folder):
+            assert main([*command, "--json"]) == 0
     return folder
 
 

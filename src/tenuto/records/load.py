@@ -49,12 +49,11 @@ RECORDING = Kind("a recording", (*_WORKLOAD_COMMANDS, *_READERS))
 WORKLOAD = Kind("a workload", _WORKLOAD_COMMANDS)
 PROTOTYPE = Kind("a file of the Continuum prototype", ("tenuto analyze {}",))
 STEP_TIMES = Kind("a file of step times", ("tenuto profile --observations {} --out FILE",))
-FIT = Kind("a fit of step times", ("tenuto simulate --step-cost {}",))
+FIT = Kind("a fit of step times by tenuto profile", ("tenuto simulate --step-cost {}",))
 SERVER_SAMPLES = Kind("a file of /metrics samples", ("tenuto analyze FOLDER, its folder",))
 COMMANDS = Kind("a list of commands that a bench ran", ("tenuto analyze FOLDER, its folder",))
 AB_SETTINGS = Kind("a file of tenuto ab", ("tenuto report FOLDER, its folder",))
-VIEW = Kind("output of tenuto top, which no command reads again")
-ANALYSIS = Kind("a report of tenuto analyze, which no command reads again")
+OUTPUT = Kind("the output of a command with --json, which no command reads again")
 EVENTS = Kind("a file for Perfetto (open it at ui.perfetto.dev)")
 STATE = Kind("the state of a policy", ("tenuto serve MODEL --state {}",))
 VALIDATION = Kind("a record of tenuto validate", ("tenuto report {}",))
@@ -71,12 +70,14 @@ _BY_KEYS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     (RUN, ("job_s",)),
     (TURNS, ("job turn",)),
     (SAMPLES, ("now_s num_blocks",)),
-    (VIEW, ("at_s window_s server", "at_s problem")),
+    (OUTPUT, ("at_s window_s server", "at_s problem")),
     (SERVER_SAMPLES, ("at_s",)),
     (COMMANDS, ("job after_turn command",)),
     (STEP_TIMES, ("seconds decodes", "seconds prefills", "seconds num_bytes")),
     (FIT, ("prefill decode",)),
-    (ANALYSIS, ("schema runs",)),
+    (OUTPUT, ("schema runs", "runs verdict cells", "budget contexts", "target plans", "cases next")),
+    (OUTPUT, ("policy lowest_mean_job_s", "told asked differences", "fit steps written", "ok num_faults")),
+    (OUTPUT, ("name help options",)),
     (EVENTS, ("traceEvents",)),
     (STATE, ("format policy state",)),
     (AB_SETTINGS, ("arms", "comparisons")),
@@ -113,6 +114,12 @@ def identify_object(values: Mapping[str, object]) -> Kind:
         return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
     events = (each for value in values.values() for each in (value if isinstance(value, list) else [None]))
     return PROTOTYPE if values and all(isinstance(event, dict) for event in events) else UNKNOWN
+
+
+def check_kind(first: Fields, wanted: Kind) -> None:
+    """Raise DataError, which names the file's kind, unless its first object is of this kind."""
+    if (found := identify_object(first.values)) is not wanted:
+        raise make_error(first.file, found, wanted.name)
 
 
 def make_error(path: Path | str, kind: Kind, wanted: str) -> DataError:

@@ -27,6 +27,7 @@ from tenuto.core.errors import ConfigError, DataError, clean
 from tenuto.records import codec
 from tenuto.records.codec import MAX_TOKENS, Fields, Range, show
 from tenuto.records.files import read_first, read_objects
+from tenuto.records.load import FIT, STEP_TIMES, check_kind
 from tenuto.sim.cost.batch import StepBatch, StepCost
 
 
@@ -48,7 +49,9 @@ def read_observations(path: Path) -> tuple[list[ObservedStep], list[ObservedTran
     """The steps and the transfers in a file. Raises DataError, which names file, line and field."""
     steps: list[ObservedStep] = []
     transfers: list[ObservedTransfer] = []
-    for fields in read_objects(path):
+    objects = read_objects(path)
+    check_kind(objects[0], STEP_TIMES)
+    for fields in objects:
         seconds = fields.number("seconds")
         if seconds == 0:
             raise fields.error("seconds", "must be more than 0")
@@ -176,6 +179,7 @@ class FittedStepCost(StepCost):
     def load(cls, path: Path) -> FittedStepCost:
         """Read what `save` wrote. Raises DataError, which names file and field, for anything else."""
         fields = read_first(path)
+        check_kind(fields, FIT)
         cost = codec.read(cls, fields)
         for name, line, num_coefficients in (
             ("prefill", cost.prefill, 3),
