@@ -25,6 +25,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "bash"}}
 BAD_ARGUMENTS = {"sim_tool": "bash", "sim_arguments": "[1"}
+NO_ARGUMENTS = {"id": "1", "type": "function", "function": {"name": "x"}}
 NO_JSON = {"sim_tool": "bash", "sim_arguments": '{"a": NaN}'}
 SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=PieceTokenizer(50_000))
 
@@ -94,8 +95,12 @@ SERVED = Served(model_name="m", max_model_len=1000, answer_tokens=50, tokenizer=
             "messages[0].content[0] holds no text",
         ),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages[0].content must be"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [NO_ARGUMENTS]}]}, "name and arguments"),
         (CHAT, {"messages": [USER], "tools": [{}]}, "tools[0].function.name"),
+        (PLAIN, {"prompt": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens=5 is not simulated"),
         (CHAT, {"messages": [USER], "tool_choice": "required"}, "needs tools"),
+        (CHAT, {"messages": [USER], "tool_choice": "auto"}, "needs tools"),
         (CHAT, {"messages": [USER], "tool_choice": "maybe"}, "tool_choice must be"),
         (CHAT, {"messages": [USER], "vllm_xargs": {"sim_tool": "rm"}}, "no tool 'rm'"),
         (CHAT, {"messages": [USER], "tools": [TOOL], "vllm_xargs": BAD_ARGUMENTS}, "must be a JSON object"),
@@ -221,13 +226,19 @@ def test_arguments_fit_the_schema_and_hostile_schemas_end() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"ignore_eos": None}, "ignore_eos"),
+        ({"priority": None}, "priority"),
+        ({"request_id": None}, "request_id"),
+        ({"skip_special_tokens": "yes"}, "skip_special_tokens"),
+        ({"seed": 2**63}, "seed"),
         ({"tools": []}, "tools"),
     ],
 )
 def test_values_that_vllm_refuses_are_refused(live: Live, fields: dict[str, Any], named: str) -> None:
     messages = [{"role": "user", "content": "Fix it."}]
     refused = {CHAT} if named == "tools" else {CHAT, PLAIN, "/v1/responses"}
-    if named in ("temperature", "top_p", "top_k"):
+    if named in ("temperature", "top_p", "top_k", "seed"):
         refused.add("/v1/messages")
     for path, body in (
         (CHAT, {"messages": messages, "max_tokens": 2}),
@@ -267,8 +278,6 @@ def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFix
         (live.post(CHAT, content=b"{"), 400),
         (live.post(CHAT, content=b"{}", headers={"Content-Encoding": "gzip"}), 400),
         (live.post(PLAIN, content=b"x" * (33 * 2**20)), 413),
-        (live.post("/v1/embeddings", {"input": "x"}), 404),
-        (httpx.get(live.url + PLAIN), 405),
         (live.post(PLAIN, {"prompt": [1] * 40_000}), 400),
     ):
         assert response.status_code == status
@@ -276,6 +285,17 @@ def test_every_error_is_an_openai_error(live: Live, caplog: pytest.LogCaptureFix
         assert error["message"]
         assert error["code"] == status
     assert caplog.text == "", "the client is told, and may have written keys or prompts there"
+
+
+def test_pages_that_are_not_there_are_refused_as_by_vllm(live: Live) -> None:
+    missing = live.post("/v1/embeddings", {"input": "x"})
+    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
+    for method, path, allowed in (("GET", PLAIN, "POST"), ("HEAD", "/health", "GET")):
+        response = httpx.request(method, live.url + path)
+        assert (response.status_code, response.headers["Allow"]) == (405, allowed)
+    redirected = live.post(f"{PLAIN}/?a=1", {"prompt": "x"})
+    assert (redirected.status_code, redirected.headers["Location"]) == (307, f"{PLAIN}?a=1")
+    assert httpx.get(f"{live.url}/v1/models/", follow_redirects=True).json()["data"]
 
 
 def test_a_stream_ends_for_a_client_of_http_1_0_that_would_keep_its_connection(live: Live) -> None:

@@ -243,7 +243,7 @@ def _get_host_gb(setup: Setup, gpu: Gpu, offload: Offload | None, notes: list[st
         return 0.0
     if host_gb is None:
         if setup.offload is None and offload in ("async", "asked"):
-            notes.append(f"{who} has no host memory for KV, the default of `tenuto serve`: --host-gb GIB adds it")
+            notes.append(f"{who} has no host memory for KV, as `tenuto serve` by default: add --host-gb GIB")
             return 0.0
         if gpu.host_memory_bytes is None:
             notes.append(

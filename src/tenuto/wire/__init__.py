@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tenuto.wire import anthropic_messages, openai_chat, openai_completions, openai_responses
-from tenuto.wire.request import Body, Message, RequestError
+from tenuto.wire.request import Body, MalformedError, Message, RequestError
 from tenuto.wire.response import Delta, Head, Usage
 
 
@@ -80,5 +80,6 @@ def get_format(path: str) -> Format:
 
 
 def write_error(path: str, error: RequestError) -> dict[str, Any]:
-    """The body that refuses a request to this path, as the path's clients read it."""
-    return anthropic_messages.write_error(error) if anthropic_messages.PATH in path else error.to_json()
+    """The body that refuses a request to this path, as vLLM writes it."""
+    is_own = anthropic_messages.PATH in path and not isinstance(error, MalformedError)
+    return anthropic_messages.write_error(error) if is_own else error.to_json()

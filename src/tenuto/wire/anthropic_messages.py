@@ -9,6 +9,7 @@ from typing import Any
 from tenuto.core.requests import BILLING_TEXT, drop_mark
 from tenuto.wire.request import (
     Body,
+    MalformedError,
     Message,
     RequestError,
     get_list,
@@ -41,7 +42,6 @@ COUNTS_ALWAYS = True
 ROLES = ("user", "assistant", "system")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def read_prompt(body: Body, *, strict: bool = True) -> Iterator[Message]:
@@ -85,13 +85,13 @@ def _read_parts(content: Any) -> list[Any]:
 def _check_message(message: Mapping[str, Any], where: str) -> None:
     """Raise RequestError if a message would lose something when it is read."""
     if message.get("role") not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        raise MalformedError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     where, content = f"{where}.content", message.get("content")
     if not isinstance(content, str | list):
-        raise RequestError(f"{where} must be a string or a list of blocks", where)
+        raise MalformedError(f"{where} must be a string or a list of blocks", where)
     for index, block in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise RequestError(f"{where}[{index}] must be an object with a type", f"{where}[{index}]")
+            raise MalformedError(f"{where}[{index}] must be an object with a type", f"{where}[{index}]")
         if block["type"] == "tool_use":
             get_string(block, "name")
             get_object(block, "input")
@@ -185,9 +185,8 @@ def _read_usage(body: Mapping[str, Any]) -> Usage | None:
 
 
 def write_error(error: RequestError) -> dict[str, Any]:
-    """An error, as a body and as an event."""
-    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    """An error, as a body and as an event. Its types are vLLM's, not Anthropic's."""
+    return {"type": "error", "error": {"type": error.kind, "message": str(error)}}
 
 
 _FIELDS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from tenuto.wire.request import (
     Body,
+    MalformedError,
     Message,
     RequestError,
     get_bool,
@@ -58,16 +59,18 @@ def read_message(message: Mapping[str, Any]) -> Message:
 def _check_message(message: Mapping[str, Any], where: str) -> None:
     """Raise RequestError if `read_message` would leave out or change something."""
     if message.get("role") not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    if not isinstance(message.get("content"), str | list | None):
-        raise RequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
+        raise MalformedError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    # Also null, which only the assistant's may be. It may be missing.
+    may_be_null = "content" not in message or message["role"] in ("assistant", "function")
+    if not isinstance(message.get("content"), str | list | None if may_be_null else str | list):
+        raise MalformedError(f"{where}.content must be a string or a list of parts", f"{where}.content")
     where, calls = f"{where}.tool_calls", message.get("tool_calls")
     if not isinstance(calls, list | None):
-        raise RequestError(f"{where} must be a list", where)
+        raise MalformedError(f"{where} must be a list", where)
     for index, call in enumerate(calls or ()):
         function = as_object(as_object(call).get("function"))
-        if not (isinstance(function.get("name"), str) and isinstance(function.get("arguments", "{}"), str)):
-            raise RequestError(
+        if not (isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str)):
+            raise MalformedError(
                 f"{where}[{index}].function must have a name and arguments, both strings", where
             )
 

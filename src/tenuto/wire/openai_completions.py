@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from tenuto.wire.request import Body, RequestError, get_num_logprobs
+from tenuto.wire.request import Body, MalformedError, RequestError, get_num_logprobs
 from tenuto.wire.response import ChoiceWriter, Delta, Head, Logprob, as_text, read_choice, write_choice_body
 
 PATH = "/v1/completions"
 ID_PREFIX = "cmpl"
-LIMITS = ("max_completion_tokens", "max_tokens")
+LIMITS = ("max_tokens",)
 MUST_LIMIT = False
 COUNTS_ALWAYS = False
 _MAX_ID = 2**32 - 1
@@ -27,11 +27,11 @@ def read_prompt(body: Body, *, strict: bool = True) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise RequestError("prompt must be a text or a list of token ids, and not empty", "prompt")
+        raise MalformedError("prompt must be a text or a list of token ids, and not empty", "prompt")
     # The exact type is compared, because a bool is an int but not a token. This loop runs in C: prompts are
     # long.
     if prompt and (set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) > _MAX_ID):
-        raise RequestError("prompt must be a text or a list of token ids", "prompt")
+        raise MalformedError("prompt must be a text or a list of token ids", "prompt")
     return prompt
 
 

@@ -11,6 +11,7 @@ from tenuto.wire.openai_chat import read_message
 from tenuto.wire.openai_chat import read_tool_choice as read_chat_choice
 from tenuto.wire.request import (
     Body,
+    MalformedError,
     Message,
     RequestError,
     get_list,
@@ -104,16 +105,16 @@ def _check_item(item: Body, where: str) -> None:
     """Raise RequestError if an item would lose something when it is read."""
     kind = item.get("type", "message")
     if not isinstance(kind, str):
-        raise RequestError(f"{where}.type must be a text", f"{where}.type")
+        raise MalformedError(f"{where}.type must be a text", f"{where}.type")
     if kind == "message":
         if item.get("role") not in ROLES:
-            raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+            raise MalformedError(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         if not isinstance(item.get("content"), str | list):
-            raise RequestError(f"{where}.content must be a string or a list of parts", f"{where}.content")
+            raise MalformedError(f"{where}.content must be a string or a list of parts", f"{where}.content")
     elif kind == "function_call" and not all(
         isinstance(item.get(each), str) for each in ("name", "arguments")
     ):
-        raise RequestError(f"{where} must have a name and arguments, both strings", where)
+        raise MalformedError(f"{where} must have a name and arguments, both strings", where)
 
 
 def read_tools(body: Body) -> dict[str, Any]:

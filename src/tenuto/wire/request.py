@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +41,17 @@ class RequestError(TenutoError):
         return write_error(str(self), self.kind, self.status, param=self.param)
 
 
+class MalformedError(RequestError):
+    """The body does not have the form that the API's schema demands: vLLM's framework refuses it."""
+
+    kind = "Bad Request"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of the response. `param` is a path from the body, without brackets."""
+        place = re.sub(r"\[(\d+)\]", r".\1", "body" if self.param is None else f"body.{self.param}")
+        return write_error(str(self), self.kind, self.status, param=place)
+
+
 def write_error(message: str, kind: str, code: int, **more: Any) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, **more, "code": code}}
@@ -50,9 +62,9 @@ def parse_json(raw: bytes) -> Body:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise MalformedError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
+        raise MalformedError("the body must be a JSON object")
     return body
 
 
@@ -128,6 +140,23 @@ def read_sampling(body: Body, limits: Sequence[str]) -> Sampling:
     )
 
 
+_NOT_NULL: Mapping[str, type] = {
+    "ignore_eos": bool,
+    "min_tokens": int,
+    "priority": int,
+    "request_id": str,
+    "skip_special_tokens": bool,
+}
+"""Fields of OpenAI's formats that vLLM refuses if they are null, and their types."""
+
+
+def check_not_null(body: Body) -> None:
+    """Refuse nulls, and other types, where vLLM does. Raises RequestError."""
+    for name, kind in _NOT_NULL.items():
+        if name in body and not isinstance(body[name], kind):
+            raise MalformedError(f"{name} must be of type {kind.__name__}, got {show(body[name])}", name)
+
+
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("from 0 to 2", lambda value: 0 <= value <= 2),
     "top_p": ("above 0, and at most 1", lambda value: 0 < value <= 1),
@@ -150,11 +179,13 @@ def check_ranges(body: Body, names: Iterable[str] = tuple(_RANGES)) -> None:
 
 
 def check_stop(body: Body) -> None:
-    """Refuse stop strings that are no strings. Raises RequestError."""
+    """Refuse stop strings that are no strings, or empty. Raises RequestError."""
     stop = body.get("stop")
     texts = stop if isinstance(stop, list) else [stop]
     if stop is not None and not all(isinstance(each, str) for each in texts):
-        raise RequestError("stop must be a text, or a list of texts", "stop")
+        raise MalformedError("stop must be a text, or a list of texts", "stop")
+    if "" in texts:
+        raise RequestError("stop must not have an empty text", "stop")
 
 
 MAX_LOGPROBS = 20
@@ -183,10 +214,11 @@ def get_objects(body: Body, name: str) -> list[dict[str, Any]]:
     """Return a list of objects that is not empty. Raises RequestError."""
     values = get_list(body, name)
     if not values:
-        raise RequestError(f"{name} must be a list that is not empty", name)
+        refuse = RequestError if body.get(name) == [] else MalformedError
+        raise refuse(f"{name} must be a list that is not empty", name)
     for index, each in enumerate(values):
         if not isinstance(each, dict):
-            raise RequestError(f"{name}[{index}] must be an object", f"{name}[{index}]")
+            raise MalformedError(f"{name}[{index}] must be an object", f"{name}[{index}]")
     return values
 
 
@@ -199,7 +231,7 @@ def get_tool_name(tool: Body, where: str, place: str = "") -> str:
     """Return a tool's name, which stands at `place` in the item `where`. Raises RequestError."""
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}{place}.name must be a text", where)
+        raise MalformedError(f"{where}{place}.name must be a text", where)
     return name
 
 
@@ -220,7 +252,9 @@ def get_bool(body: Body, name: str) -> bool:
 
 def get_int(body: Body, name: str, minimum: int | None = None) -> int | None:
     """Return an integer, or None if the field is missing. Raises RequestError."""
-    value = _get(body, name, int, "a whole number", lambda each: type(each) is int and abs(each) <= 2**63)
+    value = _get(
+        body, name, int, "a whole number", lambda each: type(each) is int and -(2**63) <= each < 2**63
+    )
     if value is not None and minimum is not None and value < minimum:
         raise RequestError(f"{name} must be at least {minimum}, got {value}", name)
     return value
@@ -236,7 +270,7 @@ def _get(
     value = body.get(name)
     if value is None or (isinstance(value, kind) and is_right(value)):
         return value
-    raise RequestError(f"{name} must be {what}, got {show(value)}", name)
+    raise MalformedError(f"{name} must be {what}, got {show(value)}", name)
 
 
 def show(value: Any) -> str:

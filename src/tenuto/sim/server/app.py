@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -71,27 +72,33 @@ def make_app(pacer: Pacer, served: Served, machine: Machine, options: ServerOpti
             await task
 
     answer, pages, tokens = Generator(pacer, served).answer, _Pages(pacer, served, live), TokenPages(served)
-    app = web.Application(middlewares=[_make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES)
+    without_slash = web.normalize_path_middleware(
+        append_slash=False, remove_slash=True, merge_slashes=False, redirect_class=web.HTTPTemporaryRedirect
+    )
+    app = web.Application(
+        middlewares=[without_slash, _make_guard(options.api_key)], client_max_size=MAX_BODY_BYTES
+    )
+    get = partial(web.get, allow_head=False)  # as in vLLM
     app.add_routes(
         [
             *(web.post(path, answer) for path in PATHS),
             web.post(f"{anthropic_messages.PATH}/count_tokens", tokens.make_handler(tokens.count)),
             web.post("/tokenize", tokens.make_handler(tokens.tokenize)),
             web.post("/detokenize", tokens.make_handler(tokens.detokenize)),
-            web.get("/v1/models", pages.list_models),
-            web.get("/v1/models/{name:.+}", pages.get_model),
-            web.get("/health", pages.get_health),
-            web.get("/ping", pages.get_health),
+            get("/v1/models", pages.list_models),
+            get("/v1/models/{name:.+}", pages.get_model),
+            get("/health", pages.get_health),
+            get("/ping", pages.get_health),
             web.post("/ping", pages.get_health),
-            web.get("/version", pages.get_version),
+            get("/version", pages.get_version),
             web.get("/metrics", pages.get_metrics),
             web.post("/reset_prefix_cache", pages.reset_prefix_cache),
-            web.get("/tenuto/control", control.get_status),
+            get("/tenuto/control", control.get_status),
             web.post("/tenuto/control", control.change),
-            web.get("/tenuto/ledger", control.get_ledger),
+            get("/tenuto/ledger", control.get_ledger),
             web.post("/tenuto/jobs/{job_id:.+}/release", control.release),
             # As in vLLM: a GET of the address that releases a job asks for no job of such a name.
-            web.get("/tenuto/jobs/{job_id:.+(?<!/release)}", control.get_job),
+            get("/tenuto/jobs/{job_id:.+(?<!/release)}", control.get_job),
         ]
     )
     app.cleanup_ctx.append(run_engine)
@@ -153,6 +160,12 @@ def _make_guard(api_key: str | None) -> Middleware:
             refusal = error
         except ConfigError as error:
             refusal = RequestError(str(error))  # a turn that can never run here
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            # There is no such page. vLLM's framework writes no other error like this.
+            headers = {name: text for name, text in error.headers.items() if name == "Allow"}
+            return _name_json(
+                web.json_response({"detail": error.reason}, status=error.status, headers=headers)
+            )
         except web.HTTPException as error:
             refusal = RequestError(error.reason, status=error.status)
         except Exception as error:

@@ -37,7 +37,7 @@ from tenuto.sim.server.request import (
 )
 from tenuto.sim.server.tokens import ContentTree, TokenIds, Tokenizer
 from tenuto.wire import anthropic_messages, openai_chat
-from tenuto.wire.request import Body, RequestError, get_bool, get_list, get_string, parse_json
+from tenuto.wire.request import Body, MalformedError, RequestError, get_bool, get_list, get_string, parse_json
 from tenuto.wire.response import Delta, Head, Logprob, Usage
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ LARGE_BODY_BYTES = 2**17
 async def read_body(http: web.Request, read: Callable[[bytes], T]) -> T:
     """The result of `read` for a request's body, in a thread if the body is large. Raises RequestError."""
     if http.content_type.lower() != "application/json":
-        raise RequestError("the Content-Type must be application/json, as for vLLM")
+        raise MalformedError("the Content-Type must be application/json, as for vLLM")
     try:
         raw = await http.read()
     except web.RequestPayloadError as error:
@@ -278,7 +278,7 @@ class TokenPages:
         elif isinstance(body.get("prompt"), str):
             token_ids = encode(tokenizer, body["prompt"], MAX_TOKENS)
         else:
-            raise RequestError("prompt must be a text, or messages a list", "prompt")
+            raise MalformedError("prompt must be a text, or messages a list", "prompt")
         wants_texts = get_bool(body, "return_token_strs")
         return {
             "count": len(token_ids),
@@ -293,7 +293,7 @@ class TokenPages:
         if not isinstance(token_ids, list) or not all(
             type(each) is int and 0 <= each < tokenizer.vocab_size for each in token_ids
         ):
-            raise RequestError(
+            raise MalformedError(
                 f"tokens must be a list of token ids, each below {tokenizer.vocab_size}", "tokens"
             )
         return {"prompt": tokenizer.decode(token_ids)}

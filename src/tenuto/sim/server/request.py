@@ -33,9 +33,11 @@ from tenuto.sim.server.tokens import TokenIds, Tokenizer, make_token_ids
 from tenuto.wire import Format, anthropic_messages, get_format, openai_chat
 from tenuto.wire.request import (
     Body,
+    MalformedError,
     Message,
     RequestError,
     Sampling,
+    check_not_null,
     check_ranges,
     check_stop,
     get_list,
@@ -102,14 +104,18 @@ def _read_request(body: Body, headers: Mapping[str, str], path: str, served: Ser
     else:
         check_ranges(body)
         check_stop(body)
-    if form.PATH == openai_chat.PATH and body.get("tools") == []:
-        raise RequestError("tools must not be an empty list; leave it out", "tools")
+        check_not_null(body)
+    if form.PATH == openai_chat.PATH:
+        if body.get("tools") == []:
+            raise RequestError("tools must not be an empty list; leave it out", "tools")
+        if body.get("tool_choice") == "auto" and not body.get("tools"):
+            raise RequestError('tool_choice "auto" needs tools', "tool_choice")
     if form.COUNTS_ALWAYS:
         sampling = replace(sampling, includes_usage=True, counts_pieces=True)
     elif body.get("stream_options") and not sampling.is_stream:
         raise RequestError("stream_options needs stream=true", "stream_options")
     if form.MUST_LIMIT and sampling.max_tokens is None:
-        raise RequestError(f"{form.LIMITS[0]} is missing", form.LIMITS[0])
+        raise MalformedError(f"{form.LIMITS[0]} is missing", form.LIMITS[0])
     if sampling.max_tokens is not None and sampling.max_tokens > served.max_model_len:
         raise RequestError(
             f"max_tokens={sampling.max_tokens} is more than the model's context of {served.max_model_len}",
@@ -180,6 +186,7 @@ _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "echo": (False,),
     "suffix": ("",),
+    "truncate_prompt_tokens": (-1,),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "background": (False,),
@@ -208,7 +215,9 @@ def _refuse_not_simulated(body: Body) -> None:
             raise RequestError(f"{name} {show(kind)} is not simulated", name)
     xargs = body.get("vllm_xargs")
     if xargs is not None and not are_xargs(write_context_as_text(xargs)):
-        raise RequestError("vllm_xargs must be an object of strings, numbers or lists of them", "vllm_xargs")
+        raise MalformedError(
+            "vllm_xargs must be an object of strings, numbers or lists of them", "vllm_xargs"
+        )
 
 
 # The prompt.
