@@ -24,6 +24,7 @@ def write_invoke(prefix, end=""):
 
 SHELL_CALLS = {
     "bash block": "I look around.\n\n```bash\nls -la /src\n```",
+    "bash block with a title": 'I look around.\n\n```bash title="look"\nls -la /src\n```',
     "bash block, Qwen's end": "```bash\nls -la /src\n```<|im_end|>",
     "bash block, Mistral's end": "```sh\nls -la /src\n```</s>",
     "bash block, MiniMax's end": "```sh\nls -la /src\n```[e~[\n",
@@ -200,6 +201,7 @@ def test_a_tail_that_misses_the_call_says_so(text):
         ('<|python_tag|>brave_search.call(query="x")<|eom_id|>', "brave_search", None),  # Llama 3's own tools
         ("Now:\n```bash\nls -la /src\n", "ls", "ls -la /src"),  # its end was a stop string
         ("```bash\ncd /src && FOO=1 make\n```", "cd", "cd /src && FOO=1 make"),
+        ("```x y``` is not it.\n\n```bash\nls -la /src\n```", "ls", "ls -la /src"),
         ("```bash\nTOKEN='hunter 2' make\n```", "TOKEN=", "TOKEN='hunter 2' make"),
         ("```bash\n(TOKEN=hunter2 make)\n```", "(TOKEN=", "(TOKEN=hunter2 make)"),
         ("```bash\ncd;TOKEN=hunter2 make\n```", "cd;TOKEN=", None),
@@ -229,6 +231,7 @@ def test_other_spellings(text, name, command):
         "functools and itertools are [modules].",
         "<tool_call>{not json}</tool_call>",
         "```bash\n\n```",
+        "```bash ls``` is what I ran.",
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         "<|channel|>final<|message|>Done.<|return|>",

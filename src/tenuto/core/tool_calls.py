@@ -248,6 +248,8 @@ _NOT_TOOLS = frozenset({"assistant", "user", "self", "commentary", "all"})
 
 _SHELL_TAGS = frozenset({"bash", "sh", "shell", "zsh", "mswea_bash_command"})
 """Tags of fenced blocks that contain shell commands; the last is mini-swe-agent 2's own tag."""
+_FENCE = re.compile(r"\s*+`{3,}+\s*+([^\s`]*+)[^`]*+\Z")
+"""A fence and its tag, the first word after it: `bash` in ```bash title="x". Code in a line is no fence."""
 _JSON_TAGS = frozenset({"json", "tool_call"})
 
 _SHELL_NAMES = ("bash", "shell", "terminal", "command", "cmd", "exec")
@@ -369,8 +371,8 @@ def _get_blocks(text: str) -> tuple[list[tuple[str, str]], bool]:
     tag: str | None = None
     lines: list[str] = []
     for line in text.split("\n"):
-        fence = line.strip()
-        info = fence.strip("`").strip().lower() if fence.startswith("```") else None
+        fence = _FENCE.match(line)
+        info = fence[1].lower() if fence else None
         if info is None:
             lines.append(line)
         elif tag is None or (tag == "" and info):
