@@ -553,6 +553,16 @@ def test_a_live_job_is_not_forgotten_however_long_it_takes() -> None:
     assert get_job(engine, "t3").num_turns == 3
 
 
+def test_many_live_jobs_do_not_make_the_engine_forget_how_others_go_on() -> None:
+    engine = ToyEngine(KeepFor(ttl_s=100), 200, limits=Limits(max_remembered_jobs=1))
+    for number in range(4):
+        prompt, hints = make_tokens(1000 * number, 8), Hints(job_id=f"job-{number}")
+        run(engine, f"t{number}", 3 * number, prompt, hints=hints, tool=LS)
+        engine.arrive(f"next-{number}", 3 * number + 2, prompt, OUTPUT, hints)
+        engine.start_first(3 * number + 2)
+    assert len(engine.driver._jobs.lineage) == 4
+
+
 def start_all(engine: ToyEngine, *lengths: int) -> list[str]:
     for number, length in enumerate(lengths):
         engine.arrive(f"t{number}", number, make_tokens(100 * number, length))
