@@ -98,7 +98,7 @@ def run_ab(options: AbOptions) -> int:
             failure = error
         found = conclude(options, folder, slots)
         _show(options, folder, found)
-        if failure is not None:
+        if (failure := failure or folder.failure) is not None:
             raise failure
     if is_interrupted:
         return 130
@@ -175,7 +175,10 @@ def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, arm: Arm, server
         if files.problem is None:
             files.write_result(result)
         if files.problem is not None:
-            raise ConfigError(f"--out: {folder.get_run(slot)}: {files.problem}")
+            raise ConfigError(
+                f"--out: cannot write {folder.get_run(slot)}/{files.problem}; whole runs are kept, and the "
+                "same command continues from here"
+            )
 
 
 def _warm_up(options: BenchOptions, num_jobs: int) -> None:
@@ -258,7 +261,8 @@ def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> None:
         print(json.dumps(_describe_verdict(options, found)))
     else:
         print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
-    say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
+    if folder.failure is None:
+        say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
     if options.csv:
         write_csv(options.csv, [each.to_json() for each in found.comparisons])
 
@@ -325,6 +329,8 @@ class AbFolder:
         self.path = path
         # Store the values as they will be read again: tuples become lists.
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self.failure: ConfigError | None = None
+        """Why `write` failed first. What was to be written is still to be shown."""
 
     def __enter__(self) -> Self:
         with writing(self.path, is_folder=True):
@@ -333,10 +339,12 @@ class AbFolder:
             self._lock = open(self.path / SETTINGS, "a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._take_up()
         except OSError as error:
             self._lock.close()
             raise ConfigError(f"--out {self.path}: another tenuto ab is using this folder") from error
+        try:
+            with writing(self.path / SETTINGS):
+                self._take_up()
         except ConfigError:
             self._lock.close()
             raise
@@ -349,8 +357,8 @@ class AbFolder:
         self._lock.seek(0)
         text = self._lock.read()
         if not text.strip():
-            self._lock.write(json.dumps(self._settings, indent=1) + "\n")
-            self._lock.flush()
+            # Not through the lock, which could not be closed on a full disk.
+            (self.path / SETTINGS).write_text(json.dumps(self._settings, indent=1) + "\n", encoding="utf-8")
             return
         before = None
         with suppress(ValueError):
@@ -386,9 +394,12 @@ class AbFolder:
         return _find_free(self.path / "logs", arm, ".log")
 
     def write(self, name: str, text: str) -> None:
-        """Write one of the folder's files. Raises ConfigError."""
-        with writing(self.path / name):
-            write_whole(self.path / name, text)
+        """Write one of the folder's files, or note the `failure`."""
+        try:
+            with writing(self.path / name):
+                write_whole(self.path / name, text)
+        except ConfigError as error:
+            self.failure = self.failure or error
 
 
 def _find_free(folder: Path, name: str, suffix: str) -> Path:

@@ -784,6 +784,8 @@ class _Validation:
             slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
             with AbFolder(ab.out, describe(ab)) as folder:
                 found = conclude(ab, folder, slots)
+                if folder.failure is not None:
+                    self.say(f"not all was written: {folder.failure}")
                 record = self._predict(record, found)
                 comparisons = self._compare(record, found)
                 verdict = judge(each for each, _ in comparisons)

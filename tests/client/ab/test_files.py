@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -76,6 +77,18 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(ConfigError, match="cannot write"), AbFolder(tmp_path / "x", {}):
+        pass
+
+
+def test_a_full_disk_at_the_start_is_named_and_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"/ab\.json: File too large"), AbFolder(tmp_path, {}):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with AbFolder(tmp_path, {}):
         pass
 
 

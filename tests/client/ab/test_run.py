@@ -152,6 +152,29 @@ def test_the_report_reads_the_results(options: Callable[..., AbOptions], tmp_pat
     assert len(read_sources([tmp_path / "ab"]).runs) == 2
 
 
+def test_a_full_disk_hides_neither_the_verdict_nor_the_first_cause(
+    options: Callable[..., AbOptions],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fill(folder: object, name: str, values: object) -> None:
+        folder.problem = f"{name}: full"  # type: ignore[attr-defined]
+
+    def refuse(path: Path, text: str) -> None:
+        raise OSError(28, "full")
+
+    with serving(FakeServer()) as a, serving(FakeServer()) as b:
+        arms = (*name_arms(a, b), "--warmup-jobs", "0", "--repeats")
+        run_ab(options(*arms, "1"))
+        capsys.readouterr()
+        monkeypatch.setattr(RunFiles, "add", fill)
+        monkeypatch.setattr(run_module, "write_whole", refuse)
+        with pytest.raises(ConfigError, match=r"002-b/turns\.jsonl: full; whole runs are kept, and the same"):
+            run_ab(options(*arms, "2"))
+    assert "b against a:" in capsys.readouterr().out
+
+
 def test_caches_are_emptied_where_that_can_be(
     options: Callable[..., AbOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:
