@@ -112,6 +112,15 @@ def test_what_is_wrong_is_said_with_its_flag(arguments: list[str], words: str) -
     assert str(caught.value).startswith(words)
 
 
+def test_a_table_does_not_replace_a_workload(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text('{"session": "a"}\n')
+    with pytest.raises(ConfigError, match="it holds JSON, and not a table"):
+        parse("in", "--url", "u", "--table", str(path)).read(Outer)
+    path.write_text("policy,gpu\n")
+    parse("in", "--url", "u", "--table", str(path)).read(Outer)
+
+
 def test_the_help_has_groups_defaults_and_what_must_be_given() -> None:
     text = make_parser("x", COMMAND).format_help()
     assert text.startswith("usage: tenuto x IN --url TEXT [options]\n\nDoes it.\n\nexamples:\n  x\n")

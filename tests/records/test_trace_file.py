@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Learns, Policy
 from tenuto.records.trace import Commands, TraceOptions, TraceWriter
 
@@ -23,6 +24,14 @@ def test_a_new_trace_is_its_owner_s_alone_and_an_old_one_keeps_its_mode(tmp_path
         TraceWriter(str(path)).open().close()
     assert stat.S_IMODE(new.stat().st_mode) == 0o600
     assert stat.S_IMODE(old.stat().st_mode) == 0o640
+
+
+def test_a_file_with_something_else_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_text('{"session": "a"}\n')
+    with pytest.raises(ConfigError, match="holds something else"):
+        TraceWriter(str(path)).open()
+    assert path.read_text() == '{"session": "a"}\n'
 
 
 CALL = {"type": "ToolCall", "name": "curl", "command": "curl -u me:hunter2 http://x"}

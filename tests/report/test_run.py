@@ -218,6 +218,7 @@ def test_the_commands_to_reproduce_it_are_ours(tmp_path: Path) -> None:
     ("option", "said"),
     [
         (["--out", "{file}/p.html"], "--out: cannot write"),
+        (["--out", "{file}"], "r.jsonl: it holds something else; name a new file"),
         (["--out", "{folder}/p.html", "--figures", "{file}"], "--figures: cannot write"),
         (["--out", "{folder}/p.html", "--trace-events", "{file}/t"], "--trace-events: cannot write"),
     ],
@@ -229,6 +230,7 @@ def test_what_cannot_be_written_is_said(
     arguments = [each.format(file=path, folder=tmp_path) for each in option]
     assert main(["report", str(path), *arguments]) == 2
     assert said in capsys.readouterr().err
+    assert path.read_text().startswith("{")
 
 
 def test_without_the_library_it_says_what_to_install(

@@ -373,10 +373,21 @@ def _check_writable(flag: Flag, path: Path) -> None:
         problem = f"there is no folder {path.parent}"
     elif path.is_dir():
         problem = "it is a folder"
+    elif path.is_file() and _holds_json(path):
+        problem = "it holds JSON, and not a table; name a new file"
     if problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = "permission denied"
     if problem is not None:
         raise ConfigError(f"{flag.name}: cannot write {path}: {problem}")
+
+
+def _holds_json(path: Path) -> bool:
+    """Whether a file may be a workload or a record, perhaps one that this command reads."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) in (b"{", b"[")
+    except OSError:
+        return False
 
 
 def policy_options(help_: str) -> Any:

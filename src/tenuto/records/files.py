@@ -14,6 +14,7 @@ commands.jsonl    commands that the bench actually ran
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -56,7 +57,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _QUIET_S = 2.0
 """Seconds after which reading a file starts to show progress."""
 _LINES_PER_LOOK = 20_000
-_HEADER = b'{"step":0,"kind":"header"'
+TRACE_BEGIN = b'{"step":0,"kind":"header"'
 
 
 def find_in(folder: Path, name: str) -> Path | None:
@@ -191,7 +192,7 @@ class _Reader:
         except (ValueError, RecursionError) as error:
             if self.note is not None and not line.endswith(b"\n"):
                 self.note(f"{place}: the last line is cut off; it was left out")
-            elif self.note is not None and (at := line.find(_HEADER, 1)) > 0:
+            elif self.note is not None and (at := line.find(TRACE_BEGIN, 1)) > 0:
                 # A server that was killed and restarted appends its header to the truncated line.
                 self.note(f"{place}: the line is cut off, as the server was killed; it was left out")
                 yield from self._parse_line(line[at:])
@@ -333,6 +334,15 @@ def writing(path: Path, option: str | None = "--out", *, is_folder: bool = False
         given = f"{option}: " if option else ""
         where = f"to {path}" if is_folder else str(path)
         raise ConfigError(f"{given}cannot write {where}: {error.strerror or error}") from error
+
+
+def spare_other(path: Path, begin: bytes) -> None:
+    """Raise FileExistsError if a file is there that does not begin as what is to be written there."""
+    if path.is_file():
+        with path.open("rb") as file:
+            found = file.read(len(begin))
+        if not begin.startswith(found):
+            raise FileExistsError(errno.EEXIST, "it holds something else; name a new file")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -40,6 +40,7 @@ from tenuto.core.policy import Policy
 from tenuto.core.reuse import count_missed_tokens
 from tenuto.core.types import TierView
 from tenuto.records.codec import Fields
+from tenuto.records.files import TRACE_BEGIN, spare_other
 from tenuto.records.run_data import LeaseRecord, Preemption, RunData
 from tenuto.records.schema import Sample, TurnRecord
 
@@ -106,6 +107,7 @@ class TraceWriter:
         """Write the header, when nothing can refuse the run any more. Raises ConfigError."""
         try:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            spare_other(Path(self._path), TRACE_BEGIN)
             self._open()
             if self._is_too_large():
                 self._set_aside()

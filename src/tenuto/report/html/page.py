@@ -23,7 +23,7 @@ from tenuto.client.options import AbOptions, BenchOptions
 from tenuto.core.console import Progress, count
 from tenuto.core.errors import clean
 from tenuto.core.settings import get_flag
-from tenuto.records.files import Say, write_whole, writing
+from tenuto.records.files import Say, spare_other, write_whole, writing
 from tenuto.records.metrics import group_by
 from tenuto.records.text import MIN_PAIRS, name_machine
 from tenuto.report.html.charts import MAX_ROWS, Section, make_sections
@@ -39,6 +39,7 @@ from tenuto.workload.load import LoadOptions
 MAX_SENTENCES = 4
 """Maximum number of sentences of one kind on the first screen. More are collapsed."""
 DPI = 200
+PAGE_BEGIN = b"<!doctype html>"
 
 
 def run_report(
@@ -51,6 +52,8 @@ def run_report(
 ) -> int:
     """Write the page and the other wanted files, and print the verdict. Raises DataError or ConfigError."""
     with Progress("report").cleared() as progress:
+        with writing(out):
+            spare_other(out, PAGE_BEGIN)
         report = make_report(read_sources(records))
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
