@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ def test_decodes_that_waited_for_each_other_are_left_out(capsys: pytest.CaptureF
     (step,) = time_plan(KnownServer(max_running=2), plan)
     assert step["decodes"] == [128 + OUTPUT_TOKENS // 2] * 2
     assert "Set --max-batch" in capsys.readouterr().err
+
+
+def test_answers_in_one_piece_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DECODE", (0.0, 0.0, 0.0))
+    assert not time_plan(KnownServer(), ProfilePlan(prefills=(), decodes=(Decode(1, 128),)))
 
 
 def test_the_plan_stays_within_what_the_server_holds() -> None:

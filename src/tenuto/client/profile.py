@@ -159,7 +159,7 @@ class Decode:
         return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
 
     async def time(self, asker: Asker, repeat: int) -> float | None:
-        """Seconds per token of the conversations; None if they did not all decode at once."""
+        """Seconds per token of the conversations; None if not all decode at once, or show no time."""
         names = [f"decode{repeat}/{number}" for number in range(self.num_decodes)]
         prompts = [(Span(f"{name}/context", self.num_context_tokens),) for name in names]
         for name, prompt in zip(names, prompts, strict=True):
@@ -170,7 +170,8 @@ class Decode:
         num_tokens = latest.num_tokens or OUTPUT_TOKENS
         if num_tokens < 2 or latest.first_token_s > min(answer.last_token_s for answer in answers):
             return None
-        return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1)
+        # 0 for an answer that came in one piece.
+        return (latest.last_token_s - latest.first_token_s) / (num_tokens - 1) or None
 
 
 TimedStep = Prefill | Decode
@@ -269,8 +270,8 @@ def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Mapping[TimedSt
         )
     if missing := [step.num_decodes for step in plan.decodes if step not in times]:
         say(
-            f"{len(missing)} batches of up to {max(missing)} decodes did not all run at once; they are left "
-            "out. Set --max-batch to the server's --max-num-seqs"
+            f"{len(missing)} batches of up to {max(missing)} decodes did not all run at once, or came in one "
+            "piece; they are left out. Set --max-batch to the server's --max-num-seqs"
         )
 
 
