@@ -227,3 +227,13 @@ def test_a_policy_s_file_that_ends_the_program(
     file.write_text(line)
     assert main(["check-policy", f"{file}:Mine"]) == 2
     assert capsys.readouterr().err.startswith(f"tenuto: {file}:1 ends the program (SystemExit(")
+
+
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["report", "results.jsonl"]) == 2
+    assert "the working directory was removed" in capsys.readouterr().err

@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno in (errno.ENAMETOOLONG, errno.EACCES) and error.filename is not None:
             print(f"tenuto: {bound_message(str(error.filename))}: {error.strerror}", file=sys.stderr)
             return 2
+        if error.errno == errno.ENOENT and error.filename is None:  # of getcwd()
+            print("tenuto: the working directory was removed; change to another one", file=sys.stderr)
+            return 2
         # The reader closed the pipe (for example `| head`), or the output is a file on a full disk.
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
