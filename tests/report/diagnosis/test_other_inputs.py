@@ -419,7 +419,7 @@ def test_the_prototypes_file_is_written_as_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["continuum-fixed", "tenuto"])
 def test_a_run_written_as_the_prototypes_file_tells_the_same(tmp_path: Path, policy: str) -> None:
     path, out = tmp_path / "trace.jsonl", tmp_path / "scheduler_timestamps"
-    trace = TraceWriter(str(path)).open()
+    trace = TraceWriter(str(path))
     # Turns wait, so that leases end in more than one way.
     setup = Setup(gpu="A100-40", policy=policy, step_cost="roofline")
     run(setup, LoadOptions(jps=6, window_s=5), extras=Extras(trace=trace), log=trace.write)
