@@ -228,8 +228,8 @@ FAULTS = (
     Fault(
         "transfers: what a client says is taken for an object",
         "records/codec.py",
-        "(each.values() if isinstance(each, dict) else each)",
-        "each.values()",
+        "each.values() if type(each) is dict else each for",
+        "each.values() for",
         ("vllm/test_server.py::test_what_a_client_says_of_transfers_ends_nothing",),
     ),
     Fault(
@@ -367,6 +367,34 @@ FAULTS = (
         "[-MAX_TAIL_CHARS:]",
         "",
         ("vllm/test_attacks.py::test_the_end_of_an_output_of_very_long_tokens_is_read_in_part",),
+    ),
+    Fault(
+        "clients: the text behind each marker of a tool call is read",
+        "core/tool_calls.py",
+        "if num_left <= 0:",
+        "if num_left is None:",
+        ("core/test_tool_calls.py::test_a_text_with_every_opening_marker_is_not_read_from_each_of_them",),
+    ),
+    Fault(
+        "clients: any number of JSON values in a row is read",
+        "core/tool_calls.py",
+        "for _ in range(_MAX_VALUES):",
+        "while True:",
+        ("core/test_tool_calls.py::test_values_in_a_row_are_read_up_to_a_number_of_them",),
+    ),
+    Fault(
+        "clients: any number of stop strings is searched for",
+        "vllm/requests.py",
+        "params.stop[:MAX_STOPS]",
+        "params.stop",
+        ("vllm/test_attacks.py::test_an_answer_is_searched_for_some_of_a_million_stop_strings",),
+    ),
+    Fault(
+        "clients: a user id of any length is parsed",
+        "core/requests.py",
+        " or len(user_id) > _MAX_USER_ID_CHARS:",
+        ":",
+        ("vllm/test_identity.py::test_a_user_is_no_job",),
     ),
     Fault(
         "clients: a wish's place is looked for in a text of any length",

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tenuto.core import tool_calls
 from tenuto.core.requests import MAX_TOOL_CHARS
 from tenuto.core.tool_calls import FORMS, MAX_COMMAND_CHARS, find_tool_call, is_cut
 from tenuto.core.types import ToolCall
@@ -377,6 +378,37 @@ def test_hostile_text_takes_linear_time(pattern):
     for text in (pattern, "<tool_call>" + pattern, '[TOOL_CALLS]["' + pattern, "[a(" + pattern):
         short, long = ((text * (size // len(text) + 1))[:size] for size in (2**14, 2**17))
         assert measure_s(long) < 24 * measure_s(short) + 0.01
+
+
+@pytest.mark.parametrize("filling", ["[", "(", "{},", '{"a":', '"a",'])
+def test_a_text_with_every_opening_marker_is_not_read_from_each_of_them(filling, monkeypatch):
+    """A client can force any answer (`structured_outputs`), and hundreds of answers to end in one step."""
+    num_read = 0
+
+    class Counting:
+        def __init__(self, form):
+            self.opening, self.closing, self._read = form.opening, form.closing, form.read
+
+        def read(self, text):
+            nonlocal num_read
+            num_read += len(text)
+            return self._read(text)
+
+    monkeypatch.setattr(tool_calls, "FORMS", [*map(Counting, tool_calls.FORMS)])
+    openings = "".join(4 * (form.opening + "[") for form in tool_calls.FORMS)
+    for text in (openings + filling * 8000, openings * 4 + filling * 2000):
+        num_read = 0
+        assert find_tool_call(text[:48_000] + "}") is None
+        assert 0 < num_read < 4 * 48_000
+
+
+def test_values_in_a_row_are_read_up_to_a_number_of_them():
+    """Each takes as long as many characters."""
+    call = '{"name": "f", "arguments": {}}'
+    assert find_tool_call(f"<tool_call>{'{},' * 500}{call}</tool_call>") == ToolCall("f", "{}")
+    assert find_tool_call(f"<tool_call>{'{},' * 5000}{call}</tool_call>") is None
+    assert find_tool_call(f"<|python_start|>[f(x=[{'[],' * 400}])]<|python_end|>").name == "f"
+    assert find_tool_call(f"<|python_start|>[f(x=[{'[],' * 4000}])]<|python_end|>") is None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 import tenuto.vllm
 from tenuto.records.codec import is_deep
 from tenuto.vllm.hooks import MAX_RENEWALS
-from tenuto.vllm.requests import MAX_TAIL_CHARS, OutputReader
+from tenuto.vllm.requests import MAX_STOPS, MAX_TAIL_CHARS, OutputReader
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -289,6 +289,25 @@ def test_the_end_of_an_output_of_very_long_tokens_is_read_in_part() -> None:
     request = SimpleNamespace(output_token_ids=[0] * 8000)
     assert OutputReader(Blanks())._find_tool_call(request) is None
     assert num_chars < 5 * MAX_TAIL_CHARS
+
+
+def test_an_answer_is_searched_for_some_of_a_million_stop_strings() -> None:
+    """A client that sends as many and leaves kept the engine busy for seconds."""
+    searched: list[str] = []
+
+    class Text(str):
+        def find(self, stop: str, *_: Any) -> int:  # type: ignore[override]
+            searched.append(stop)
+            return super().find(stop)
+
+    reader = OutputReader(None)
+    reader._decode = lambda tokens: Text("Observation")  # type: ignore[method-assign]
+    stops = [*map(str, range(10**5)), "Observation"]
+    for chosen, is_found in ((stops[-64:], True), (stops, False)):
+        params = SimpleNamespace(stop=chosen, min_tokens=0)
+        request = SimpleNamespace(sampling_params=params, num_output_tokens=9, output_token_ids=[0] * 9)
+        assert reader._ends_with_stop(request) is is_found
+    assert len(searched) == 2 * MAX_STOPS
 
 
 def test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again(clock: Clock) -> None:

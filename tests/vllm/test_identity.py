@@ -121,6 +121,8 @@ def test_claude_code_names_its_session_in_the_user(user_id):
         {"metadata": {"user_id": "ann"}},
         {"metadata": {"user_id": '{"device_id": "d"}'}},
         {"metadata": {"user_id": "[" * 100_000}},
+        # Its millions of values would keep the server busy for seconds.
+        {"metadata": {"user_id": f'{{"session_id": "{SESSION}", "x": "{"x" * 2000}"}}'}},
         {"metadata": {"user_id": 3, "session_id": None}},
         {"metadata": "session_id"},
         {"previous_response_id": "r"},

@@ -259,6 +259,8 @@ HINT_FIELDS = tuple(_FIELDS)
 # The job of an HTTP request.
 
 _CLAUDE_USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)\Z")
+_MAX_USER_ID_CHARS = 2048
+"""Longer user ids are not read: they are parsed as JSON, and the server waits meanwhile."""
 
 
 def read_hints(
@@ -370,7 +372,7 @@ def _get_claude_session(user_id: Any) -> Any:
 
     The user id has the form `user_…_session_ID`, or, since version 2.1.78, it is JSON with a `session_id`.
     """
-    if not isinstance(user_id, str):
+    if not isinstance(user_id, str) or len(user_id) > _MAX_USER_ID_CHARS:
         return None
     match = _CLAUDE_USER_ID.search(user_id)
     if match is not None:

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tenuto.core.requests import get_bounded_tool
@@ -30,6 +31,11 @@ Found = tuple[str, Any]
 
 _MAX_OPENINGS = 4
 """How many opening markers are tried, from the end: the last one may be inside an argument of the call."""
+_MAX_READ_CHARS = 2**17
+"""How many characters are read after all opening markers together. The engine waits for that."""
+_MAX_VALUES = 1024
+"""How many JSON values in a row, and how many brackets and strings in Python's syntax, are read: each takes
+far longer than a character."""
 _MAX_SEPARATOR_CHARS = 48
 """Most characters between a tool's name and its JSON arguments."""
 
@@ -49,7 +55,9 @@ def decode_json(text: str) -> Any:
     """The last of the JSON objects and lists at the start of a text, or None."""
     value, position = None, 0
     try:
-        while match := _JSON_NEXT.match(text, position):
+        for _ in range(_MAX_VALUES):
+            if (match := _JSON_NEXT.match(text, position)) is None:
+                break
             value, position = _JSON.raw_decode(text, match.end())
     except (ValueError, RecursionError):
         pass
@@ -142,7 +150,7 @@ def _read_python(text: str) -> Found | None:
     """Read `[name(argument="x"), …]`, or one such call per line. Does not use Python's own parser."""
     found, name, start, depth = None, None, 0, 0
     first = len(text) - len(text.lstrip().removeprefix("["))
-    for token in _PYTHON_TOKEN.finditer(text, first):
+    for token in islice(_PYTHON_TOKEN.finditer(text, first), _MAX_VALUES):
         if token[0] in ("(", "[", "{"):
             if depth == 0 and token[0] == "(":
                 before = text[max(0, token.start() - _MAX_PYTHON_NAME_CHARS) : token.start()]
@@ -205,12 +213,16 @@ FORMS = (
 
 def find_marked(text: str) -> Found | None:
     """The last call in the first form that has a call in the text."""
+    num_left = _MAX_READ_CHARS
     for form in FORMS:
         start = len(text)
         for _ in range(_MAX_OPENINGS):
             start = text.rfind(form.opening, 0, start)
             if start < 0:
                 break
+            if num_left <= 0:
+                return None
+            num_left -= len(text) - start
             body = text[start + len(form.opening) :]
             if form.closing is not None and form.closing in body:
                 body = body[: body.rfind(form.closing)]

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -33,7 +34,7 @@ MAX_DEPTH = 32
 """Levels of lists and objects in a value that is passed on as it is. Pickle and our writers fail at some
 hundreds."""
 
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = frozenset({dict, list, tuple})
 _SHOWN_CHARS = 60
 
 
@@ -41,13 +42,12 @@ def is_deep(value: Any) -> bool:
     """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        containers = [each for each in level if isinstance(each, _CONTAINERS)]
-        if not containers:
+        # Mostly in C, because a client can send millions of values, and the engine waits.
+        if _CONTAINERS.isdisjoint(map(type, level)):
             return False
-        level = [
-            inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return any(isinstance(each, _CONTAINERS) for each in level)
+        containers = [each for each in level if type(each) in _CONTAINERS]
+        level = [*chain.from_iterable(each.values() if type(each) is dict else each for each in containers)]
+    return not _CONTAINERS.isdisjoint(map(type, level))
 
 
 class Fields:

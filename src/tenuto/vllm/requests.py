@@ -33,6 +33,8 @@ MAX_TAIL_TOKENS = 6144
 """The most that is decoded: the tail may have only the end of a long call, such as one that writes a file."""
 MAX_TAIL_CHARS = 8 * MAX_TAIL_TOKENS
 """The most that is read of it. A client can make tokens of hundreds of spaces, and the engine waits."""
+MAX_STOPS = 64
+"""Stop strings beyond this number are not searched for: a client may send a million. Most APIs allow four."""
 
 
 def drop_deep_fields(request: Any, complaints: Complaints) -> None:
@@ -159,7 +161,7 @@ class OutputReader:
         # vLLM ignores stop strings that end within the first `min_tokens`.
         num_ignored = max(0, params.min_tokens - (request.num_output_tokens - len(tail)))
         ignored = len(self._decode(tail[:num_ignored])) if num_ignored else 0
-        return any(text.find(stop, max(0, ignored + 1 - len(stop))) >= 0 for stop in params.stop)
+        return any(text.find(stop, max(0, ignored + 1 - len(stop))) >= 0 for stop in params.stop[:MAX_STOPS])
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
