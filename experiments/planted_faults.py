@@ -369,6 +369,15 @@ FAULTS = (
         ("vllm/test_attacks.py::test_the_end_of_an_output_of_very_long_tokens_is_read_in_part",),
     ),
     Fault(
+        "trace: names may have any letters",
+        "records/trace.py",
+        "MAX_NAME_CHARS // 4",
+        "MAX_NAME_CHARS * 4",
+        (
+            "vllm/test_scheduler.py::test_the_names_of_leases_and_of_waiting_requests_make_no_step_s_record_long",
+        ),
+    ),
+    Fault(
         "clients: the text behind each marker of a tool call is read",
         "core/tool_calls.py",
         "if num_left <= 0:",

@@ -419,8 +419,8 @@ def test_trace_tells_each_step_and_every_job(clock: Clock, tmp_path: Path) -> No
     assert steps[1]["running"] == ["a1"]
     assert steps[2]["num_retained_blocks"] == 5
     # Who was in the engine behind each step; the turn that came back took its lease.
-    assert [(r["all_running"], r["all_waiting"], r["retained_jobs"]) for r in steps] == [
-        (["a1"], [], []), (["a1"], [], []), ([], [], ["a"]), (["a2"], [], []),
+    assert [(r["all_running"], r["all_waiting"], r["num_retained_jobs"]) for r in steps] == [
+        (["a1"], [], 0), (["a1"], [], 0), ([], [], 1), (["a2"], [], 0),
     ]  # fmt: skip
     assert {(r["max_running"], r["max_tokens"]) for r in steps} == {(16, 256)}
     assert {r["num_blocks"] for r in steps} == {scheduler.leased_blocks.num_blocks}
@@ -455,6 +455,27 @@ def test_request_ids_of_any_length_have_short_names_in_a_trace(clock: Clock, tmp
         ("a", 90, 4),
         ("b", 90, 4),
     ]
+
+
+def test_the_names_of_leases_and_of_waiting_requests_make_no_step_s_record_long(
+    clock: Clock, tmp_path: Path
+) -> None:
+    """JSON needs 12 characters for such a letter. One client may hold hundreds of leases."""
+    file = tmp_path / "trace.jsonl"
+    engine = start({"policy": KEEP_ALL, "trace": str(file)}, num_blocks=400)
+    for number in range(50):
+        hints = {"job_id": "\U0001f600" * 120 + str(number), "tool": "x"}
+        engine.scheduler.add_request(make_request(f"r{number}", [5 + number] * 20, max_tokens=1, xargs=hints))
+    engine.run()
+    assert len(engine.scheduler.driver.leases) == 50
+    for number in range(50):
+        name = "\U0001f600" * 120 + str(number)
+        engine.scheduler.add_request(make_request(name, [5 + number] * 20, max_tokens=9))
+    engine.step()
+    engine.scheduler.shutdown()
+    lines = [line for line in file.read_text().splitlines() if '"kind":"step"' in line]
+    assert json.loads(lines[-1])["num_retained_jobs"] > 20
+    assert len(lines[-1]) < 100 * 300
 
 
 @pytest.mark.parametrize("given", [None, "named.jsonl"])

@@ -52,10 +52,11 @@ OLDER = ".1"
 """Suffix of the one older file that is kept."""
 
 MAX_IDS = 1000
-"""Most ids in each of a step's lists of all requests or jobs. Its counts say how many there are."""
+"""Most ids in each of a step's lists of all requests. Its counts say how many there are."""
 
-MAX_NAME_CHARS = 512
-"""Longer names of turns are shortened. (The texts of commands are not.)"""
+MAX_NAME_CHARS = 128
+"""Longer names of turns and jobs are shortened, and a quarter of it if JSON needs escapes for them. (Texts of
+commands are not.)"""
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -218,7 +219,7 @@ class StepState:
     requests: Iterable[str]
     """All requests in the order of arrival. Those that do not run are waiting."""
     num_waiting: int
-    retained_jobs: Iterable[str]
+    num_retained_jobs: int
     num_retained_blocks: int
     num_blocks: int
     num_free_blocks: int
@@ -239,19 +240,18 @@ class StepState:
 
     def describe(self) -> dict[str, Any]:
         """The record of the step."""
-        running, retained, started = list(self.running), list(self.retained_jobs), {*self.new, *self.resumed}
+        running, started = list(self.running), {*self.new, *self.resumed}
         runs = set(running)
         counts = ("num_waiting", "num_retained_blocks", "num_blocks", "num_free_blocks", "num_cached_blocks")
         record: dict[str, Any] = {
             "kind": "step",
             **{name: getattr(self, name) for name in ("now_s", "num_in_flight", *counts)},
             "num_running": len(running),
-            "num_retained_jobs": len(retained),
+            "num_retained_jobs": self.num_retained_jobs,
             "max_running": self.max_running,
             "max_tokens": self.max_tokens,
             "all_running": running[:MAX_IDS],
             "all_waiting": list(islice((each for each in self.requests if each not in runs), MAX_IDS)),
-            "retained_jobs": retained[:MAX_IDS],
             "new": list(self.new),
             "resumed": list(self.resumed),
             "running": [each for each in self.num_tokens if each not in started],
@@ -267,21 +267,25 @@ class StepState:
 
 
 def _shorten_names(value: Any) -> Any:
-    """A record with short names of turns. VLLM lets clients choose request ids of any length."""
+    """A record with short names. Clients choose the ids of requests and jobs, and each step has hundreds."""
     if isinstance(value, str):
         # A string's hash is kept with it, so this takes no time for each of its characters.
-        return value if len(value) <= MAX_NAME_CHARS else f"{value[:64]}~{hash(value):x}"
+        return value if _is_short(value) else f"{value[:16]}~{hash(value):x}"
     if isinstance(value, list):
-        is_short = set(map(type, value)) == {str} and max(map(len, value)) <= MAX_NAME_CHARS
+        is_short = set(map(type, value)) == {str} and all(map(_is_short, value))
         return value if is_short else [_shorten_names(each) for each in value]
     if isinstance(value, dict):
-        if max(map(len, value), default=0) > MAX_NAME_CHARS:
+        if not all(map(_is_short, value)):
             value = {_shorten_names(name): each for name, each in value.items()}
         return {
             name: each if type(each) is int or name == "command" else _shorten_names(each)
             for name, each in value.items()
         }
     return value
+
+
+def _is_short(name: str) -> bool:
+    return len(name) <= (MAX_NAME_CHARS if str.isascii(name) else MAX_NAME_CHARS // 4)
 
 
 class CommandHider:

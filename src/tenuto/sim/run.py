@@ -362,7 +362,7 @@ class StepTracer:
                 running=(request.turn_id for request in state.running),
                 requests=state.requests,
                 num_waiting=state.num_waiting,
-                retained_jobs=(lease.job_id for lease in scheduler.driver.leases),
+                num_retained_jobs=len(scheduler.driver.leases),
                 num_retained_blocks=scheduler.driver.get_num_leased_blocks(),
                 num_blocks=pool.num_blocks,
                 num_free_blocks=pool.num_free_blocks,

@@ -542,7 +542,6 @@ def record_step(trace: TraceWriter, scheduler: Any, output: Any, now_s: float, m
             }
         )
     driver = scheduler.driver
-    leases = () if driver.is_shadow else driver.leases
     trace.write(
         StepState(
             now_s=now_s,
@@ -550,7 +549,7 @@ def record_step(trace: TraceWriter, scheduler: Any, output: Any, now_s: float, m
             running=(request.request_id for request in scheduler.running),
             requests=scheduler.requests,
             num_waiting=scheduler.get_request_counts()[1],
-            retained_jobs=(lease.job_id for lease in leases),
+            num_retained_jobs=0 if driver.is_shadow else len(driver.leases),
             num_retained_blocks=0 if driver.is_shadow else driver.get_num_leased_blocks(),
             num_blocks=scheduler.leased_blocks.num_blocks,
             num_free_blocks=scheduler.leased_blocks.get_num_free_blocks(),
