@@ -369,6 +369,20 @@ FAULTS = (
         ("vllm/test_attacks.py::test_the_end_of_an_output_of_very_long_tokens_is_read_in_part",),
     ),
     Fault(
+        "record: each request under way has room of its own",
+        "proxy/proxy.py",
+        ", room=self._room)",
+        ")",
+        ("proxy/test_recording.py::test_requests_under_way_share_the_room_for_their_bodies",),
+    ),
+    Fault(
+        "record: a model's name may be any text",
+        "proxy/exchange.py",
+        " and len(model) <= MAX_MODEL_CHARS else",
+        " else",
+        ("proxy/test_recording.py::test_a_text_in_the_place_of_the_model_s_name_is_not_written_down",),
+    ),
+    Fault(
         "trace: names may have any letters",
         "records/trace.py",
         "MAX_NAME_CHARS // 4",

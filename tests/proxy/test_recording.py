@@ -460,6 +460,55 @@ def test_an_answer_that_is_too_large_to_be_read_has_a_line_however_large_it_is(
     assert (record.recorder.num_lost, record.said) == (0, [])
 
 
+def test_requests_under_way_share_the_room_for_their_bodies(
+    recording: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can open hundreds of connections, and need no key for that."""
+    monkeypatch.setattr(exchange_module.Room.__init__, "__defaults__", (1_500,))
+    are_here = asyncio.Barrier(2)
+
+    async def handle(request: web.Request) -> web.Response:
+        model = (await request.json())["model"]
+        if model != "alone":
+            await are_here.wait()
+        return web.json_response({"error": "no key"}, status=401)
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+
+            def post(model: str) -> Any:
+                body = {"model": model, "messages": [{"role": "user", "content": "x" * 1000}]}
+                return client.post(record.url + PATH, json=body)
+
+            await asyncio.gather(post("one"), post("two"))
+            for _ in range(2):
+                await post("alone")
+        return record
+
+    # The status is the reason in each case. A request that was kept has a model.
+    record = asyncio.run(run())
+    models = [failed.get("model") for failed in record.failed]
+    assert sorted(models[:2], key=str)[0] is None and {*models[:2]} < {None, "one", "two"}
+    assert models[2:] == ["alone", "alone"]
+    assert (record.recorder.num_lost, record.said) == (0, [])
+
+
+def test_a_text_in_the_place_of_the_model_s_name_is_not_written_down(recording: Any) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"error": "there is no such model"}, status=404)
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            for model in ("m", "secret " * 100):
+                body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+                await client.post(record.url + PATH, json=body)
+        return record
+
+    record = asyncio.run(run())
+    assert [failed.get("model") for failed in record.failed] == ["m", None]
+    assert "secret" not in record.text
+
+
 @pytest.mark.parametrize(
     "answer",
     [

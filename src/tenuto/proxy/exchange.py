@@ -32,8 +32,17 @@ from tenuto.workload.formats.conversations import cut_text, find_tool, write_pie
 
 MAX_BODY_BYTES = 64 * 2**20
 """Larger bodies are passed through, but they are not kept for reading."""
+MAX_MODEL_CHARS = 256
+"""Longer names of models are not written down: a client may send any text as one."""
 
 End = Literal["whole", "server broke off", "client left", "no server", "recording ended"]
+
+
+@dataclass(slots=True)
+class Room:
+    """How much may still be kept of the bodies of all exchanges under way."""
+
+    num_bytes: int = 2**29
 
 
 @dataclass(slots=True)
@@ -60,22 +69,41 @@ class Exchange:
     num_answer_bytes: int = 0
     is_kept: bool = True
     """Whether its bodies are kept, because it will be recorded."""
+    is_too_large: bool = False
+    """Whether there was no room for the whole of its bodies. Then nothing of them is kept."""
+    num_kept_bytes: int = 0
+    """The size of what is kept of both bodies."""
+    room: Room = field(default_factory=Room)
 
     def add_request(self, piece: bytes) -> None:
         """Store a piece of the request's body."""
         self.num_request_bytes += len(piece)
-        if self.is_kept and self.num_request_bytes <= MAX_BODY_BYTES:
+        if self._take_room(self.num_request_bytes, len(piece)):
             self.body += piece
-        else:
-            self.body.clear()  # a part of it is of no use
 
     def add_answer(self, piece: bytes, now_s: float) -> None:
         """Store a piece of the answer's body."""
         self.num_answer_bytes += len(piece)
-        if self.is_kept and self.num_answer_bytes <= MAX_BODY_BYTES:
+        if self._take_room(self.num_answer_bytes, len(piece)):
             self.chunks.append((now_s, piece))
-        else:
+
+    def leave_room(self) -> None:
+        """It is under way no more, or nothing of it is kept."""
+        self.room.num_bytes += self.num_kept_bytes
+
+    def _take_room(self, num_body_bytes: int, num_new_bytes: int) -> bool:
+        if not self.is_kept or self.is_too_large:
+            return False
+        if num_body_bytes > MAX_BODY_BYTES or num_new_bytes > self.room.num_bytes:
+            # A part of a body is of no use.
+            self.leave_room()
+            self.body.clear()
             self.chunks.clear()
+            self.is_too_large, self.num_kept_bytes = True, 0
+            return False
+        self.room.num_bytes -= num_new_bytes
+        self.num_kept_bytes += num_new_bytes
+        return True
 
     @property
     def timestamp_ms(self) -> float:
@@ -96,16 +124,6 @@ class Exchange:
     def is_stream(self) -> bool:
         """Whether the server answers with an event stream."""
         return self.content_type.startswith("text/event-stream")
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether a body was too large to be kept whole."""
-        return max(self.num_request_bytes, self.num_answer_bytes) > MAX_BODY_BYTES
-
-    @property
-    def num_kept_bytes(self) -> int:
-        """The size of what is kept of both bodies."""
-        return len(self.body) + (self.num_answer_bytes if self.chunks else 0)
 
     def get_chunks(self) -> list[tuple[float, bytes]]:
         """The answer's body, decompressed if it was compressed. Raises ValueError if that fails."""
@@ -173,7 +191,7 @@ def read_request(exchange: Exchange) -> RecordedRequest:
     model = body.get("model")
     return RecordedRequest(
         hints=read_hints(body, exchange.headers, exchange.path),
-        model=model if isinstance(model, str) else None,
+        model=model if isinstance(model, str) and len(model) <= MAX_MODEL_CHARS else None,
         is_stream=body.get("stream") is True,
         pieces=pieces,
         token_ids=token_ids,

@@ -31,7 +31,7 @@ from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import SESSION_HEADER, get_header_id, read_hints
 from tenuto.proxy import RecordOptions
-from tenuto.proxy.exchange import Exchange, is_recorded
+from tenuto.proxy.exchange import Exchange, Room, is_recorded
 from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.wire import openai_chat, openai_completions
 from tenuto.wire.request import write_error
@@ -136,6 +136,7 @@ class Proxy:
     name_jobs: bool = False
     _start_s: float | None = field(init=False, default=None)
     _is_ending: bool = field(init=False, default=False)
+    _room: Room = field(init=False, default_factory=Room)
 
     async def __aenter__(self) -> Self:
         """Open the connection pool, without limits on size or time: the client sets the time limits."""
@@ -179,7 +180,8 @@ class Proxy:
         now_s, is_turn = time.monotonic(), is_recorded(request.method, request.path)
         if is_turn and self._start_s is None:
             self._start_s = now_s
-        exchange = Exchange(request.path, headers, now_s, self._start_s or now_s, is_kept=is_turn)
+        start_s = self._start_s or now_s
+        exchange = Exchange(request.path, headers, now_s, start_s, is_kept=is_turn, room=self._room)
         try:
             return await self._pass(request, exchange)
         except asyncio.CancelledError:
@@ -187,6 +189,7 @@ class Proxy:
             raise
         finally:
             exchange.end_s = exchange.end_s or time.monotonic()
+            exchange.leave_room()
             if is_turn:
                 self.on_exchange(exchange)
 
@@ -200,7 +203,7 @@ class Proxy:
             async for _ in body:
                 pass
             if exchange.is_too_large:
-                return _refuse(413, "tenuto record reads each request's body, and this one is too large")
+                return _refuse(413, "tenuto record reads each request's body, and has no room for this one")
             whole = bytes(exchange.body)
             if self.name_jobs and (name := find_job_name(exchange, whole)) is not None:
                 headers[SESSION_HEADER] = name
