@@ -383,6 +383,27 @@ FAULTS = (
         ("proxy/test_recording.py::test_a_text_in_the_place_of_the_model_s_name_is_not_written_down",),
     ),
     Fault(
+        "wishes: they may keep any part of the cache",
+        "core/leases.py",
+        "MAX_WISHED_SHARE = 0.25",
+        "MAX_WISHED_SHARE = 1.0",
+        ("core/test_wished_leases.py::test_leases_that_only_wishes_keep_cover_a_quarter_of_the_cache",),
+    ),
+    Fault(
+        "wishes: what a policy gives up does not count among them",
+        "core/leases.py",
+        "if (yield from self._make_room(lease, now_s)):",
+        "if False:",
+        ("core/test_wished_leases.py::test_so_do_those_that_a_policy_has_given_up_meanwhile",),
+    ),
+    Fault(
+        "wishes: a tenant with many takes those of others",
+        "core/leases.py",
+        "tenant=tenant if is_over else None)",
+        "tenant=None)",
+        ("core/test_wished_leases.py::test_a_tenant_s_many_wishes_take_nothing_from_another_s",),
+    ),
+    Fault(
         "trace: names may have any letters",
         "records/trace.py",
         "MAX_NAME_CHARS // 4",

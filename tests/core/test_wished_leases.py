@@ -51,6 +51,11 @@ def run(
     engine.finish(name, at_s)
 
 
+def get_held(engine: ToyEngine) -> dict[str, int]:
+    """The number of blocks of each job's lease, without its tenant."""
+    return {lease.job_id.rpartition("\t")[2]: len(lease.blocks) for lease in engine.driver.leases}
+
+
 class Bare(ToyEngine):
     """Without a tier below the GPU."""
 
@@ -305,3 +310,37 @@ def test_without_a_share_of_it_a_tier_below_keeps_nothing_for_a_wish() -> None:
     engine = ToyEngine(Giving(), 20, limits=Limits(max_wished_share=0.0))
     run(engine, "t", Hints(job_id="j", tool="ls", wish=HOUR))
     assert engine.driver.stats.num_wishes == {("anthropic", "clipped"): 1}
+
+
+def test_leases_that_only_wishes_keep_cover_a_quarter_of_the_cache() -> None:
+    """KV that no lease holds is evicted before them, and anybody may send wishes."""
+    engine = make(Giving(), num_blocks=40)
+    for number in range(5):
+        run(engine, f"t{number}", Hints(job_id=f"j{number}", tool="ls", wish=HOUR), seed=number)
+        assert sum(get_held(engine).values()) <= 10
+    # The oldest yield first. A lease that is partly in the way loses its end.
+    assert get_held(engine) == {"j2": 2, "j3": 4, "j4": 4}
+    assert engine.driver.leases.num_wished_blocks.total() == 10
+    small = make(Giving(), num_blocks=12)
+    run(small, "t", Hints(job_id="j", tool="ls", wish=HOUR))
+    assert not len(small.driver.leases)
+    assert small.driver.stats.num_lease_refusals[LeaseRefusal.WISHED_SHARE] == 1
+
+
+def test_so_do_those_that_a_policy_has_given_up_meanwhile() -> None:
+    engine = make(Short(), num_blocks=40)
+    for number in range(5):
+        run(engine, f"t{number}", Hints(job_id=f"j{number}", tool="ls", wish=HOUR), seed=number)
+    assert sum(get_held(engine).values()) == 20
+    engine.driver.expire(NOW_S + 10.0)
+    assert sum(get_held(engine).values()) == engine.driver.leases.num_wished_blocks.total() == 10
+    engine.driver.drop_all(NOW_S + 11.0)
+    assert not engine.driver.leases.num_wished_blocks
+
+
+def test_a_tenant_s_many_wishes_take_nothing_from_another_s() -> None:
+    engine = make(Giving(), num_blocks=40)
+    for number, tenant in enumerate(["ann", "sly", "sly", "sly", "sly"]):
+        hints = Hints(job_id=f"{tenant}\tj{number}", tenant=tenant, tool="ls", wish=HOUR)
+        run(engine, f"t{number}", hints, seed=number)
+    assert get_held(engine) == {"j0": 4, "j3": 2, "j4": 4}

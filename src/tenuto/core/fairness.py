@@ -562,6 +562,10 @@ class Quota:
         over = own.num_leases - limits.max_tenant_leases
         return (LeaseRefusal.TENANT_LEASES, over) if over > 0 else None
 
+    def get_fair_share(self, tenant: str) -> float:
+        """A tenant's fair share of the cache, from 0 to 1."""
+        return self._get_weight(tenant) / self._sum_of_weights
+
     def is_over(self, tenant: str) -> bool:
         """Whether a tenant uses more memory than `SLACK` fair shares."""
         if len(self._tenants) < 2:

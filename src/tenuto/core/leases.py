@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -159,6 +159,8 @@ class LeaseTable:
         """By job, the oldest lease first."""
         self._deadlines: IndexedHeap[str] = IndexedHeap()
         self.evict_order: dict[Yields, IndexedHeap[str]] = {yields: IndexedHeap() for yields in Yields}
+        self.num_wished_blocks = Counter[str]()
+        """Blocks of leases that only wishes keep, by tenant. A block that several have counts for each."""
         self._by_tenant: dict[str, _TenantLeases] = {}
         """The leases of each tenant, once there are tenants."""
 
@@ -185,6 +187,7 @@ class LeaseTable:
         if self._quota.counts_blocks:
             self._quota.add(tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
+        self._count_wished(lease, len(lease.blocks))
 
     def count_by_tenant(self) -> None:
         """Count the leases of each tenant from now on."""
@@ -199,7 +202,9 @@ class LeaseTable:
         """Change a lease's deadline, its value or its place in the order in which leases yield."""
         if lease.terms.yields is not terms.yields:
             self._discard(lease)
+        self._count_wished(lease, -len(lease.blocks))
         lease.terms = terms
+        self._count_wished(lease, len(lease.blocks))
         self._enter(lease, evict_key)
 
     def end(
@@ -221,6 +226,7 @@ class LeaseTable:
         if not tail:
             return
         del lease.blocks[num_blocks:]
+        self._count_wished(lease, -len(tail))
         if self._quota.counts_blocks:
             self._quota.remove(lease.tenant, self._engine.get_block_ids(tail))
         self._engine.release(tail)
@@ -229,6 +235,7 @@ class LeaseTable:
         """Make a lease hold `blocks` instead of its own. Some may be in both lists."""
         self._engine.hold(blocks)
         old, lease.blocks = lease.blocks, blocks
+        self._count_wished(lease, len(blocks) - len(old))
         if self._quota.counts_blocks:
             self._quota.add(lease.tenant, self._engine.get_block_ids(blocks))
             self._quota.remove(lease.tenant, self._engine.get_block_ids(old))
@@ -267,6 +274,12 @@ class LeaseTable:
         own = self._by_tenant.get(tenant)
         first = None if own is None else next(iter(own.unproven), None)
         return None if first is None else self._leases[first]
+
+    def _count_wished(self, lease: LeaseState, change: int) -> None:
+        if lease.terms.yields is Yields.FIRST:
+            self.num_wished_blocks[lease.tenant] += change
+            if not self.num_wished_blocks[lease.tenant]:
+                del self.num_wished_blocks[lease.tenant]
 
     def _enter(self, lease: LeaseState, evict_key: Key) -> None:
         self._deadlines.push(lease.job_id, (lease.terms.until_s,))
@@ -482,6 +495,9 @@ class PinnedPrefixes:
 
 MIN_RENEWAL_S = 0.001
 """Shortest renewal, in seconds. For less, a policy would be asked again and again at almost one time."""
+MAX_WISHED_SHARE = 0.25
+"""Largest share of the KV cache that leases cover which only wishes keep. KV without a lease, such as that of
+people's chats, is evicted before them. In stock it would outlive a few prompts that nobody sends again."""
 MAX_YIELDING = 8
 """Most leases that are revoked or shortened for one new lease. It bounds the cost of a grant."""
 
@@ -515,6 +531,7 @@ class Retention:
         self.pins = PinnedPrefixes(engine, max_pinned_blocks, stats)
         self._engine = engine
         self._block_size = view.block_size
+        self._num_blocks = view.num_blocks
         self._caller = caller
         self._limits = limits
         self._by_priority = by_priority
@@ -673,7 +690,9 @@ class Retention:
 
     # Time.
 
-    def expire(self, now_s: float, max_renewals: float) -> Iterator[LeaseEnded | LeaseShortened]:
+    def expire(
+        self, now_s: float, max_renewals: float
+    ) -> Iterator[LeaseTruncated | LeaseEnded | LeaseShortened]:
         """End or renew leases whose deadline has passed, or shorten them to what their clients wish."""
         num_renewed = 0
         view: EngineView | None = None
@@ -694,9 +713,12 @@ class Retention:
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
                 num_renewed += 1
-                if num_wished is None:
+                if terms.yields is not Yields.FIRST:
                     continue
-                yield LeaseShortened(lease, now_s)
+                if num_wished is not None:
+                    yield LeaseShortened(lease, now_s)
+                if (yield from self._make_room(lease, now_s)):
+                    yield self.leases.end(lease, LeaseEnd.REVOKED, now_s, TakenBy.QUOTA)
             else:
                 yield self.leases.end(lease, self._get_end(lease, answer), now_s)
             view = None
@@ -760,7 +782,7 @@ class Retention:
         """
         before: tuple[LeaseRefusal, int] | None = None
         for num_left in range(MAX_YIELDING, -1, -1):
-            excess = self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+            excess = self._get_excess(lease)
             if excess is None:
                 return None
             if excess[0] is LeaseRefusal.OVER_SHARE and self._demote_pins(excess[1]):
@@ -775,8 +797,22 @@ class Retention:
             yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
         return excess[0] if excess is not None else None
 
+    def _get_excess(self, lease: LeaseState) -> tuple[LeaseRefusal, int] | None:
+        """The limit that leases exceed with a new one, and by how many blocks or leases; None if none."""
+        if lease.terms.yields is Yields.FIRST:
+            num_blocks = self.leases.num_wished_blocks.total()
+            if (over := num_blocks - int(MAX_WISHED_SHARE * self._num_blocks)) > 0:
+                return LeaseRefusal.WISHED_SHARE, over
+        return self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
         """The lease to shorten or revoke if a limit is exceeded, and how many blocks to free."""
+        if reason is LeaseRefusal.WISHED_SHARE:
+            counts = self.leases.num_wished_blocks
+            is_over = counts[tenant] > self._quota.get_fair_share(tenant) * counts.total()
+            of_wishes = self.leases.get_first_to_yield(Yields.FIRST, tenant=tenant if is_over else None)
+            assert of_wishes is not None, "the new lease is one"
+            return of_wishes, number
         of_all = reason is LeaseRefusal.OVER_SHARE
         whose = self._quota.get_most_over() if of_all else tenant
         wished = self.leases.get_first_to_yield(Yields.FIRST, tenant=whose)

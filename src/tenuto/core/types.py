@@ -103,6 +103,7 @@ class LeaseRefusal(Reason):
     NOT_CACHED = "not-cached", "none of its blocks is in the cache"
     ABORTED = "aborted", "the client left, or the request failed"
     OVER_SHARE = "over-share", "it does not fit into limits.max_leased_share"
+    WISHED_SHARE = "wished-share", "leases that only wishes keep have a quarter of the KV cache already"
     TENANT_SHARE = "tenant-share", "it does not fit into limits.max_tenant_share"
     TENANT_LEASES = "tenant-leases", "its tenant has limits.max_tenant_leases already"
 
