@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tenuto.client import http as client_module
 from tenuto.client.http import Answer, Client, RequestFailed
@@ -231,3 +232,26 @@ def test_a_page_without_end_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(RequestFailed, match="/metrics has more than 1 MiB"):
         asyncio.run(run())
+
+
+def test_a_page_of_another_server_is_not_taken_for_this_one_s() -> None:
+    async def run() -> int:
+        async with FakeServer(lambda request: Reply()) as other:
+
+            async def redirect(request: web.Request) -> web.Response:
+                raise web.HTTPTemporaryRedirect(f"{other.url}{request.path}")
+
+            app = web.Application()
+            app.router.add_get("/{path:.*}", redirect)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port, *_ = runner.addresses[0]
+            async with Client(f"http://{host}:{port}", api_key="secret", timeout_s=9) as client:
+                with pytest.raises(RequestFailed) as caught:
+                    await client.get_text("/version")
+            await runner.cleanup()
+            assert caught.value.kind == "http 307"
+            return len(other.requests)
+
+    assert asyncio.run(run()) == 0

@@ -556,6 +556,7 @@ def test_a_router_is_not_asked_for_what_concerns_one_engine() -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/list_workers"
+        assert "authorization" not in request.headers, "the operator's key is for engines"
         return httpx.Response(200, json={"urls": ["http://a:8000", "http://b:8000"]})
 
     def make_router() -> httpx.Client:

@@ -79,7 +79,7 @@ class _ServerOptions(Options):
         with client or connect(self.url, None, self.timeout_s) as http:
             try:
                 if self.job is None:
-                    answer = http.get(base_url + LIST_PATH, headers=headers)
+                    answer = http.get(base_url + LIST_PATH)  # a router needs no operator's key
                     if engines := parse_engines(answer.text):
                         raise TenutoError(
                             f"{base_url} is a router; ask its engines one by one: "

@@ -170,7 +170,11 @@ class Client:
     async def get_text(self, path: str) -> str:
         """Fetch a page of the server as text. Raises RequestFailed."""
         try:
-            async with asyncio.timeout(SHORT_REQUEST_S), self._session.get(self.url + path) as response:
+            async with (
+                asyncio.timeout(SHORT_REQUEST_S),
+                # What another server says does not count, and the key is for this one.
+                self._session.get(self.url + path, allow_redirects=False) as response,
+            ):
                 if response.status != 200:
                     raise await _read_refusal(response)
                 page = bytearray()
