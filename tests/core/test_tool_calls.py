@@ -206,6 +206,8 @@ def test_a_tail_that_misses_the_call_says_so(text):
         ("```bash\nTOKEN='hunter 2' make\n```", "TOKEN=", "TOKEN='hunter 2' make"),
         ("```bash\n(TOKEN=hunter2 make)\n```", "(TOKEN=", "(TOKEN=hunter2 make)"),
         ("```bash\ncd;TOKEN=hunter2 make\n```", "cd;TOKEN=", None),
+        ("```bash\n<<<hunter2 sudo -S make\n```", "<", "<<<hunter2 sudo -S make"),
+        ("```bash\npasswd<<<hunter2\n```", "passwd<", "passwd<<<hunter2"),
         ("```bash\na\n```\nor\n```bash\nb 1\n```\nDone.", "b", "b 1"),
         ("```bash\ncat > x.md <<END\n```python\n1\n```\nEND\n```", "cat", "cat > x.md <<END\n```python\n1"),
         ('<tool_call>{"name": "w", "arguments": {"x": "```bash\\nls\\n```"}}</tool_call>', "w", None),

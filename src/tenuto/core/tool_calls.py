@@ -6,8 +6,8 @@ messages, marked calls, a bare call that is the whole text, and a fenced block. 
 the *last* one is used: the agent waits for all of them, and even a short tail contains the last one.
 
 The name of a shell call is the first word of its command, unchanged (`cd` for `cd /src && make`), as in
-Continuum. What follows a `=` in it is left out (`TOKEN=` for `TOKEN=x make`): it may be a secret. The result
-also contains the whole command, for policies that need more than the name.
+Continuum. What follows a `=` or `<` in it is left out (`TOKEN=` for `TOKEN=x make`): it may be a secret. The
+result also contains the whole command, for policies that need more than the name.
 
 The output is untrusted text: nothing here raises, and the time is linear in the length of the text.
 """
@@ -264,6 +264,7 @@ _FENCE = re.compile(r"\s*+`{3,}+\s*+([^\s`]*+)[^`]*+\Z")
 """A fence and its tag, the first word after it: `bash` in ```bash title="x". Code in a line is no fence."""
 _JSON_TAGS = frozenset({"json", "tool_call"})
 
+_MAYBE_SECRET = re.compile(r"(?<=[=<]).*", re.DOTALL)
 _SHELL_NAMES = ("bash", "shell", "terminal", "command", "cmd", "exec")
 """If a tool's name contains one of these, its argument `command` is a shell command.
 
@@ -436,9 +437,9 @@ def _make_shell_call(command: str) -> ToolCall | None:
     lines = (line.split(None, 1) for line in command.splitlines())
     words = [words[0] for words in lines if words]
     first = next((word for word in words if not word.startswith("#")), words[0] if words else "")
-    # `PASSWORD=x make test`: names are stored and shown, so they must not contain a possible secret.
-    before, equals, _ = first.partition("=")
-    name = get_bounded_tool(before + equals)
+    # `PASSWORD=x make test`, `<<<x sudo -S make`: names are stored and shown, so they must not contain a
+    # possible secret.
+    name = get_bounded_tool(_MAYBE_SECRET.sub("", first, 1))
     return None if name is None else ToolCall(name, _bound_command(command))
 
 
