@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 import tenuto.vllm
 from tenuto.records.codec import is_deep
-from tenuto.vllm.hooks import MAX_RENEWALS
+from tenuto.vllm.hooks import MAX_DUE
 from tenuto.vllm.requests import MAX_STOPS, MAX_TAIL_CHARS, OutputReader
 from tests.support.checks import check_integrity, check_nothing_is_left
 from tests.vllm.conftest import Clock
@@ -144,7 +144,7 @@ def test_a_thousand_leases_due_at_once_are_looked_at_a_few_a_step(clock: Clock) 
         hints = {"job_id": f"j{number}", "tool": "x"}
         scheduler.add_request(make_request(f"r{number}", [number] * 20, max_tokens=1, xargs=hints))
     engine.run()
-    policy, most = scheduler.driver.policy, MAX_RENEWALS
+    policy, most = scheduler.driver.policy, MAX_DUE
     assert len(scheduler.driver.leases) == 200
     assert most < 200 / 5, "a few a step"
     num_looks = policy.num_looks
@@ -156,6 +156,24 @@ def test_a_thousand_leases_due_at_once_are_looked_at_a_few_a_step(clock: Clock) 
         assert policy.num_looks == num_looks + min(200, number * most)
     assert not scheduler.has_requests()
     assert len(scheduler.driver.leases) == 200
+
+
+def test_a_hundred_leases_that_end_at_one_time_end_a_few_a_step(clock: Clock) -> None:
+    """`retain_seconds` lets a client choose that time."""
+    engine = start("tests.vllm.policies:Renewing", num_blocks=2000, max_num_seqs=64)
+    scheduler = engine.scheduler
+    for number in range(100):
+        hints = {"job_id": f"j{number}", "tool": "x", "retain_seconds": 50}
+        scheduler.add_request(make_request(f"r{number}", [number] * 40, max_tokens=1, xargs=hints))
+    engine.run()
+    clock.now_s += 60
+    num_left = [100]
+    while num_left[-1]:
+        assert scheduler.has_requests()
+        engine.step()
+        num_left.append(len(scheduler.driver.leases))
+    assert num_left == [100, 100 - MAX_DUE, 100 - 2 * MAX_DUE, 100 - 3 * MAX_DUE, 0]
+    assert not scheduler.has_requests()
 
 
 def test_a_long_queue_is_ordered_anew_less_often(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,14 +441,14 @@ class Driver:
 
     # Leases.
 
-    def expire(self, now_s: float, max_renewals: float = math.inf) -> int:
+    def expire(self, now_s: float, max_leases: float = math.inf) -> int:
         """End or renew every lease whose deadline has passed; return how many leases ended.
 
-        After `max_renewals` renewals, the remaining leases wait for the next call. Only renewals need this
-        limit: a lease ends once, but it can be renewed any number of times.
+        After `max_leases` of them, the remaining leases wait for the next call. One client's leases can all
+        end at one time, and to free thousands of blocks takes long.
         """
         num_ended = 0
-        for event in self._retention.expire(now_s, max_renewals):
+        for event in self._retention.expire(now_s, max_leases):
             self._apply(event)
             self.settle()
             num_ended += isinstance(event, LeaseEnded)

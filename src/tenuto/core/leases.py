@@ -691,12 +691,13 @@ class Retention:
     # Time.
 
     def expire(
-        self, now_s: float, max_renewals: float
+        self, now_s: float, max_leases: float
     ) -> Iterator[LeaseTruncated | LeaseEnded | LeaseShortened]:
         """End or renew leases whose deadline has passed, or shorten them to what their clients wish."""
-        num_renewed = 0
+        num_looked_at = 0
         view: EngineView | None = None
-        while num_renewed < max_renewals and (lease := self.leases.get_due(now_s)) is not None:
+        while num_looked_at < max_leases and (lease := self.leases.get_due(now_s)) is not None:
+            num_looked_at += 1
             # A renewal changes nothing in the engine's view, so one view serves many renewals.
             view = view or self.get_view(now_s)
             # Only a wish keeps this lease; the policy has already released it.
@@ -712,7 +713,6 @@ class Retention:
                 terms = None
             if terms is not None and terms.until_s > now_s:
                 self.leases.renew(lease, terms, self._get_evict_key(lease.get_view(terms), view))
-                num_renewed += 1
                 if terms.yields is not Yields.FIRST:
                     continue
                 if num_wished is not None:

@@ -37,9 +37,9 @@ from tenuto.vllm.settings import Settings
 from tenuto.vllm.shadow import Shadow, ShadowEngine
 from tenuto.vllm.waiting import SplitQueue, TurnQueue
 
-MAX_RENEWALS = 32
-"""Most leases that one step renews. It is enough to renew 1,000 leases once a second, and it bounds the cost
-of a step even with 10,000 leases."""
+MAX_DUE = 32
+"""Most leases that one step renews or ends. It is enough to renew 1,000 leases once a second, and it bounds
+the cost of a step even with 10,000 leases."""
 MAX_ORDERING_SHARE = 0.02
 """Largest share of time spent on reordering all waiting turns. With thousands, this is done less often."""
 
@@ -225,7 +225,7 @@ class Hooks:
 
     def begin_step(self, now_s: float) -> None:
         """A step that is not quiet is about to be scheduled."""
-        self.driver.expire(now_s, MAX_RENEWALS)
+        self.driver.expire(now_s, MAX_DUE)
         if self.driver.tick(now_s) and self.order is not None:
             self._ask_all_keys(self.order, now_s)
         if self.order is not None:
@@ -290,7 +290,7 @@ class Pressure:
         """Reclaim leases until vLLM's allocation succeeds. Return None if it still fails."""
         # In a quiet step, the driver may not have been told yet of turns that ended.
         scheduler, driver, now_s = self._scheduler, self._scheduler.driver, self._now_s
-        driver.expire(now_s, MAX_RENEWALS)
+        driver.expire(now_s, MAX_DUE)
         runs = is_running(request)
         stalled = len(scheduler.running) <= (1 if runs else 0)
         missing = count_missing_blocks(scheduler, request, num_new_tokens, kwargs)
