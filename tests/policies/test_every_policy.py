@@ -28,6 +28,12 @@ def test_it_says_what_it_is_and_where_it_comes_from(name: str) -> None:
 
 
 @every_policy
+def test_it_asks_for_host_memory_if_it_offloads(name: str) -> None:
+    cls = type(load_policy(name))
+    assert cls.needs.engine.offload or "Offload" not in vars(inspect.getmodule(cls))
+
+
+@every_policy
 def test_its_parameters_are_documented_settings(name: str) -> None:
     policy = load_policy(name)
     for field in dataclasses.fields(policy):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from tenuto.core.policy import setting
+from tenuto.core.policy import EngineSettings, Needs, setting
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -36,6 +37,8 @@ class Continuum(TakesPrefillProfile, LearnsTtl):
     Known weaknesses: the full τ is charged even if the tool returns early. T keeps its last value after the
     queue is gone, until a turn without a pin is measured. There is one η for all kinds of jobs.
     """
+
+    needs: ClassVar[Needs] = Needs(engine=EngineSettings(offload="asked"))
 
     min_samples: int = setting(
         MIN_SAMPLES, "trust a tool's own times only if more than this many are known (K)", minimum=1
