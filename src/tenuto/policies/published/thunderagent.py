@@ -51,8 +51,9 @@ class Thunderagent(Policy):
     latest of them hit. The router's versions differ. One sets 256 tokens aside for each job, and subtracts a
     shared length that it takes from its first request. Later ones set 100 aside and subtract nothing.
 
-    Two more differences from the router. It resumes jobs only every 5 s, because it polls from outside the
-    engine. It can also let a context decay during a tool call, by 2^-t after t seconds, when it looks for
+    More differences from the router. It resumes jobs only every 5 s, because it polls from outside the
+    engine. It lets smaller jobs pass one that does not fit yet, and resumes paused jobs in tool calls too,
+    last. It can also let a context decay during a tool call, by 2^-t after t seconds, when it looks for
     room to resume jobs (off by default); here that is left out.
 
     It behaves the same inside vLLM. Known weakness: contexts are counted, not held. KV of a job in a tool
