@@ -1060,7 +1060,8 @@ class Scheduler:
 
 def _get_short_hit(request: Request, num_hit_tokens: int) -> ShortHit | None:
     layers = request.short_layers
-    if layers is None:
+    if layers is None or request.num_loaded_tokens:
+        # What was loaded is not computed again. The plugin sees look-ups on the GPU only.
         return None
     name = layers if layers == STATE else f"window {layers}"
     return ShortHit(name, request.shared_tokens - num_hit_tokens)
