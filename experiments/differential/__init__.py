@@ -1,0 +1,1 @@
+"""The simulator beside vLLM's scheduler, on random workloads of many seeds."""
