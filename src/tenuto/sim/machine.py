@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tenuto.core.engine import StepTokens, get_prompt_weight
 from tenuto.core.errors import ConfigError
 from tenuto.core.limits import Limits
 from tenuto.core.loader import get_engine_settings, load_policy
@@ -106,7 +107,7 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         ),
         max_num_batched_tokens=profile.max_num_batched_tokens,
         max_num_seqs=profile.max_num_seqs,
-        step_tokens=setup.step_tokens or wanted.step_tokens,
+        step_tokens=_get_step_tokens(setup, model, wanted, notes),
         long_prefill_token_threshold=_get(
             setup.long_prefill_token_threshold, wanted.long_prefill_token_threshold, 0
         ),
@@ -143,6 +144,17 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         limits=LIMITS[setup.limits],
         notes=tuple(notes),
     )
+
+
+def _get_step_tokens(
+    setup: Setup, model: Model, wanted: EngineSettings, notes: list[str]
+) -> StepTokens | None:
+    """The bound of a step's tokens. With states no size is chosen step by step, as in the plugin."""
+    step_tokens = setup.step_tokens or wanted.step_tokens
+    if model.state is None or get_prompt_weight(step_tokens) is None:
+        return step_tokens
+    notes.append("steps have vLLM's own budget: a state is cached only where a chunk ends at a block's end")
+    return None
 
 
 def _keep_nothing(policy: Policy) -> Policy:
