@@ -229,6 +229,15 @@ def test_ours_holds_new_jobs_back_while_no_engine_has_room_for_them() -> None:
     assert (sending.turn_id, sending.engine) == ("6", "b")
 
 
+def test_ours_counts_a_text_that_jobs_share_once() -> None:
+    dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
+    text, sent = Part("text", 1900), []
+    for number in range(8):
+        arrival = Arrival(f"{number}", f"job{number}", 2000, (text, Part(f"question {number}", 100)))
+        sent += dispatcher.arrive(arrival, 1.0)
+    assert len(sent) == 8, "six contexts of 2,000 tokens fill both engines, but these have 1,900 in common"
+
+
 def test_ours_counts_the_jobs_of_an_engine_that_died_no_more_when_it_comes_back() -> None:
     dispatcher = make_ours({"a": 1.0, "b": 1.0}, kv=6100)
     for number in range(6):

@@ -37,6 +37,8 @@ class Placed:
     """Its KV now."""
     peak: float = 0.0
     """Its KV at its longest context."""
+    shared: float = 0.0
+    """What of it the engine had from other jobs when this one came."""
 
 
 @dataclass(slots=True)
@@ -73,13 +75,14 @@ class Placements:
         """The work that all jobs there still need."""
         return self._look(engine).work
 
-    def get_most_tokens(self, engine: str, num_prompt_tokens: int) -> float:
-        """The most KV that the jobs there will hold at one time, if a job with such a prompt joins them now.
+    def get_most_tokens(self, engine: str, num_new_tokens: int) -> float:
+        """The most KV that the jobs there will hold at one time, if a job with so many tokens that the engine
+        does not have joins them now. What jobs share counts once.
 
         All jobs are assumed to grow at the same pace, and each to leave at its peak. When one leaves, the
         others are still below their peaks. So less is needed than the sum of all peaks.
         """
-        return self._look(engine).most + num_prompt_tokens
+        return self._look(engine).most + num_new_tokens
 
     def put(self, job_id: str, placed: Placed) -> None:
         """Put a job on an engine, or update it."""
@@ -118,7 +121,7 @@ class Placements:
 
 
 def _renew(engine: _Engine) -> None:
-    jobs = sorted((max(0.0, job.peak - job.held), job.held) for job in engine.jobs.values())
+    jobs = sorted((max(0.0, job.peak - job.held), job.held - job.shared) for job in engine.jobs.values())
     held, most = sum(each for _, each in jobs), 0.0
     for num_gone, (growth, own) in enumerate(jobs):
         # The moment before this job leaves. The joining job has grown as much as the others.
@@ -199,8 +202,8 @@ class Tenuto(Router):
       other engine, or to copy it. An engine without open turns still has jobs in tool calls, and some of them
       come back before that prefill is done.
     - *Admission*: a new job is held back while no engine has room for its jobs' contexts at their joint peak.
-      So no engine holds more jobs than it can finish without recomputing. The job goes to the first engine
-      that has room.
+      What a new job shares with earlier ones there counts once. So no engine holds more jobs than it can
+      finish without recomputing. The job goes to the first engine that has room.
 
     Lengths of jobs are learned from earlier jobs. A job that is away for much longer than tool calls take no
     longer counts until it comes back, because most clients never say that a job has ended. Weakness: a router
@@ -249,11 +252,11 @@ class Tenuto(Router):
 
     def _place(self, turn: RoutedTurn, fleet: FleetView) -> Route:
         engines: Iterable[EngineSeen] = fleet.engines.values()
-        with_room = [engine for engine in engines if self._has_room(engine, turn)]
+        found = self._prefixes.find(turn.parts)
+        with_room = [engine for engine in engines if self._has_room(engine, turn, found)]
         if not with_room and not turn.must_go:
             return Hold()
         work = self._work.get_work_left(_get_job(turn))
-        found = self._prefixes.find(turn.parts)
 
         def get_end(engine: EngineSeen) -> tuple[float, int]:
             new = self._count_new(turn, engine.name, found)
@@ -283,7 +286,7 @@ class Tenuto(Router):
             if engine is home or stay - cost <= wanted:  # a cheap test that leaves out most engines
                 continue
             there = self._get_delay(engine, own) + cost if copies else self._get_delay(engine, own + missing)
-            if stay - there > wanted and self._has_room(engine, turn):
+            if stay - there > wanted and self._has_room(engine, turn, found):
                 best, best_gain, is_copied = engine, stay - there, copies
         return Send(best.name, home.name if is_copied else None)
 
@@ -316,11 +319,11 @@ class Tenuto(Router):
         """The KV that a job will need at its longest, in tokens."""
         return max(turn.num_prompt_tokens, self._mean_peak)
 
-    def _has_room(self, engine: EngineSeen, turn: RoutedTurn) -> bool:
+    def _has_room(self, engine: EngineSeen, turn: RoutedTurn, found: Mapping[str, int]) -> bool:
         size = engine.info.num_kv_tokens
         if size is None or not self._placed.count_jobs(engine.name):
             return True
-        most = self._placed.get_most_tokens(engine.name, turn.num_prompt_tokens)
+        most = self._placed.get_most_tokens(engine.name, self._count_new(turn, engine.name, found))
         return max(most, self._get_peak(turn)) <= self.fill * size
 
     # Events.
@@ -330,8 +333,8 @@ class Tenuto(Router):
         self._away.come_back(turn.job_id, now_s)
         self.on_tick(now_s)
         self._open.setdefault(turn.job_id, {})[turn.turn_id] = turn.num_prompt_tokens
-        self._put(turn, engine)
         new_tokens = self._count_new(turn, engine, self._prefixes.find(turn.parts))
+        self._put(turn, engine, shared=turn.num_prompt_tokens - new_tokens if turn.engine is None else 0)
         self._unstarted[turn.turn_id] = (new_tokens, self._pending.get(engine, 0.0) <= 0, now_s)
         self._pending[engine] = self._pending.get(engine, 0.0) + new_tokens
         self._prefixes.add(engine, turn.parts)
@@ -402,11 +405,14 @@ class Tenuto(Router):
             del self._open[turn.job_id]
         return bool(turns)
 
-    def _put(self, turn: RoutedTurn, engine: str, num_answered_tokens: int = 0) -> None:
+    def _put(self, turn: RoutedTurn, engine: str, num_answered_tokens: int = 0, shared: float = 0) -> None:
+        before = self._placed.get(turn.job_id)
+        if before is not None and before.engine == engine:
+            shared = before.shared
         work = self._work.get_work_left(_get_job(turn))
         held = max(num_answered_tokens, *self._open.get(turn.job_id, {}).values(), 0)
         peak = max(self._get_peak(turn), held)
-        self._placed.put(turn.job_id, Placed(engine, work, held, peak))
+        self._placed.put(turn.job_id, Placed(engine, work, held, peak, shared))
 
 
 def _get_job(turn: RoutedTurn) -> Job:
