@@ -76,8 +76,9 @@ class Placements:
         return self._look(engine).work
 
     def get_most_tokens(self, engine: str, num_new_tokens: int) -> float:
-        """The most KV that the jobs there will hold at one time, if a job with so many tokens that the engine
-        does not have joins them now. What jobs share counts once.
+        """The most KV that the jobs there will hold at one time, if a job joins them now.
+
+        `num_new_tokens`: of its prompt, what the engine does not have. What jobs share counts once.
 
         All jobs are assumed to grow at the same pace, and each to leave at its peak. When one leaves, the
         others are still below their peaks. So less is needed than the sum of all peaks.
