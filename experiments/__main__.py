@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Guards of a change": {
         "same_decisions": "",
+        "differential": VLLM,
     },
     "Benchmarks: what the hook, the simulator, the bench and the proxy cost, beside a peer": {
         "benchmarks.scheduler_step": VLLM,

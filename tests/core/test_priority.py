@@ -54,6 +54,18 @@ def lease(engine: ToyEngine, number: int, priority: int) -> None:
     engine.finish(turn_id, number)
 
 
+@pytest.mark.parametrize(("by_priority", "order"), [(True, ["t0", "t1"]), (False, ["t1", "t0"])])
+def test_stock_puts_a_preempted_turn_first_only_without_priorities(
+    by_priority: bool, order: list[str]
+) -> None:
+    engine = ToyEngine(Policy(), 100, by_priority=by_priority)
+    arrive(engine, 1, 0)
+    engine.start_first(1)
+    engine.preempt("t1", 2)
+    arrive(engine, 0, 0)
+    assert sorted(["t0", "t1"], key=engine.driver.get_stock_key) == order
+
+
 def test_the_queue_is_by_priority_first() -> None:
     engine = make_engine(100)
     for number, priority in enumerate((2, 1, 1, 0)):

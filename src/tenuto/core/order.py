@@ -135,9 +135,9 @@ class Order:
 
     def get_stock_key(self, turn: TurnState) -> Key:
         """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
-        number = self._waits.get_number(turn.turn_id)
-        key: Key = (0 if turn.num_preemptions else 1, turn.arrival_s, number)
-        return (turn.arrival.priority, *key) if self._by_priority else key
+        # vLLM's queue by priority keeps no place at the front for preempted turns.
+        first = turn.arrival.priority if self._by_priority else 0 if turn.num_preemptions else 1
+        return (first, turn.arrival_s, self._waits.get_number(turn.turn_id))
 
     # Which running turn is preempted.
 
