@@ -23,6 +23,8 @@ from tenuto.workload.load import LoadOptions
 
 ROOT = Path(tenuto.__file__).parent
 ROOMS = tuple(str(ROOT / room) for room in ("core", "policies", "estimators"))
+ENGINES = str(ROOT / "core" / "waiting.py")
+"""What both engines share of theirs."""
 EVENTS = ("arrive", "get_queue_key", "start", "step", "finish")
 MAX_FILES = 21
 """As many as there are: arrive 18, get_queue_key 13, start 13, finish 19, step 5."""
@@ -61,8 +63,9 @@ def count(method, files: set[str], calls: list[int]):
         entered: Counter[str] = Counter()
 
         def note(frame, what, argument) -> None:
-            if what == "call" and frame.f_code.co_filename.startswith(ROOMS):
-                entered[frame.f_code.co_filename] += 1
+            file = frame.f_code.co_filename
+            if what == "call" and file.startswith(ROOMS) and file != ENGINES:
+                entered[file] += 1
 
         sys.setprofile(note)
         try:

@@ -158,6 +158,6 @@ def test_what_is_no_step_cost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pessimistic, or a file that `tenuto profile` wrote"):
         build(Setup(step_cost=str(tmp_path / "missing.json")))
     (tmp_path / "other.json").write_text('{"kind": "run"}')
-    words = r"other.json: is a result of runs, but a fit of step times by tenuto profile is wanted here"
+    words = r"other.json: is a result of runs; this command reads a fit of step times by tenuto profile"
     with pytest.raises(DataError, match=words):
         build(Setup(step_cost=str(tmp_path / "other.json")))

@@ -143,7 +143,7 @@ FIT: dict[str, Any] = {
     ("values", "message"),
     [
         ([], "is empty"),
-        ({"prefill": FIT}, "is of no kind that Tenuto writes, but a fit of step times"),
+        ({"prefill": FIT}, "is of no kind that Tenuto writes; this command reads a fit of step times"),
         (
             {"prefill": {**FIT, "coefficients": [1.0]}, "decode": FIT},
             "prefill.coefficients: must be 3 numbers, got 1",

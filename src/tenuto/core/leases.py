@@ -187,7 +187,8 @@ class LeaseTable:
         if self._quota.counts_blocks:
             self._quota.add(tenant, self._engine.get_block_ids(lease.blocks))
         self._enter(lease, evict_key)
-        self._count_wished(lease, len(lease.blocks))
+        if lease.terms.yields is Yields.FIRST:
+            self._count_wished(lease, len(lease.blocks))
 
     def count_by_tenant(self) -> None:
         """Count the leases of each tenant from now on."""
@@ -782,7 +783,9 @@ class Retention:
         """
         before: tuple[LeaseRefusal, int] | None = None
         for num_left in range(MAX_YIELDING, -1, -1):
-            excess = self._get_excess(lease)
+            excess = (self._get_wished_excess() if lease.terms.yields is Yields.FIRST else None) or (
+                self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+            )
             if excess is None:
                 return None
             if excess[0] is LeaseRefusal.OVER_SHARE and self._demote_pins(excess[1]):
@@ -797,13 +800,10 @@ class Retention:
             yield self._shrink(first, num_blocks, TakenBy.QUOTA, now_s)
         return excess[0] if excess is not None else None
 
-    def _get_excess(self, lease: LeaseState) -> tuple[LeaseRefusal, int] | None:
-        """The limit that leases exceed with a new one, and by how many blocks or leases; None if none."""
-        if lease.terms.yields is Yields.FIRST:
-            num_blocks = self.leases.num_wished_blocks.total()
-            if (over := num_blocks - int(MAX_WISHED_SHARE * self._num_blocks)) > 0:
-                return LeaseRefusal.WISHED_SHARE, over
-        return self._quota.get_excess(lease.tenant, self._engine.get_num_leased_blocks())
+    def _get_wished_excess(self) -> tuple[LeaseRefusal, int] | None:
+        """By how many blocks leases that only wishes keep exceed their share; None if they do not."""
+        over = self.leases.num_wished_blocks.total() - int(MAX_WISHED_SHARE * self._num_blocks)
+        return (LeaseRefusal.WISHED_SHARE, over) if over > 0 else None
 
     def _choose_over(self, tenant: str, reason: LeaseRefusal, number: int) -> tuple[LeaseState, int]:
         """The lease to shorten or revoke if a limit is exceeded, and how many blocks to free."""
