@@ -47,10 +47,10 @@ def test_what_is_said(tmp_path: Path) -> None:
 
 def test_serve_says_it(tmp_path: Path) -> None:
     model = write(tmp_path, GPT_OSS)
-    said = get_hints(build_command(model, {"policy": "continuum"}, []))
+    said = get_hints(build_command(model, {"policy": "continuum-fixed"}, []))
     assert len(said) == 1 and "Leases hold" in said[0]
     said = get_hints(build_command(model, {"policy": "stock"}, ["--prefix-cache-retention-interval=None"]))
     assert len(said) == 1 and "as you asked" in said[0]
     assert (
-        get_hints(build_command(write(tmp_path, {"num_hidden_layers": 4}), {"policy": "continuum"}, [])) == []
+        get_hints(build_command(write(tmp_path, {"num_hidden_layers": 4}), {"policy": "continuum-fixed"}, [])) == []
     )
