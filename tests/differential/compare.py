@@ -83,7 +83,7 @@ def step(theirs: VllmSide, ours: SimSide, names: Names) -> Decision:
     expected = names.translate(expected)
     for name in (each.name for each in fields(Decision)):
         value = getattr(expected, name)
-        if value is not None:
+        if value is not None:  # None is what this engine does not have: see `Decision`
             _check(name, value, getattr(decided, name))
     check_integrity(ours.scheduler)
     return decided
@@ -126,7 +126,7 @@ def _make_sim_side(case: Case) -> SimSide:
     limits = PUBLISHED if case.policy is None else Limits(**LIMITS)
     config = setup.make_engine_config()
     if not (setup.num_draft_tokens or config.kv.has_states):
-        # There vLLM has no smaller steps.
+        # With drafts or states the plugin leaves vLLM's own budget (`get_reason_for_full_steps`).
         config = replace(config, step_tokens=policy.needs.engine.step_tokens)
     scheduler = Scheduler(config, policy, limits, tiers=tiers)
     return SimSide(scheduler, depth=setup.depth)
