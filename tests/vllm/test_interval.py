@@ -52,5 +52,6 @@ def test_serve_says_it(tmp_path: Path) -> None:
     said = get_hints(build_command(model, {"policy": "stock"}, ["--prefix-cache-retention-interval=None"]))
     assert len(said) == 1 and "as you asked" in said[0]
     assert (
-        get_hints(build_command(write(tmp_path, {"num_hidden_layers": 4}), {"policy": "continuum-fixed"}, [])) == []
+        get_hints(build_command(write(tmp_path, {"num_hidden_layers": 4}), {"policy": "continuum-fixed"}, []))
+        == []
     )
