@@ -53,6 +53,7 @@ class Door:
 
     def open(self, now_s: float, *, idle: bool = False) -> list[str]:
         """Let in who may start now."""
+        self.driver.tick(now_s)
         let_in: list[str] = []
         while self.parked:
             order = [turn_id for turn_id in self.engine.waiting if turn_id in self.parked]
@@ -65,7 +66,7 @@ class Door:
 
 
 def test_nobody_is_parked_for_longer_than_the_limit_though_others_go_before_it_for_ever() -> None:
-    door = Door(Nobody(), max_held_back_s=10)
+    door = Door(Nobody(), max_held_back_s=10, max_wait_over_stock=None)
     for number in range(30):
         door.arrive(f"t{number}", number)
         # The policy's order has the latest first; it is the longest waiting that is let in.
@@ -81,7 +82,7 @@ def test_without_a_limit_only_the_policy_ends_a_wait() -> None:
 
 
 def test_turns_of_a_parked_job_start_with_its_first() -> None:
-    door = Door(Nobody())
+    door = Door(Nobody(), max_wait_over_stock=None)
     for turn_id, job_id in (("a1", "a"), ("a2", "a"), ("b1", "b")):
         door.arrive(turn_id, 0, job_id)
     assert sorted(door.open(1, idle=True)) == ["a1", "a2"]
@@ -100,7 +101,7 @@ def test_a_turn_that_comes_between_its_job_s_admission_and_its_start_is_not_park
 
 
 def test_where_every_turn_is_asked_about_none_starts_with_another() -> None:
-    door = Door(NoTurn(), max_held_back_s=10)
+    door = Door(NoTurn(), max_held_back_s=10, max_wait_over_stock=None)
     for turn_id, now_s in (("a1", 0), ("a2", 5)):
         door.arrive(turn_id, now_s, "a")
     assert door.open(10) == ["a1"]
@@ -111,7 +112,7 @@ def test_where_every_turn_is_asked_about_none_starts_with_another() -> None:
 
 
 def test_who_went_away_is_not_waited_for() -> None:
-    door = Door(Nobody(), max_held_back_s=10)
+    door = Door(Nobody(), max_held_back_s=10, max_wait_over_stock=None)
     door.arrive("gone", 0)
     door.arrive("t", 1)
     door.engine.abort("gone", 2)
@@ -152,6 +153,7 @@ def test_leases_hold_nobody_back_for_longer_than_the_limit(now_s: float, starts:
     # Five blocks run on, five are leased, two are free.
     engine.finish("t0", -1)
     engine.arrive("t", 0, make_tokens(9000, 18), OUTPUT)
+    engine.driver.tick(now_s)
     assert engine.start_first(now_s) == ("t" if starts else None)
 
 

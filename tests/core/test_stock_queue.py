@@ -90,6 +90,19 @@ def test_a_turn_is_overtaken_for_no_longer_than_the_limit_says(num_before, limit
         assert expected[0] <= num_started <= expected[1]
 
 
+def test_the_longest_time_counts_from_when_stock_would_start_the_turn() -> None:
+    """In an overloaded engine, stock makes a turn wait too. That is not the policy's doing."""
+    flood = Flood(LastFirst(), max_wait_over_stock=10.0, max_held_back_s=30.0)
+    flood.warm_up()
+    for _ in range(50):
+        flood.arrive()
+    flood.arrive("plain")
+    # One turn starts in each second: fifty before it in stock, then those of thirty seconds.
+    num_before = flood.count_before("plain", num_rounds=120)
+    assert num_before is not None
+    assert 78 <= num_before <= 82
+
+
 def test_those_that_wait_too_long_go_in_the_order_of_their_arrival() -> None:
     flood = Flood(LastFirst())
     for number in range(5):

@@ -122,7 +122,6 @@ class Driver:
             engine,
             self._retention,
             self._fairness.waits,
-            self.limits,
             self.decided,
             self._canary,
             by_priority=by_priority,

@@ -22,7 +22,6 @@ Every event takes O(log n) time in the number of waiting turns and tenants.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
@@ -56,10 +55,8 @@ class Fairness:
         """`num_blocks`: size of the KV cache, in blocks of `block_size` tokens."""
         self.shares = Shares(limits.tenant_weights, by_priority=by_priority)
         self.quota = Quota(limits, num_blocks, block_size)
-        if not any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim")):
-            # Such a policy makes no turn wait.
-            limits = dataclasses.replace(limits, max_wait_over_stock=None, max_held_back_s=math.inf)
-        self.waits = StockQueue(limits, num_blocks * block_size)
+        makes_wait = any(policy.overrides(hook) for hook in ("queue_key", "admit", "may_reclaim"))
+        self.waits = StockQueue(limits, num_blocks * block_size, is_bounded=makes_wait)
 
     def arrive(self, turn: TurnState, num_leased_tokens: int) -> None:
         """A turn arrived, while leases keep this many tokens."""

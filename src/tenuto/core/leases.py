@@ -365,7 +365,7 @@ class Yielding:
             return lease, TakenBy.FAIR_SHARE
         if stalled:
             return lease, TakenBy.DEADLOCK
-        is_late = now_s - turn.arrival_s >= self._limits.max_held_back_s
+        is_late = self._waits.is_held_too_long(turn.turn_id, now_s)
         if lease.tenant != tenant and not is_late and get_use(lease.tenant) <= get_use(tenant):
             is_over = self._quota.is_over(tenant)
             own = self._leases.get_first_to_yield(yields, spare, tenant)

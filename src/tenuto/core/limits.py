@@ -52,7 +52,8 @@ class Limits:
     )
     max_held_back_s: float = setting(
         600.0,
-        "longest time, in seconds, that order, admission or leases may hold a waiting turn back",
+        "longest time, in seconds, that order, admission or leases may hold a waiting turn back after stock "
+        "vLLM would have started it",
         minimum=0,
     )
     max_wait_over_stock: float | None = setting(

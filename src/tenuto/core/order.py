@@ -13,7 +13,7 @@ from tenuto.core.engine import Engine
 from tenuto.core.indexed_heap import SortKey, get_sort_key
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.leases import Retention
-from tenuto.core.limits import Canary, Limits
+from tenuto.core.limits import Canary
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import PolicyCaller
 from tenuto.core.stats import DriverStats
@@ -29,7 +29,6 @@ class Order:
         engine: Engine,
         retention: Retention,
         waits: StockQueue,
-        limits: Limits,
         stats: DriverStats,
         canary: Canary,
         *,
@@ -41,7 +40,6 @@ class Order:
         self._engine = engine
         self._retention = retention
         self._waits = waits
-        self._limits = limits
         self._stats = stats
         self._canary = canary
         self._by_priority = by_priority
@@ -86,7 +84,7 @@ class Order:
     def may_start(self, turn: TurnState, now_s: float, *, idle: bool) -> bool:
         """Whether a waiting turn may start. Every turn may on an idle engine, or after the longest wait."""
         if self._needs_admission(turn):
-            free = idle or self._is_late(turn, now_s)
+            free = idle or self._waits.is_overdue(turn.turn_id)
             view = self._retention.get_turn_view(turn)
             if not free and not self._caller.ask("admit", view, self._retention.get_view(now_s)):
                 self._stats.num_admission_waits += 1
@@ -99,8 +97,7 @@ class Order:
 
     def admit(self, first: TurnState | None, now_s: float, *, idle: bool) -> list[str]:
         """Turns that may start now: an overdue or else the first parked turn, and its job's other turns."""
-        longest = next(iter(self._overdue.values()), None) or next(iter(self._held.values()), None)
-        turn = longest if longest is not None and self._is_late(longest, now_s) else first
+        turn = next(iter(self._overdue.values()), first)
         if turn is None or not self.may_start(turn, now_s, idle=idle):
             return []
         if self._asks_every_turn:
@@ -174,7 +171,3 @@ class Order:
         if turn.started or turn.is_admitted or turn.job.runs_as_stock:
             return False
         return self._asks_every_turn or not turn.job.is_admitted
-
-    def _is_late(self, turn: TurnState, now_s: float) -> bool:
-        is_overdue = self._waits.is_overdue(turn.turn_id)
-        return is_overdue or now_s - turn.arrival_s >= self._limits.max_held_back_s

@@ -27,7 +27,8 @@ started, so neither a flood of short turns nor one of cancelled turns gets an ad
 A turn that still waits when `began` reaches its `due` is *overdue*: the turns that went before it took more
 work than their prefix hits saved. In stock, a preempted turn goes before all others, so its backlog is empty.
 If no turn starts for the time of one turn of service, `began` does not advance; then the turn that has waited
-longest is overdue too.
+longest is overdue too. So is a turn that still waits `limits.max_held_back_s` after stock would have started
+it.
 
 An overdue turn starts first, in memory that leases give up. Their KV is computed again, so in the end all
 wait longer. So agents' turns become overdue only while such starts took at most `FORCED_SHARE` of the begun
@@ -43,6 +44,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import JobState, TurnState
@@ -77,6 +79,8 @@ class _Wait:
     """Its place in the order of arrival, from 1."""
     since_s: float
     """When it arrived, or when it was last preempted."""
+    held_s: float = math.inf
+    """When stock vLLM would have started it."""
     work: float = 0.0
     """The work that stock vLLM would do for this turn, in prefill tokens."""
     place: float = math.inf
@@ -97,10 +101,15 @@ class _Wait:
 class StockQueue:
     """Finds the turns that have waited longer than in stock vLLM by more than the operator allows."""
 
-    def __init__(self, limits: Limits, num_cache_tokens: int) -> None:
-        """`num_cache_tokens`: size of the KV cache, which determines what stock vLLM would hit."""
-        self._over = limits.max_wait_over_stock
-        self._max_wait_s = limits.max_held_back_s
+    def __init__(self, limits: Limits, num_cache_tokens: int, *, is_bounded: bool = True) -> None:
+        """`num_cache_tokens`: size of the KV cache, which determines what stock vLLM would hit.
+
+        `is_bounded`: whether turns become overdue. They need not where no policy makes them wait.
+        """
+        self._is_bounded = is_bounded
+        self._over = limits.max_wait_over_stock if is_bounded else None
+        """None: stock is not followed, and would start each turn when it arrives."""
+        self._max_held_s = limits.max_held_back_s
         self._num_cache_tokens = num_cache_tokens
         self._num_arrived = 0
         self._num_live_tokens = 0
@@ -145,6 +154,8 @@ class StockQueue:
         """Below 0 while agents' overdue turns took more than `FORCED_SHARE` of the begun work."""
         self._waiting: dict[str, _Wait] = {}
         """Turns that wait and are not overdue, in the order in which they began to wait."""
+        self._held: dict[str, _Wait] = {}
+        """Those of them that stock would have started, in that order."""
         self._overdue: dict[str, _Wait] = {}
         self._to_come = TurnsToCome()
         self._work = MovingMean()
@@ -161,6 +172,7 @@ class StockQueue:
         wait = _Wait(turn, self._num_arrived, turn.arrival_s, began_before=self._began)
         self._live[turn.turn_id] = self._waiting[turn.turn_id] = wait
         if self._over is None:
+            self._hold(wait)
             return
         num_hit_tokens = self._count_hits(turn)
         wait.work = work = self._get_work(turn, num_hit_tokens)
@@ -194,8 +206,9 @@ class StockQueue:
         self._num_running -= 1
         wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
         wait.work, wait.since_s, wait.is_agents = 0.0, now_s, False
-        if self._over is not None:
-            # In stock it would go first.
+        if self._over is None:
+            self._hold(wait)
+        else:  # In stock it would go first.
             self._place(wait, 0.0, self._get_share(turn) * self._get_service(wait))
 
     def resume(self, turn: TurnState, now_s: float) -> None:
@@ -236,14 +249,14 @@ class StockQueue:
 
     def pop_overdue(self, now_s: float) -> Iterator[TurnState]:
         """Turns that became overdue since the last call, by begun work or by the longest allowed wait."""
-        while self._waiting:
+        while self._waiting and self._is_bounded:
             wait = self._find_due()
             if wait is None:
-                wait = next(iter(self._waiting.values()))
-                if now_s < self._get_latest_s(wait):
+                latest_s, wait = self._get_latest()
+                if wait is None or now_s < latest_s:
                     return
-            self._overdue[wait.turn.turn_id] = self._waiting.pop(wait.turn.turn_id)
             self._discard(wait.turn.turn_id)
+            self._overdue[wait.turn.turn_id] = wait
             if wait.is_agents:
                 self._credit -= wait.work
             yield wait.turn
@@ -251,6 +264,10 @@ class StockQueue:
     def is_overdue(self, turn_id: str) -> bool:
         """Whether a turn has waited too long, so that it goes before turns that are not overdue."""
         return turn_id in self._overdue
+
+    def is_held_too_long(self, turn_id: str, now_s: float) -> bool:
+        """Whether stock would have started this turn `limits.max_held_back_s` ago or before."""
+        return now_s - self._live[turn_id].held_s >= self._max_held_s
 
     def started_overdue(self, turn_id: str) -> bool:
         """Whether a running turn started because it was overdue."""
@@ -261,20 +278,25 @@ class StockQueue:
         return self._live[turn_id].number
 
     def get_next_s(self) -> float:
-        """When the next turn becomes overdue if nothing starts before; infinity if no turn waits."""
-        wait = next(iter(self._waiting.values()), None)
-        return math.inf if wait is None else self._get_latest_s(wait)
+        """When the next turn becomes overdue if nothing starts before; infinity if none will."""
+        if not self._is_bounded:
+            return math.inf
+        self._follow_stock()
+        return self._get_latest()[0]
 
-    def _get_latest_s(self, wait: _Wait) -> float:
-        """The time at which the longest waiting turn becomes overdue, in seconds.
+    def _get_latest(self) -> tuple[float, _Wait | None]:
+        """The time at which the next turn becomes overdue if nothing starts before, in seconds, and the turn.
 
         If nothing starts for the time of one turn of service, the policy is keeping all turns waiting, and
         `began` does not advance.
         """
-        latest_s = wait.since_s + self._max_wait_s
-        if self._over is None or self._overdue or not self._service_s.value > 0:
-            return latest_s
-        return min(latest_s, max(wait.since_s, self._last_start_s) + self._service_s.value)
+        held = next(iter(self._held.values()), None)
+        latest = (math.inf if held is None else held.held_s + self._max_held_s, held)
+        wait = next(iter(self._waiting.values()), None)
+        if wait is None or self._over is None or self._overdue:
+            return latest
+        service_s = self._service_s.value or self._max_held_s
+        return min(latest, (max(wait.since_s, self._last_start_s) + service_s, wait), key=itemgetter(0))
 
     # The bound. Another bound needs another version of only the next method.
 
@@ -305,9 +327,14 @@ class StockQueue:
         work = self._work.value
         return max(0.0, 2 * self._work_of_jobs.value / work - 1) if work > 0 else 0.0
 
+    def _hold(self, wait: _Wait) -> None:
+        """Stock vLLM would have started a waiting turn at the last start, or when it began to wait."""
+        wait.held_s = max(wait.since_s, self._last_start_s)
+        self._held[wait.turn.turn_id] = wait
+
     def _place(self, wait: _Wait, before: float, extra: float) -> None:
         """A turn begins to wait, behind so much work of stock vLLM's."""
-        wait.place, wait.extra = self._began + self._skipped + before, extra
+        wait.place, wait.extra, wait.held_s = self._began + self._skipped + before, extra, math.inf
         self._places.push(wait.turn.turn_id, (wait.place, wait.number))
 
     def _follow_stock(self) -> None:
@@ -324,6 +351,7 @@ class StockQueue:
                 self._skipped += work
                 self._gone_work -= work
                 continue
+            self._hold(wait)
             due, before = place - self._skipped + wait.extra, wait.began_before
             self._due[wait.is_agents].push(self._places.pop(), (due, wait.number))
             if wait.is_agents:
@@ -341,6 +369,8 @@ class StockQueue:
 
     def _discard(self, turn_id: str) -> None:
         """A turn no longer waits, or is overdue."""
+        self._waiting.pop(turn_id, None)
+        self._held.pop(turn_id, None)
         for order in (self._places, *self._due.values()):
             order.discard(turn_id)
 
@@ -370,7 +400,7 @@ class StockQueue:
         """A turn no longer waits. Return whether it did. Without waiting turns, stock has no backlog."""
         turn_id = wait.turn.turn_id
         was_overdue = self._overdue.pop(turn_id, None) is not None
-        if self._waiting.pop(turn_id, None) is None and not was_overdue:
+        if turn_id not in self._waiting and not was_overdue:
             return False
         self._discard(turn_id)
         wait.started_overdue = was_overdue
