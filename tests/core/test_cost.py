@@ -170,7 +170,7 @@ class Crowd:
         waiting._turns, waiting._lane_of = driver._turns, Walked(waiting._lane_of)
         lanes = [lane.turns for lane in waiting._lanes.values()]
         for order in (waiting._order, *lanes, leases._deadlines, *leases.evict_order.values()):
-            order._keys = Walked(order._keys)
+            order._entries = Walked(order._entries)
         Walked.num_walks = 0
 
 

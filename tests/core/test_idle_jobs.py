@@ -28,9 +28,12 @@ def test_the_first_to_forget_is_the_oldest_of_the_tenant_with_most(changes: list
         else:
             idle.discard(job_id, tenant)
         counts = Counter(model.values())
-        most = min(counts, key=lambda name: (-counts[name], name), default=None)
-        oldest = next((job_id for job_id, name in model.items() if name == most), None)
-        assert idle.get_first_to_forget() == oldest
+        most = max(counts.values(), default=0)
+        # Of several tenants with as many jobs, any may lose one.
+        oldest = {
+            next(each for each in model if model[each] == name) for name in counts if counts[name] == most
+        }
+        assert idle.get_first_to_forget() in (oldest or {None})
         assert set(idle) == set(model)
         assert len(idle) == len(model)
 

@@ -25,11 +25,14 @@ operations = st.lists(
 def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
     order, model = IndexedHeap(), {}
     for operation, *arguments in operations:
-        expected = sorted((key, item) for item, key in model.items())
+        # In the order in which keys were set, which sorting keeps.
+        expected = sorted(((key, item) for item, key in model.items()), key=lambda each: each[0])
         first = expected[0] if expected else (None, None)
         if operation == "push":
             order.push(*arguments)
-            model[arguments[0]] = arguments[1]
+            if model.get(arguments[0]) != arguments[1]:
+                model.pop(arguments[0], None)
+                model[arguments[0]] = arguments[1]
         elif operation == "discard":
             order.discard(*arguments)
             model.pop(arguments[0], None)
@@ -38,7 +41,7 @@ def test_it_behaves_as_a_sorted_list(operations: list[tuple]) -> None:
             del model[first[1]]
         else:
             assert (order.get_first_key(), order.get_first()) == first
-        assert list(order) == [item for _, item in sorted((key, item) for item, key in model.items())]
+        assert list(order) == sorted(model, key=model.__getitem__)
         assert len(order) == len(model)
         assert all((item in order) == (item in model) for item in "abcde")
         assert len(order._heap) <= 2 * len(order) + 16
@@ -54,10 +57,11 @@ def test_popping_from_nothing() -> None:
         order.pop()
 
 
-def test_ties_go_by_id() -> None:
+def test_ties_go_in_the_order_in_which_keys_were_set() -> None:
     order = IndexedHeap()
-    for item in ("c", "a", "b"):
-        order.push(item, (1, 2.0))
+    for item, number in (("c", 1), ("a", 1), ("b", 1), ("c", 2), ("c", 1), ("a", 1)):
+        order.push(item, (number, 2.0))
+    assert list(order) == ["a", "b", "c"]
     assert [order.pop() for _ in range(3)] == ["a", "b", "c"]
 
 

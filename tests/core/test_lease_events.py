@@ -53,11 +53,11 @@ def test_a_turn_whose_lease_made_room_for_another_is_reordered_before_the_next_s
     engine.start_first(1)
     come_back(engine, 0, 2)
     [lease] = engine.driver.leases
-    assert (lease.next_turn_id, engine.waiting.get_key("t0b")) == ("t0b", (0, 2))
+    assert (lease.next_turn_id, engine.waiting.get_key("t0b")) == ("t0b", (0, 2, 3))
     engine.finish("plain", 3)
     assert lease not in list(engine.driver.leases)
     assert not engine.driver.tick(4)
-    assert engine.waiting.get_key("t0b") == (1, 2)
+    assert engine.waiting.get_key("t0b") == (1, 2, 3)
 
 
 def test_blocks_that_others_use_too_go_in_the_same_cut() -> None:

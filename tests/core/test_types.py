@@ -56,7 +56,7 @@ def test_views_are_like_those_of_any_dataclass() -> None:
     assert (type(job), job.tenant, repr(job)) == (
         Job,
         None,
-        "Job(job_id='j', arrival_s=0.0, num_turns=1, tenant=None, kind=None)",
+        "Job(job_id='j', arrival_s=0.0, num_turns=1, tenant=None, kind=None, number=0)",
     )
     assert job == Job(num_turns=1, arrival_s=0.0, job_id="j") != dataclasses.replace(job, tenant="t")
     assert pickle.loads(pickle.dumps(job)) == copy.deepcopy(job) == job

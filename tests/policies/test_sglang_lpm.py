@@ -35,10 +35,13 @@ def test_look_ups_end_above_128_waiting_turns() -> None:
     for number in range(129):
         engine.arrive(f"turn-{number:03}", 2.0 + number, prompt)
     # 4 full blocks of 4 tokens are cached: the fifth holds the last token, which is always computed.
-    assert [engine.waiting.get_key(f"turn-{number:03}") for number in (0, 128)] == [(-16, 2.0), (-16, 130.0)]
-    assert engine.driver.get_queue_key("turn-000", 200.0) == (0, 2.0)
+    assert [engine.waiting.get_key(f"turn-{number:03}") for number in (0, 128)] == [
+        (-16, 2.0, 2),
+        (-16, 130.0, 130),
+    ]
+    assert engine.driver.get_queue_key("turn-000", 200.0) == (0, 2.0, 2)
     engine.start_first(200.0)
-    assert engine.driver.get_queue_key("turn-001", 200.0) == (-16, 3.0)
+    assert engine.driver.get_queue_key("turn-001", 200.0) == (-16, 3.0, 3)
 
 
 def test_keys_follow_what_is_cached_while_turns_wait() -> None:

@@ -335,8 +335,8 @@ class FairOrder:
 
     def __iter__(self) -> Iterator[str]:
         """All ids, lane by lane, each in order; a copy."""
-        lanes = sorted((self._get_key(lane), name) for name, lane in self._lanes.items())
-        return iter([item for _, name in lanes for item in self._lanes[name].turns])
+        lanes = sorted(self._lanes.values(), key=self._get_key)
+        return iter([item for lane in lanes for item in lane.turns])
 
     def push(self, item: str, key: Key) -> None:
         """Add an id, or change the key of one that is there."""

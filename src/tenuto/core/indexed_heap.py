@@ -25,60 +25,64 @@ def get_sort_key(key: Key) -> SortKey:
 
 
 class IndexedHeap(Generic[Item]):
-    """Ids ordered by key, smallest first, ties by id. A change takes O(log n) amortised time."""
+    """Ids ordered by key, smallest first. A change takes O(log n) amortised time.
+
+    Of equal keys, the one that was set first goes first. Ids come from clients, so they decide nothing.
+    """
 
     def __init__(self) -> None:
         # A changed or removed id leaves its old heap entry behind; an entry counts only while it is
-        # the one in _keys. Rebuilt when more than half is stale, so memory stays linear in len().
-        self._keys: dict[Item, Key] = {}
-        self._heap: list[tuple[SortKey, Item, Key]] = []
+        # the one in _entries. Rebuilt when more than half is stale, so memory stays linear in len().
+        self._entries: dict[Item, tuple[SortKey, int, Item, Key]] = {}
+        self._heap: list[tuple[SortKey, int, Item, Key]] = []
+        self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def __contains__(self, item: object) -> bool:
-        return item in self._keys
+        return item in self._entries
 
     def __iter__(self) -> Iterator[Item]:
         """All ids in order; a copy, so the queue may change meanwhile."""
-        return iter(sorted(self._keys, key=lambda item: (get_sort_key(self._keys[item]), item)))
+        return iter([item for _, _, item, _ in sorted(self._entries.values())])
 
     def push(self, item: Item, key: Key) -> None:
         """Add an id, or change the key of one that is there."""
-        if self._keys.get(item) == key:
+        known = self._entries.get(item)
+        if known is not None and known[3] == key:
             return
-        self._keys[item] = key
-        heapq.heappush(self._heap, (get_sort_key(key), item, key))
-        if len(self._heap) > 2 * len(self._keys) + 16:
+        self._num_pushed += 1
+        entry = self._entries[item] = (get_sort_key(key), self._num_pushed, item, key)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 16:
             self._forget_stale()
 
     def get_key(self, item: Item) -> Key:
         """The key of an id; raises KeyError if it is not in the queue."""
-        return self._keys[item]
+        return self._entries[item][3]
 
     def get_first(self) -> Item | None:
         """The id with the smallest key, or None if the queue is empty."""
         while self._heap:
-            _, item, key = self._heap[0]
-            if self._keys.get(item) == key:
-                return item
+            entry = self._heap[0]
+            if self._entries.get(entry[2]) is entry:
+                return entry[2]
             heapq.heappop(self._heap)
         return None
 
     def get_first_key(self) -> Key | None:
         """The smallest key, or None if the queue is empty."""
         first = self.get_first()
-        return None if first is None else self._keys[first]
+        return None if first is None else self._entries[first][3]
 
     def get_first_except(self, spared: Item | None) -> Item | None:
         """The id with the smallest key other than `spared`, or None if there is no other id."""
         first = self.get_first()
         if first is None or first != spared:
             return first
-        entry = self._heap[0]
-        # A key that changed and changed back has several equal entries; remove all of them.
-        while (second := self.get_first()) == spared:
-            heapq.heappop(self._heap)
+        entry = heapq.heappop(self._heap)
+        second = self.get_first()
         heapq.heappush(self._heap, entry)
         return second
 
@@ -88,15 +92,15 @@ class IndexedHeap(Generic[Item]):
         if item is None:
             raise IndexError("pop from an empty queue")
         heapq.heappop(self._heap)
-        del self._keys[item]
+        del self._entries[item]
         return item
 
     def discard(self, item: Item) -> None:
         """Remove an id if it is there."""
-        self._keys.pop(item, None)
-        if len(self._heap) > 2 * len(self._keys) + 16:
+        self._entries.pop(item, None)
+        if len(self._heap) > 2 * len(self._entries) + 16:
             self._forget_stale()
 
     def _forget_stale(self) -> None:
-        self._heap = [(get_sort_key(key), item, key) for item, key in self._keys.items()]
+        self._heap = list(self._entries.values())
         heapq.heapify(self._heap)

@@ -73,6 +73,8 @@ class JobState:
     kind: str | None = None
     """See `Job.kind`."""
     num_turns: int = 0
+    number: int = 0
+    """See `Job.number`."""
     is_named: bool = False
     """Whether the client gave the job an id, as agents do whose requests belong together."""
     is_admitted: bool = False
@@ -128,7 +130,7 @@ class JobState:
     def get_view(self, arrival_s: float | None = None) -> Job:
         """The policy's view of the job. `arrival_s` replaces the job's own arrival."""
         arrival_s = self.arrival_s if arrival_s is None else arrival_s
-        return Job(self.job_id, arrival_s, self.num_turns, self.tenant, self.kind)
+        return Job(self.job_id, arrival_s, self.num_turns, self.tenant, self.kind, self.number)
 
 
 @dataclass(slots=True)
@@ -163,6 +165,8 @@ class TurnState:
     """Tokens that it had computed when it was last preempted."""
     started: bool = False
     is_admitted: bool = False
+    number: int = 0
+    """Its place in the order of arrival, from 1, since the engine's present policy decides."""
     job_arrival_s: float | None = None
     """The job arrival that a policy sees for this turn; None means the job's real arrival."""
     _facts: tuple[object, ...] = ()
@@ -262,6 +266,7 @@ class JobTable:
         self._kinds = _Kinds(hash_block_size)
         self._max_idle = max_idle
         self._infers = infers
+        self._num_arrived = 0
 
     def find(self, turn_id: str, arrival: Arrival, now_s: float) -> JobState:
         """The job of a turn that arrived; a new job if neither an id nor the content names a job."""
@@ -283,7 +288,10 @@ class JobTable:
             account = self.ledger.open(job_id, tenant or NOBODY)
             is_named = arrival.hints.job_id is not None
             kind = self._kinds.find(tenant, arrival.hashes)
-            job = JobState(job_id, now_s, tenant, kind, is_named=is_named, account=account)
+            self._num_arrived += 1
+            job = JobState(
+                job_id, now_s, tenant, kind, number=self._num_arrived, is_named=is_named, account=account
+            )
             self.jobs[job_id] = job
         self.idle.discard(job_id, job.tenant)
         return job
@@ -311,7 +319,7 @@ class JobTable:
     def take_over(self, other: JobTable) -> None:
         """Take over the jobs of another table. If it has more, some are to be forgotten afterwards."""
         self.jobs, self.idle, self.lineage, self._kinds = other.jobs, other.idle, other.lineage, other._kinds
-        self.ledger = other.ledger
+        self.ledger, self._num_arrived = other.ledger, other._num_arrived
 
     def mark_idle(self, job: JobState) -> JobState | None:
         """A job has no turn in the engine any more. Return a job that should now be forgotten, or None."""
@@ -388,7 +396,7 @@ class IdleJobs:
         """Of each tenant's idle jobs together."""
         self._by_size: IndexedHeap[str] = IndexedHeap()
         """Tenants; the one with the largest size is first. Those in `_changed` may be in a wrong place."""
-        self._changed: set[str] = set()
+        self._changed: dict[str, None] = {}
 
     def __len__(self) -> int:
         return self._num_jobs
@@ -407,7 +415,7 @@ class IdleJobs:
         self._sizes[name] += size - own.get(job_id, 0)
         own[job_id] = size
         own.move_to_end(job_id)
-        self._changed.add(name)
+        self._changed[name] = None
 
     def discard(self, job_id: str, tenant: str | None) -> None:
         """A job is not idle any more, if it was."""
@@ -418,11 +426,11 @@ class IdleJobs:
         self._sizes[name] -= own.pop(job_id)
         self._num_jobs -= 1
         if own:
-            self._changed.add(name)
+            self._changed[name] = None
             return
         # Not only at the next look: there may be none, and clients may invent any number of tenants.
         del self._jobs[name], self._sizes[name]
-        self._changed.discard(name)
+        self._changed.pop(name, None)
         self._by_size.discard(name)
 
     def get_first_to_forget(self) -> str | None:

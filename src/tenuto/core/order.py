@@ -121,20 +121,20 @@ class Order:
         if turn.job.runs_as_stock:
             return self.get_stock_key(turn)
         if self._waits.is_overdue(turn.turn_id):
-            first: Key = (-math.inf, self._waits.get_number(turn.turn_id))
+            first: Key = (-math.inf, turn.number)
             return (turn.arrival.priority, *first) if self._by_priority else first
         view = self._retention.get_turn_view(turn)
         is_wanted = self._looks_up and self._caller.ask("wants_hits", view)
         if is_wanted and self._engine.get_num_waiting() <= self._policy.needs.max_waiting_with_hits:
             view = turn.get_view_with_hits(view, self._engine.get_num_cached_tokens(turn.turn_id))
-        key: Key = self._caller.ask("queue_key", view, now_s)
+        key: Key = (*self._caller.ask("queue_key", view, now_s), turn.number)
         return (view.priority, *key) if self._by_priority else key
 
     def get_stock_key(self, turn: TurnState) -> Key:
         """The key that puts a waiting turn where stock vLLM would; the smallest key goes first."""
         # vLLM's queue by priority keeps no place at the front for preempted turns.
         first = turn.arrival.priority if self._by_priority else 0 if turn.num_preemptions else 1
-        return (first, turn.arrival_s, self._waits.get_number(turn.turn_id))
+        return (first, turn.arrival_s, turn.number)
 
     # Which running turn is preempted.
 
@@ -147,7 +147,7 @@ class Order:
         if not self._policy.overrides("preempt_key") or self._canary.is_on:
             return []
         view = self._retention.get_view(now_s)
-        keys: dict[str, tuple[int, bool, SortKey]] = {}
+        keys: dict[str, tuple[int, bool, SortKey, int]] = {}
         for state in turns:
             turn = self._retention.get_turn_view(state)
             key = self._caller.ask("preempt_key", turn, view)
@@ -155,8 +155,9 @@ class Order:
             # Otherwise, a turn that the policy puts last would start when it is overdue, and be preempted at
             # once.
             started_overdue = self._waits.started_overdue(turn.turn_id)
-            keys[turn.turn_id] = (priority, started_overdue, get_sort_key(key))
-        return sorted(keys, key=lambda turn_id: (keys[turn_id], turn_id))
+            newest = -state.number
+            keys[turn.turn_id] = (priority, started_overdue, get_sort_key(key), newest)
+        return sorted(keys, key=keys.__getitem__)
 
     def may_preempt(self, turn: TurnState, victim: TurnState, now_s: float) -> bool:
         """Whether a waiting turn that does not fit may preempt a running turn."""

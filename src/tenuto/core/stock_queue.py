@@ -75,8 +75,6 @@ class _Wait:
     """What the queue knows of one turn in the engine."""
 
     turn: TurnState
-    number: int
-    """Its place in the order of arrival, from 1."""
     since_s: float
     """When it arrived, or when it was last preempted."""
     held_s: float = math.inf
@@ -169,7 +167,8 @@ class StockQueue:
         self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
         self._num_live_tokens += num_prompt_tokens
-        wait = _Wait(turn, self._num_arrived, turn.arrival_s, began_before=self._began)
+        turn.number = self._num_arrived
+        wait = _Wait(turn, turn.arrival_s, began_before=self._began)
         self._live[turn.turn_id] = self._waiting[turn.turn_id] = wait
         if self._over is None:
             self._hold(wait)
@@ -185,6 +184,7 @@ class StockQueue:
         num_tokens = num_prompt_tokens - num_hit_tokens + self._output.value
         self._num_allocated += num_tokens
         self._tokens_per_work += MIN_WEIGHT * (num_tokens / work - self._tokens_per_work)
+        self._follow_stock()
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
@@ -200,6 +200,7 @@ class StockQueue:
             self._save(wait, num_hit_tokens)
         self._stop_waiting(wait)
         self._credit = min(0.0, self._credit + FORCED_SHARE * work)
+        self._follow_stock()
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again. In stock it would now be first in the queue."""
@@ -210,6 +211,7 @@ class StockQueue:
             self._hold(wait)
         else:  # In stock it would go first.
             self._place(wait, 0.0, self._get_share(turn) * self._get_service(wait))
+            self._follow_stock()
 
     def resume(self, turn: TurnState, now_s: float) -> None:
         """A preempted turn runs again."""
@@ -273,16 +275,9 @@ class StockQueue:
         """Whether a running turn started because it was overdue."""
         return self._live[turn_id].started_overdue
 
-    def get_number(self, turn_id: str) -> int:
-        """A turn's place in the order of arrival, from 1."""
-        return self._live[turn_id].number
-
     def get_next_s(self) -> float:
         """When the next turn becomes overdue if nothing starts before; infinity if none will."""
-        if not self._is_bounded:
-            return math.inf
-        self._follow_stock()
-        return self._get_latest()[0]
+        return self._get_latest()[0] if self._is_bounded else math.inf
 
     def _get_latest(self) -> tuple[float, _Wait | None]:
         """The time at which the next turn becomes overdue if nothing starts before, in seconds, and the turn.
@@ -335,7 +330,7 @@ class StockQueue:
     def _place(self, wait: _Wait, before: float, extra: float) -> None:
         """A turn begins to wait, behind so much work of stock vLLM's."""
         wait.place, wait.extra, wait.held_s = self._began + self._skipped + before, extra, math.inf
-        self._places.push(wait.turn.turn_id, (wait.place, wait.number))
+        self._places.push(wait.turn.turn_id, (wait.place, wait.turn.number))
 
     def _follow_stock(self) -> None:
         """Fix `due` of the turns that stock vLLM would have started by now."""
@@ -353,14 +348,13 @@ class StockQueue:
                 continue
             self._hold(wait)
             due, before = place - self._skipped + wait.extra, wait.began_before
-            self._due[wait.is_agents].push(self._places.pop(), (due, wait.number))
+            self._due[wait.is_agents].push(self._places.pop(), (due, wait.turn.number))
             if wait.is_agents:
                 due = before + AGENTS_LIMIT * (due - before)
-                self._due[False].push(wait.turn.turn_id, (due, wait.number))
+                self._due[False].push(wait.turn.turn_id, (due, wait.turn.number))
 
     def _find_due(self) -> _Wait | None:
         """A waiting turn that is overdue now, and was not before; None if there is none."""
-        self._follow_stock()
         for is_agents, order in self._due.items():
             key = order.get_first_key()
             if key is not None and float(key[0]) <= self._began and not (is_agents and self._credit < 0.0):

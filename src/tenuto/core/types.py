@@ -133,6 +133,8 @@ class Job:
     tenant: str | None = None
     kind: str | None = None
     """A name that jobs share whose first prompts begin alike; None if unknown."""
+    number: int = 0
+    """Its place in the order of arrival, from 1. It decides between equal jobs: clients choose their ids."""
 
     @property
     def came_back(self) -> bool:

@@ -63,7 +63,7 @@ class Clairvoyant(Policy, Oracle):
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Least work left; then, and for unknown jobs, the job that came first."""
         job = turn.job
-        return (self._get_work(turn), job.arrival_s, job.job_id, turn.arrival_s)
+        return (self._get_work(turn), job.arrival_s, job.number)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """The last in the order."""

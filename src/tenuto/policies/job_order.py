@@ -18,4 +18,4 @@ class JobOrder(Policy):
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """By the job's first arrival."""
-        return (turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+        return (turn.job.arrival_s, turn.job.number)

@@ -77,7 +77,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """By the job's place; turns of one job by arrival."""
-        return (self._get_place(turn), turn.job.job_id, turn.arrival_s)
+        return (self._get_place(turn), turn.job.number)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """The last in the order is preempted first."""

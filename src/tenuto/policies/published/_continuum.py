@@ -125,11 +125,11 @@ class LearnsTtl(LearnsPrefill):
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Preempted turns first, then those of pinned jobs, then by the job's arrival."""
         is_preempted = turn.num_preemptions > 0
-        return (not is_preempted, not turn.has_lease, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+        return (not is_preempted, not turn.has_lease, turn.job.arrival_s, turn.job.number)
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """The job that came last is unpinned first."""
-        return (-lease.turn.job.arrival_s,)
+        return (-lease.turn.job.arrival_s, -lease.turn.job.number)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """The job that came last is preempted first."""

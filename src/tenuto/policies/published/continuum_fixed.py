@@ -43,7 +43,7 @@ class ContinuumFixed(Policy):
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """Pinned jobs first, then by the job's first arrival."""
-        return (0 if turn.has_lease else 1, turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+        return (0 if turn.has_lease else 1, turn.job.arrival_s, turn.job.number)
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Pin if the turn calls a tool that has been quick so far."""

@@ -31,6 +31,8 @@ RENEW_S = 600.0
 class _Paused:
     """A job in a tool call whose cache is on the GPU."""
 
+    number: int
+    """Its job's."""
     since_s: float
     num_tokens: int
 
@@ -59,7 +61,7 @@ class InferCept(TakesPrefillProfile):
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
         """First come first served, by the job's arrival."""
-        return (turn.job.arrival_s, turn.job.job_id, turn.arrival_s)
+        return (turn.job.arrival_s, turn.job.number)
 
     def retain(self, turn: Turn, view: EngineView) -> Decision:
         """Preserve: a call of 0 s so far has wasted nothing."""
@@ -73,7 +75,7 @@ class InferCept(TakesPrefillProfile):
 
     def evict_key(self, lease: Lease, view: EngineView) -> Key:
         """The job that came last yields first."""
-        return (-lease.turn.job.arrival_s,)
+        return (-lease.turn.job.arrival_s, -lease.turn.job.number)
 
     def preempt_key(self, turn: Turn, view: EngineView) -> Key:
         """The job that came last yields first."""
@@ -102,8 +104,8 @@ class InferCept(TakesPrefillProfile):
         for job_id, paused in self._paused.items():
             preserve = self._get_preserve_waste(paused.num_tokens, view.now_s - paused.since_s)
             discard = self._get_discard_waste(paused.num_tokens, view)
-            wastes.append((-min(preserve, discard), job_id, discard < preserve))
-        for _, job_id, discards in sorted(wastes):
+            wastes.append((-min(preserve, discard), paused.number, job_id, discard < preserve))
+        for _, _, job_id, discards in sorted(wastes):
             if budget > 0:
                 # The last job may exceed the budget. The link's queue then reduces the next budget.
                 budget -= self._paused[job_id].num_tokens
@@ -137,7 +139,7 @@ class InferCept(TakesPrefillProfile):
         if not (turn.is_last or turn.is_aborted):
             self._resume(turn.job)  # with parallel turns, the job may be paused already
             num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
-            self._paused[turn.job.job_id] = _Paused(now_s, num_tokens)
+            self._paused[turn.job.job_id] = _Paused(turn.job.number, now_s, num_tokens)
 
     def on_job_ended(self, job: Job, now_s: float) -> None:
         """It will not come back."""
