@@ -16,7 +16,7 @@ GetKey = Callable[[str], Key]
 
 
 class WaitingTurns(Generic[Request]):
-    """Requests in the order of their keys, smallest first; equal keys in the order of their ids.
+    """Requests in the order of their keys, smallest first.
 
     Requests that admission holds back are *parked*: they count in `len`, but never go first.
     """

@@ -69,8 +69,7 @@ class Generator:
     async def answer(self, http: web.Request) -> web.StreamResponse:
         """Handle a request for an answer. If the client disconnects, its turn ends."""
         request = await self._read(http)
-        # Ids increase with the arrival time, because ties between turns are broken by id.
-        turn_id = f"{request.format.ID_PREFIX}-{self._run_id}{next(self._numbers):09d}"
+        turn_id = f"{request.format.ID_PREFIX}-{self._run_id}{next(self._numbers)}"
         engine_request, answer_ids = self._make_engine_request(request, turn_id)
         head = Head(turn_id, self._served.model_name, int(time.time()), request.body)
         block_size = self._pacer.engine.scheduler.config.kv.block_size
