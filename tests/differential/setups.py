@@ -6,9 +6,10 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import vllm
-from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -134,9 +135,11 @@ class Setup:
             layers = LAYOUTS[self.layout]
         else:
             layers = [get_attention(window, BLOCK_SIZE) for window in self.windows]
-        scheduler = make_scheduler_of_layers(
-            cls, config, layers, self.total_blocks, retention_interval=self.retention_interval
-        )
+        # vLLM has three steps in flight with pipeline parallelism only, which the scheduler does not see.
+        with patch.object(VllmConfig, "max_concurrent_batches", self.depth):
+            scheduler = make_scheduler_of_layers(
+                cls, config, layers, self.total_blocks, retention_interval=self.retention_interval
+            )
         if self.has_draft_model:
             # What EAGLE changes in the scheduler, without a draft model to configure.
             scheduler.num_lookahead_tokens = self.num_draft_tokens
