@@ -186,5 +186,5 @@ class Conversations:
         if rng.random() < 0.7:
             talk.append((output[0], rng.randrange(1, output[1] + 1)))
         return Turn(
-            f"r{self._num_turns}", prompt, output, arrival_s, rng.randrange(3), {"job_id": f"job{number}"}
+            f"r{self._num_turns:03d}", prompt, output, arrival_s, rng.randrange(3), {"job_id": f"job{number}"}
         )

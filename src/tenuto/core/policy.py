@@ -104,7 +104,7 @@ class Policy:
         return True
 
     def queue_key(self, turn: Turn, now_s: float) -> Key:
-        """The key that orders a waiting turn: the smallest goes first. Equal keys go in the order of arrival."""
+        """The key that orders a waiting turn: the smallest goes first, then the turn that arrived first."""
         return (0 if turn.num_preemptions else 1, turn.arrival_s)
 
     def admit(self, turn: Turn, view: EngineView) -> bool:

@@ -26,7 +26,7 @@ from tenuto.core.driver import Driver
 from tenuto.core.engine import get_prompt_weight
 from tenuto.core.jobs import Arrival, Finish
 from tenuto.core.limits import Limits
-from tenuto.core.policy import Key, Policy
+from tenuto.core.policy import Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.stats import DriverStats
 from tenuto.core.types import ShortHit, TierView, Yields
@@ -138,7 +138,7 @@ class Scheduler:
                 lambda turn_id: driver.get_queue_key(turn_id, self.state.now_s), driver.make_order
             )
         else:
-            self.state.waiting = WaitingQueue(self._get_priority_key if self._by_priority else None)
+            self.state.waiting = WaitingQueue(driver.get_stock_key if self._by_priority else None)
         if self.offloader is not None:
             self.offloader.follow(driver)
 
@@ -268,10 +268,6 @@ class Scheduler:
 
     def _add_waiting(self, request: Request) -> None:
         self.state.waiting.add(request, is_parked=self.driver.needs_admission(request.turn_id))
-
-    def _get_priority_key(self, turn_id: str) -> Key:
-        request = self.state.requests[turn_id]
-        return request.priority, request.arrival_s
 
     def _make_step(self, *, only_decodes: bool) -> Step:
         """The next step, still empty. `only_decodes`: as in `Driver.get_step_size`."""
@@ -667,7 +663,7 @@ class Scheduler:
         """Preempt one running request so that `request` can continue. It may be `request` itself."""
         running = self.state.running
         if self._by_priority:
-            victim = max(running, key=lambda each: self._get_priority_key(each.turn_id))
+            victim = max(running, key=lambda each: (each.priority, each.arrival_s))
         else:
             self._put_victim_last(request)
             victim = running[-1]
