@@ -538,6 +538,8 @@ URL = ["--url", "http://h"]
         (["top"], "--url is missing: a server, e.g. http://localhost:8000; see tenuto top --help"),
         (["convert", "a"], "OUT is missing: "),
         (["report"], "RECORDS is missing: files, and folders that are searched; see tenuto report --help"),
+        (["report", "r", "--out", "r.png"], "--out is an HTML page; --figures DIR writes the pictures: got "),
+        (["report", "r", "--figures", "r.svg"], "--figures is a folder, for every picture as PNG and SVG; "),
         (
             ["simulate", "--loop", "opne"],
             "--loop must be one of closed, open; got 'opne'; did you mean open? see",

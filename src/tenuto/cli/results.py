@@ -6,6 +6,7 @@ from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from tenuto.cli.command import Command, Given, Part, needing
+from tenuto.core.errors import ConfigError
 from tenuto.core.settings import Options, option
 
 
@@ -78,6 +79,15 @@ class ReportOptions(Options):
     figures: Path | None = option(None, "write every picture there, as PNG and SVG", metavar="DIR")
     trace_events: Path | None = option(None, "write the turns as Chrome trace events, for Perfetto")
     as_json: bool = option(False, "print the result as JSON instead of text", flag="--json")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for path, words in (
+            (self.out, "--out is an HTML page; --figures DIR writes the pictures"),
+            (self.figures, "--figures is a folder, for every picture as PNG and SVG"),
+        ):
+            if path is not None and path.suffix.lower() in (".jpg", ".pdf", ".png", ".svg"):
+                raise ConfigError(f"{words}: got {path}")
 
 
 def _run_report(given: Given) -> int:
