@@ -539,7 +539,10 @@ URL = ["--url", "http://h"]
         (["convert", "a"], "OUT is missing: "),
         (["report"], "RECORDS is missing: files, and folders that are searched; see tenuto report --help"),
         (["report", "r", "--out", "r.png"], "--out is an HTML page; --figures DIR writes the pictures: got "),
-        (["report", "r", "--figures", "r.svg"], "--figures is a folder, for every picture as PNG and SVG; "),
+        (
+            ["report", "r", "--figures", "r.svg"],
+            "--figures is a folder, for every picture as PNG and SVG: got ",
+        ),
         (
             ["simulate", "--loop", "opne"],
             "--loop must be one of closed, open; got 'opne'; did you mean open? see",

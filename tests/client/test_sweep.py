@@ -57,3 +57,15 @@ def test_without_a_folder_it_prints_the_table(capsys: pytest.CaptureFixture[str]
     with serving(FakeServer()) as url:
         assert main(["bench", "--url", url, *LOAD, "--jps", "40,80", "--goodput", "ttft:60000"]) == 0
     assert "good/s" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_invalid_loads_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto.client.result.FLOOR_S", -1.0)
+    monkeypatch.setattr("tenuto.client.result.MAX_SHARE", -1.0)
+    with serving(FakeServer()) as url:
+        assert main(["bench", "--url", url, *LOAD, "--jps", "40,80"]) == 3
+    sent, read = (line for line in capsys.readouterr().out.splitlines() if line.startswith("INVALID"))
+    assert sent.startswith("INVALID at 40, 80 jobs/s: in the first, this client sent turns late: ")
+    assert read.startswith("INVALID at 40, 80 jobs/s: in the first, this client read answers late, ")

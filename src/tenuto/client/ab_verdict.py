@@ -6,6 +6,7 @@ Values come from the jobs that finished on every arm. Each arm is compared with 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
-from tenuto.records.text import MIN_PAIRS, format_table, format_time_s
+from tenuto.records.text import MIN_PAIRS, format_table, format_time_s, group_invalid
 
 VERDICT = "verdict.json"
 CONFIDENCE = 0.95
@@ -260,16 +261,16 @@ def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
 
 
 def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """One sentence for each arm with INVALID runs, whose figures do not describe its server."""
+    """One sentence for each reason why figures do not describe the servers: which runs are INVALID."""
+    runs = ((arm, run) for arm, these in results.items() for run in these)
     lines = []
-    for arm, runs in results.items():
-        reasons = [run["client"]["invalid"] for run in runs if run["client"].get("invalid")]
-        if reasons:
-            lines.append(
-                f"INVALID: {len(reasons)} of {count(len(runs), 'run')} of {arm}: {reasons[0][0]}. "
-                "To run them again, "
-                "remove their folders and give the same command."
-            )
+    for arms, why in group_invalid(runs):
+        where = ", ".join(
+            f"{num} of {count(len(results[arm]), 'run')} of {arm}" for arm, num in Counter(arms).items()
+        )
+        lines.append(
+            f"INVALID: {where}: {why}. To run them again, remove their folders and give the same command."
+        )
     return lines
 
 

@@ -57,7 +57,7 @@ from tenuto.records.files import (
 )
 from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
-from tenuto.records.text import format_table, format_time_s, is_overloaded, write_csv
+from tenuto.records.text import format_table, format_time_s, group_invalid, is_overloaded, write_csv
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import make_workload
 from tenuto.workload.schema import Workload
@@ -574,8 +574,9 @@ def format_sweep(results: Sequence[Result]) -> str:
         "",
         "mean, P95: job time; tok/s: output tokens; hits: share of the reusable tokens; + overloaded",
     ]
+    invalid = group_invalid((f"{result['jps']:g}", result) for result in results)
+    lines += [f"INVALID at {', '.join(rates)} jobs/s: {why}." for rates, why in invalid]
     for result in results:
-        lines += [f"INVALID at {result['jps']:g} jobs/s: {why}." for why in result["client"]["invalid"]]
         turns = result["turns"]
         if turns["ok"] != turns["planned"]:
             lines.append(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.records.files import writing
+from tenuto.records.metrics import group_by
 from tenuto.records.schema import ValidatedRatio, ValidationRecord
 
 OVERLOADED = 0.9
@@ -114,6 +116,16 @@ def format_beside(record: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
         f"stock        job time {format_stats({name: other[name] for name in ('mean', 'p95')})}{hits}; "
         f"this run's mean / stock's = {own['mean'] / other['mean']:.2f} ({', '.join(marks)})"
     )
+
+
+def group_invalid(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[list[str], str]]:
+    """For each reason that makes results INVALID, the names of the runs and the reason in words.
+
+    The figures in it are the first run's, so reasons are the same up to their first figure.
+    """
+    reasons = [(name, why) for name, run in runs for why in run["client"].get("invalid") or ()]
+    for alike in group_by(reasons, lambda reason: re.split("[,:]", reason[1])[0]).values():
+        yield [name for name, _ in alike], ("" if len(alike) == 1 else "in the first, ") + alike[0][1]
 
 
 def comes_from(step_cost: str | None, source: str) -> bool:

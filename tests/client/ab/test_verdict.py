@@ -140,7 +140,12 @@ def test_invalid_figures_prove_nothing() -> None:
     assert not any(each.to_json()["differs"] for each in comparisons)
 
 
-def test_which_runs_are_invalid() -> None:
-    runs = [{"client": {"invalid": ["this client was late"]}}, {"client": {"invalid": []}}, {"client": {}}]
-    (line,) = find_invalid({"a": runs, "b": runs[1:]})
-    assert line.startswith("INVALID: 1 of 3 runs of a: this client was late.")
+def test_invalid_runs_are_one_line_for_each_reason() -> None:
+    late = [{"client": {"invalid": [f"this client was late: {number} ms"]}} for number in range(3)]
+    server = {"client": {"invalid": ["the server was late, by 9 ms"]}}
+    good = {"client": {"invalid": []}}
+    of_client, of_server = find_invalid({"a": [*late, good], "b": [late[0], server, {"client": {}}]})
+    assert of_client.startswith(
+        "INVALID: 3 of 4 runs of a, 1 of 3 runs of b: in the first, this client was late: 0 ms. To run "
+    )
+    assert of_server.startswith("INVALID: 1 of 3 runs of b: the server was late, by 9 ms. To run ")
