@@ -37,10 +37,10 @@ def make_turns(ttft_s: float, lags_s: list[float]) -> list[TurnRecord]:
     [
         (1.0, [0.001] * 100, None),
         (1.0, [0.04] * 100, None),  # 4 %
-        (1.0, [0.06] * 100, "the mean of TTFT is 1,060.0 ms, without its own delay 1,000.0 ms"),
+        (1.0, [0.06] * 100, "the mean of TTFT is 1.06 s, without its own delay 1.00 s"),
         (0.02, [0.009] * 100, None),  # nearly half, but below 10 ms
         (0.02, [0.011] * 100, "the mean of TTFT"),
-        (1.0, [0.0] * 93 + [0.5] * 7, "P95 of TTFT is 1,500.0 ms"),
+        (1.0, [0.0] * 93 + [0.5] * 7, "P95 of TTFT is 1.50 s"),
         (10.0, [0.3] * 100, None),  # late, but nobody can tell
     ],
 )

@@ -18,7 +18,7 @@ from tenuto.core.errors import ConfigError
 from tenuto.records import metrics
 from tenuto.records.metrics import Gaps, get_job_rates, get_rate, measure_goodput, parse_limits
 from tenuto.records.schema import Goodput, Stats, TurnRecord
-from tenuto.records.text import is_overloaded, write_csv
+from tenuto.records.text import format_time_s, is_overloaded, write_csv
 from tenuto.sim.machine import build
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation
@@ -267,6 +267,11 @@ def test_jobs_that_end_at_once_have_no_rate() -> None:
     turns = [TurnRecord(job=str(due_s), turn=1, due_s=due_s, last_token_s=end_s) for due_s in (0.1, 2.1)]
     times_s = {turn.job: end_s - turn.due_s for turn in turns}
     assert get_job_rates(turns, times_s) == {"offered_jps": pytest.approx(0.5), "finished_jps": None}
+
+
+def test_a_time_has_the_unit_that_fits() -> None:
+    times_s = (12.345, 0.0123, 0.000123, 0.0, None)
+    assert list(map(format_time_s, times_s)) == ["12.35 s", "12.3 ms", "123.0 µs", "0.0 ms", "–"]
 
 
 def test_a_name_in_a_csv_is_no_formula(capsys: pytest.CaptureFixture[str]) -> None:

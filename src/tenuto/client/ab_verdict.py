@@ -254,9 +254,10 @@ def describe_lag(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
     worst_s = max((lag["p99"] for lag in lags if lag), default=0.0)
     if worst_s <= MAX_CLIENT_LAG_S:
         return []
+    worst = format_time_s(worst_s, digits=1)
     return [
-        f"The client itself was late: P99 of its sending lag was up to {worst_s * 1000:.0f} ms. Its "
-        "machine is too busy, with the servers or with others."
+        f"The client itself was late: P99 of its sending lag was up to {worst}. Its machine is too busy, "
+        "with the servers or with others."
     ]
 
 

@@ -26,6 +26,7 @@ from tenuto.records import metrics
 from tenuto.records.metrics import get_percentile
 from tenuto.records.schema import Failure, RunRecord, Stats, Status, TurnCounts, TurnRecord
 from tenuto.records.text import format_run, format_stats
+from tenuto.records.text import format_time_s as _s
 from tenuto.workload.schema import TurnSpec, Workload, count_reusable
 from tenuto.workload.turn_driver import Due
 
@@ -168,30 +169,26 @@ def find_invalid(
         ("P95", get_percentile(seen_s, 95), get_percentile(without_s, 95)),
     )
     reasons = [
-        f"this client sent turns late: {name} of TTFT is {_ms(one)}, without its own delay {_ms(other)}. Its "
+        f"this client sent turns late: {name} of TTFT is {_s(one)}, without its own delay {_s(other)}. Its "
         "machine is too busy, with the server or with others"
         for name, one, other in measures
         if _spoils(one - other, one, floor_s)
     ][:1]
     if loop_lags_s and _spoils(late_s := fmean(loop_lags_s), mean_s, floor_s):
         reasons.append(
-            f"this client read answers late, by {_ms(late_s)} on average at a TTFT of {_ms(mean_s)}. Its "
+            f"this client read answers late, by {_s(late_s)} on average at a TTFT of {_s(mean_s)}. Its "
             "machine is too busy, with the server or with others"
         )
     if server and server.mean_lag_s is not None and _spoils(server.mean_lag_s, mean_s, floor_s):
         reasons.append(
-            f"the simulated server was late, by {_ms(server.mean_lag_s)} on average at a TTFT of "
-            f"{_ms(mean_s)}. Its machine is too busy, or too slow for --speed {server.speed:g}"
+            f"the simulated server was late, by {_s(server.mean_lag_s)} on average at a TTFT of "
+            f"{_s(mean_s)}. Its machine is too busy, or too slow for --speed {server.speed:g}"
         )
     return tuple(reasons)
 
 
 def _spoils(delay_s: float, whole_s: float, floor_s: float) -> bool:
     return delay_s > floor_s and delay_s > MAX_SHARE * whole_s
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +358,7 @@ def make_result(
 def _describe_simulated(server: Mapping[str, Any]) -> str:
     speed, lag_s = server["speed"], server["mean_lag_s"]
     scale = f": times here are real seconds, 1/{speed:g} of the simulated ones" if speed != 1 else ""
-    late = "" if lag_s is None else f"; its tokens came {1000 * lag_s:.1f} ms late on average"
+    late = "" if lag_s is None else f"; its tokens came {_s(lag_s)} late on average"
     return f"server       simulated, at speed {speed:g}{scale}{late}"
 
 

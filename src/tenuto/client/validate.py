@@ -486,8 +486,7 @@ class _Validation:
         return self.options.limit_s - self.passed_s
 
     def say(self, text: str) -> None:
-        passed_s, left_s = self.passed_s, max(0.0, self.left_s)
-        clock = f"{passed_s // 60:.0f}:{passed_s % 60:02.0f}, {math.ceil(left_s / 60)} min left"
+        clock = f"{console.format_time(self.passed_s)}, {math.ceil(max(0.0, self.left_s) / 60)} min left"
         console.say(f"validate {clock}", text)
 
     def end_late(self) -> None:

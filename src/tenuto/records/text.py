@@ -197,10 +197,13 @@ def format_stats(stats: Mapping[str, float] | None) -> str:
 
 
 def format_time_s(seconds: float | None, digits: int = 2) -> str:
-    """A time in seconds, or in milliseconds with a digit less."""
+    """A time in seconds, or in milliseconds or microseconds with a digit less."""
     if seconds is None:
         return "–"
-    return f"{seconds:.{digits}f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.{digits - 1}f} ms"
+    if abs(seconds) >= 1:
+        return f"{seconds:.{digits}f} s"
+    size, unit = (1e3, "ms") if abs(seconds) >= 1e-3 or seconds == 0 else (1e6, "µs")
+    return f"{seconds * size:.{digits - 1}f} {unit}"
 
 
 def format_count(number: float | None) -> str:

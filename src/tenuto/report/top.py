@@ -43,7 +43,7 @@ from tenuto.core.errors import DataError, TenutoError, clean
 from tenuto.core.types import WORDS
 from tenuto.core.wishes import RESULTS
 from tenuto.records.text import format_count as _n
-from tenuto.records.text import format_share
+from tenuto.records.text import format_share, format_time_s
 
 HIT_SOURCES = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 LATENCIES = {
@@ -842,14 +842,7 @@ def _show_engines(engines: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _s(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.0f} µs"
-
-
+_s = partial(format_time_s, digits=1)
 _p = partial(format_share, digits=0)
 
 
