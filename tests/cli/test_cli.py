@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import http.server
 import json
 import os
@@ -538,6 +539,15 @@ URL = ["--url", "http://h"]
         (["top"], "--url is missing: a server, e.g. http://localhost:8000; see tenuto top --help"),
         (["convert", "a"], "OUT is missing: "),
         (["report"], "RECORDS is missing: files, and folders that are searched; see tenuto report --help"),
+        (
+            ["report", "r", "--out", "-"],
+            "--out takes no -; give the name of a file or folder; see tenuto report",
+        ),
+        (["analyze", "a-b", "-"], "FILE takes no -; give the name of a file or folder; see tenuto analyze"),
+        (
+            ["memory", "--csv", "-", "--json"],
+            "--json and --csv both go to standard output; name a file for one ",
+        ),
         (["report", "r", "--out", "r.png"], "--out is an HTML page; --figures DIR writes the pictures: got "),
         (
             ["report", "r", "--figures", "r.svg"],
@@ -565,6 +575,37 @@ def test_a_wrong_command_line_is_answered_with_one_line(
     assert printed.out == ""
     assert printed.err.startswith(f"tenuto: {told}")
     assert printed.err.count("\n") == 1
+
+
+QUICK = ("--gpu", "H100", "--jps", "2", "--window", "3", "--step-cost", "roofline", "--workload", "requests")
+PLAN = ("--p95", "99", "--seeds", "1", "--workers", "1", "--no-sensitivity")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "column", "told"),
+    [
+        (["simulate", *QUICK, "--csv", "-"], "policy", "job time"),
+        (["simulate", *QUICK, "--ledger", "-"], "kind", "job time"),
+        (["compare", *QUICK, "--policies", "stock", "--out", "d", "--csv", "-"], "gpu", "done/s: jobs "),
+        (["plan", *QUICK, *PLAN, "--csv", "-"], "gpu", "number of GPUs"),
+        (["memory", *QUICK[:2], "--csv", "-"], "num_tokens", "KV cache"),
+    ],
+)
+def test_a_table_is_alone_on_stdout(
+    arguments: list[str],
+    column: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr()
+    head, *rows = csv.reader(printed.out.splitlines())
+    assert head[0] == column
+    assert rows and {len(row) for row in rows} == {len(head)}
+    assert told in printed.err
 
 
 class Liar(http.server.BaseHTTPRequestHandler):

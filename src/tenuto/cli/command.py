@@ -160,7 +160,17 @@ def parse_options(name: str, command: Command, arguments: Sequence[str]) -> Give
     parsed, rest = parser.parse_known_args(list(arguments))
     if rest and not command.passes_on:
         raise UsageError(_describe_unknown(rest, [flag.name for flag in command.get_flags()]))
-    return Given(vars(parsed), rest)
+    values = vars(parsed)
+    to_stdout = ["--json"] if values.get("as_json") else []
+    for flag in command.get_flags():
+        given = values.get(flag.field.name, [])
+        if flag.kind is Path and "-" in ([given] if isinstance(given, str) else given):
+            if not (flag.field.metadata.get("is_written") and flag.metavar == "FILE"):
+                raise UsageError(f"{flag.name} takes no -; give the name of a file or folder")
+            to_stdout.append(flag.name)
+    if len(to_stdout) > 1:
+        raise UsageError(f"{' and '.join(to_stdout)} both go to standard output; name a file for one of them")
+    return Given(values, rest)
 
 
 def _describe_unknown(rest: Sequence[str], known: Sequence[str]) -> str:
@@ -363,6 +373,8 @@ def _convert(flag: Flag, given: Any) -> Any:
 
 def _check_writable(flag: Flag, path: Path) -> None:
     """Check before a long run that its result can be written, and write nothing. Raises ConfigError."""
+    if str(path) == "-":
+        return
     problem = None
     if flag.metavar == "DIR":
         # The command makes it, with the folders around it.

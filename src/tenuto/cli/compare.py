@@ -14,7 +14,7 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress, count, format_time
 from tenuto.core.settings import option
 from tenuto.records.files import writing
-from tenuto.records.text import is_overloaded, write_csv
+from tenuto.records.text import is_overloaded, print_text, write_csv
 from tenuto.sim.compare import (
     Cell,
     check_cells,
@@ -76,7 +76,7 @@ def run(given: Given) -> int:
         runs.say_kept(options.out)
         raise
     rows = make_rows(records, beside)
-    print(json.dumps(rows) if options.as_json else format_rows(rows))
+    print_text(json.dumps(rows) if options.as_json else format_rows(rows), options.csv)
     if options.csv:
         write_csv(options.csv, rows)
     return 0

@@ -13,7 +13,7 @@ from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress, count
 from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
-from tenuto.records.text import write_csv
+from tenuto.records.text import print_text, write_csv
 from tenuto.sim.compare import Cell, check_cells
 from tenuto.sim.fidelity import get_margin
 from tenuto.sim.hardware.gpus import get_gpu
@@ -164,11 +164,12 @@ def _print(options: PlanOptions, plans: list[Plan], effects: list[Effect], targe
         }
         print(json.dumps(whole))
         return
-    print(format_plans(plans, target))
+    parts = [format_plans(plans, target)]
     if best is not None and effects:
-        print("\n" + format_effects(effects, best))
+        parts.append(format_effects(effects, best))
     if best is not None:
-        print("\n" + format_meaning(plans))
+        parts.append(format_meaning(plans))
+    print_text("\n\n".join(parts), options.csv)
 
 
 PLAN = Command(

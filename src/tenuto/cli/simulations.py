@@ -105,7 +105,7 @@ class SimulateOptions(Options):
 
 
 def _run_simulate(given: Given) -> int:
-    from tenuto.records.text import format_beside, format_run, write_csv
+    from tenuto.records.text import format_beside, format_run, print_text, write_csv
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.compare import make_stock
     from tenuto.sim.fidelity import get_error
@@ -138,10 +138,10 @@ def _run_simulate(given: Given) -> int:
     record = outcome.record
     say_notes(record["notes"])
     error = get_error(record["gpu"], record["policy"], record["step_cost"])
+    table = options.ledger if str(options.ledger) == "-" else options.csv
     try:
         if not options.as_json:
-            print(format_run(record), flush=True)
-            print(f"known error  {error}", flush=True)
+            print_text(f"{format_run(record)}\nknown error  {error}", table)
         record = {**record, "known_error": error.to_json()}
         shipped = make_stock(replace(setup, step_tokens=None, keep_kv=True))
         if options.beside_stock and setup != shipped:
@@ -150,7 +150,7 @@ def _run_simulate(given: Given) -> int:
                 stock = run(shipped, load, extras=extras).record
             record = {**record, "stock": {name: stock[name] for name in _OF_STOCK}}
             if not options.as_json:
-                print(format_beside(record, stock))
+                print_text(format_beside(record, stock), table)
         if options.as_json:
             print(json.dumps(record))
     finally:
@@ -273,14 +273,14 @@ class MemoryOptions(Options):
 
 
 def _run_memory(given: Given) -> int:
-    from tenuto.records.text import write_csv
+    from tenuto.records.text import print_text, write_csv
     from tenuto.sim.memory import format_memory, measure_memory
 
     options = given.read(MemoryOptions)
     memory = measure_memory(given.read(Setup), options.context)
     if options.csv:
         write_csv(options.csv, map(dataclasses.asdict, memory.contexts))
-    print(json.dumps(memory.to_json()) if options.as_json else format_memory(memory))
+    print_text(json.dumps(memory.to_json()) if options.as_json else format_memory(memory), options.csv)
     return 0
 
 

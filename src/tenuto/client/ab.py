@@ -55,7 +55,7 @@ from tenuto.core.errors import ConfigError, TenutoError, redact
 from tenuto.core.loader import find_file, load_policy
 from tenuto.core.settings import parse_option
 from tenuto.records.files import RESULT, RESULTS, RunFiles, digest_files, write_whole, writing
-from tenuto.records.text import write_csv
+from tenuto.records.text import print_text, write_csv
 from tenuto.vllm.launch import check_model, find_vllm
 from tenuto.workload.load import GENERATORS, make_workload
 
@@ -260,7 +260,8 @@ def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> None:
     if options.as_json:
         print(json.dumps(_describe_verdict(options, found)))
     else:
-        print(format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes))
+        text = format_verdict(found.comparisons, len(found.pairs), options.repeats, found.notes)
+        print_text(text, options.csv)
     if folder.failure is None:
         say(f"full verdict: {folder.path / VERDICT}; charts: tenuto report {folder.path}")
     if options.csv:

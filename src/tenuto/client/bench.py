@@ -57,7 +57,14 @@ from tenuto.records.files import (
 )
 from tenuto.records.metrics import parse_limits
 from tenuto.records.schema import TurnRecord, get_config
-from tenuto.records.text import format_table, format_time_s, group_invalid, is_overloaded, write_csv
+from tenuto.records.text import (
+    format_table,
+    format_time_s,
+    group_invalid,
+    is_overloaded,
+    print_text,
+    write_csv,
+)
 from tenuto.workload.hints import HINTS
 from tenuto.workload.load import make_workload
 from tenuto.workload.schema import Workload
@@ -82,7 +89,7 @@ def run_bench(options: BenchOptions) -> int:
     with RunFiles(options.out) as files:
         result = asyncio.run(measure(options, workload, files))
         files.write_result(result)
-    print(json.dumps(result) if options.as_json else format_result(result))
+    print_text(json.dumps(result) if options.as_json else format_result(result), options.csv)
     if files.problem:
         say(f"not all was written: {files.problem}")
     if options.csv:
@@ -507,7 +514,7 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
                 write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
         if result["client"]["interrupted"]:
             break
-    print(json.dumps(results) if options.as_json else format_sweep(results))
+    print_text(json.dumps(results) if options.as_json else format_sweep(results), options.csv)
     if options.out and not options.as_json:
         say(f"all results: {options.out}; charts: tenuto report {options.out}")
     if options.csv:

@@ -237,6 +237,11 @@ def write_csv(
         path.write_text(text.getvalue(), encoding="utf-8")
 
 
+def print_text(text: str, csv: Path | None) -> None:
+    """Print a command's result; to stderr if `csv` is `-`, as standard output then has the table alone."""
+    print(text, file=sys.stderr if str(csv) == "-" else sys.stdout, flush=True)
+
+
 def _walk(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """A record's single values by name; the names of nested ones are joined by dots: `job_s.p95`."""
     for key, value in values.items():
