@@ -59,6 +59,17 @@ def test_without_a_folder_it_prints_the_table(capsys: pytest.CaptureFixture[str]
     assert "good/s" in capsys.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.parametrize("other", [{"client": None}, {"client": {"lag": 1}, "ab": {}}])
+def test_results_of_another_command_are_left_alone(
+    other: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = json.dumps(other) + "\n"
+    (tmp_path / "results.jsonl").write_text(text)
+    assert main(["bench", "--url", "http://h", *LOAD, "--jps", "40,80", "--out", str(tmp_path)]) == 2
+    assert "holds results of another command; name another folder" in capsys.readouterr().err
+    assert (tmp_path / "results.jsonl").read_text() == text
+
+
 def test_invalid_loads_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -127,6 +129,26 @@ def test_results_that_cannot_be_written_are_an_error_in_one_line(tmp_path: Path)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
     assert f"tenuto: --out: cannot write {tmp_path / RESULTS}: File too large" in ended.stderr
+
+
+def test_a_folder_is_for_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert main([*COMPARE, "--out", str(tmp_path)]) == 2
+    os.close(handle)
+    assert "another tenuto compare is using this folder" in capsys.readouterr().err
+    assert main([*COMPARE, "--policies", "stock", "--jps", "1", "--out", str(tmp_path)]) == 0
+
+
+def test_measured_results_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*COMPARE, "--policies", "stock", "--jps", "1", "--out", str(tmp_path)]
+    assert main(line) == 0
+    (record,) = read_results(tmp_path).values()
+    text = json.dumps({**record, "client": {"interrupted": False}}) + "\n"
+    (tmp_path / RESULTS).write_text(text)
+    assert main(line) == 2
+    assert "holds results of tenuto bench or ab; name another folder" in capsys.readouterr().err
+    assert (tmp_path / RESULTS).read_text() == text
 
 
 def test_a_foreign_results_file_is_left_alone(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 from tenuto.cli.command import Command, Given, Part
 from tenuto.cli.simulations import GridOptions, say_notes
 from tenuto.core.console import Progress, count, format_time
+from tenuto.core.errors import ConfigError
 from tenuto.core.settings import option
 from tenuto.records.files import writing
 from tenuto.records.text import is_overloaded, print_text, write_csv
@@ -60,13 +64,36 @@ def run(given: Given) -> int:
     cells = make_grid(setups, load, options.jps or (None,), options.seeds)
     say_notes(check_cells(cells))
     arms = make_arms(cells) if options.split else []
-    with writing(options.out, is_folder=True):
-        options.out.mkdir(parents=True, exist_ok=True)
+    with _locked(options.out):
+        return _run(options, cells, arms)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep others out of it: two at once would cut off each other's lines."""
+    with writing(folder, is_folder=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"--out {folder}: another tenuto compare is using this folder") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _run(options: CompareOptions, cells: list[Cell], arms: list[Cell]) -> int:
+    done = read_results(options.out)
+    if any(record.get("client") for record in done.values()):
+        raise ConfigError(f"--out {options.out} holds results of tenuto bench or ab; name another folder")
     if arms:
         more = f"{count(len(arms), 'more run')} beside the {len(cells)}, to show where a gain comes from"
         say_notes([f"{more}; --no-split leaves them out"])
     every = [*cells, *arms]
-    runs = _Runs(every, len({cell.key for cell in every} & set(read_results(options.out))))
+    runs = _Runs(every, len({cell.key for cell in every} & set(done)))
     try:
         with runs.show_waiting():
             records, beside = run_grid(

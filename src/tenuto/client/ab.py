@@ -334,6 +334,8 @@ class AbFolder:
         """Why `write` failed first. What was to be written is still to be shown."""
 
     def __enter__(self) -> Self:
+        if (self.path / RESULTS).exists() and not (self.path / SETTINGS).exists():
+            raise ConfigError(f"--out {self.path} holds results of another command; name another folder")
         with writing(self.path, is_folder=True):
             for part in ("runs", "logs"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)

@@ -489,6 +489,10 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
     """
     for options in runs:
         make_workload(options.load)  # report errors in the loads before the first run
+    if runs[0].out and (runs[0].out / RESULTS).exists():
+        first = read_first(runs[0].out / RESULTS).values
+        if "ab" in first or not first.get("client"):
+            raise ConfigError(f"--out {runs[0].out} holds results of another command; name another folder")
     results: list[Result] = []
     is_written = True
     for number, options in enumerate(runs, 1):

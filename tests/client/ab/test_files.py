@@ -65,6 +65,13 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "ab.json").read_text() == text
 
 
+def test_results_of_another_command_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="holds results of another command"), AbFolder(tmp_path, {}):
+        pass
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_one_at_a_time(tmp_path: Path) -> None:
     with (
         AbFolder(tmp_path, {}),
