@@ -54,7 +54,9 @@ class EstimateOptions(Options):
     )
     machines: int = option(1, "servers that share the traffic, each with --tp GPUs", minimum=1)
     seeds: tuple[int, ...] = seed_option((42, 43, 44), "seeds of the arrivals and of generated jobs")
-    limit_s: float = option(110.0, "leave out parts that are not done after S seconds", above=0)
+    limit_s: float = option(
+        110.0, "leave out parts that are not done after S seconds; if none is, end with an error", above=0
+    )
     workers: int | None = option(None, "processes", minimum=1, shown_default="one per core")
     as_json: bool = option(False, "print JSON instead of text", flag="--json")
 
