@@ -205,7 +205,7 @@ SIGNS = (
     Sign(
         "add a figure to what jobs and tenants used",
         "total,,,4321,",
-        [("simulate", "--json", "--ledger", "-", *FAST)],
+        [("simulate", "--ledger", "-", *FAST)],
         edits=[
             ("core/ledger.py", 'FIGURES = ("turns",', 'FIGURES = ("planted", "turns",'),
             ("core/ledger.py", '= {"turns": self.turns}', '= {"planted": 4321, "turns": self.turns}'),
