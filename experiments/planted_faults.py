@@ -434,6 +434,13 @@ FAULTS = (
         ("vllm/test_attacks.py::test_an_answer_is_searched_for_some_of_a_million_stop_strings",),
     ),
     Fault(
+        "clients: any number of values in `vllm_xargs` is written again",
+        "vllm/middleware.py",
+        'if _holds_many(request.get("vllm_xargs")):',
+        "if False:",
+        ("vllm/test_identity_passthrough.py::test_xargs_of_very_many_values_pass_as_they_are",),
+    ),
+    Fault(
         "clients: a user id of any length is parsed",
         "core/requests.py",
         " or len(user_id) > _MAX_USER_ID_CHARS:",

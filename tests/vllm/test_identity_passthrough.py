@@ -114,6 +114,27 @@ def test_a_large_body_streams_through(monkeypatch):
     assert (app.body, app.headers) == (body, {"content-length": str(len(body))})
 
 
+@pytest.mark.parametrize(
+    "xargs",
+    [
+        {"a": [1] * middleware.MAX_XARGS},
+        {str(number): 1 for number in range(middleware.MAX_XARGS + 1)},
+        {"agentic_context": {"a": [{"b": [1, 2]}] * middleware.MAX_XARGS}},
+    ],
+)
+def test_xargs_of_very_many_values_pass_as_they_are(xargs):
+    """To write them again takes several times as long as to parse them, and all other requests wait."""
+    body = json.dumps({**REQUEST, "vllm_xargs": xargs, "job_id": "j"}).encode()
+    app = post(body, {"x-session-id": "s"}, dp_size=2)
+    assert app.body == body
+    assert (
+        app.headers["x-data-parallel-rank"]
+        == post(REQUEST, {"x-session-id": "s"}, dp_size=2).headers["x-data-parallel-rank"]
+    )
+    few = {**REQUEST, "vllm_xargs": {"a": [1] * (middleware.MAX_XARGS - 1)}, "job_id": "j"}
+    assert json.loads(post(few).body)["vllm_xargs"]["job_id"] == "j"
+
+
 def test_a_client_that_leaves_while_it_sends():
     part = {"type": "http.request", "body": b'{"job_id": ', "more_body": True}
     app = run([part, {"type": "http.disconnect"}])

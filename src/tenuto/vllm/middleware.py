@@ -13,11 +13,12 @@ engines does not start.
 Responses get a header with the job's name on this server (`JOB_HEADER`), for routers with header affinity. If
 the request has a cache wish, another header says what becomes of it (`WishAnswers`).
 
-Everything else passes through unchanged: other paths, bodies that are not a JSON object or too large, and
-requests without new names. If a header names the job, all its requests still go to one data-parallel rank.
-A body is read as vLLM reads it: in UTF-8, 16 or 32; its `Content-Encoding` is ignored. vLLM runs middleware
-before it checks an API key. The middleware therefore reads and parses a body only when the application asks
-for it, which is after that check. The number of bytes that it reads is bounded.
+Everything else passes through unchanged: other paths, bodies that are not a JSON object, are too large or
+have too many values in `vllm_xargs`, and requests without new names. If a header names the job, all its
+requests still go to one data-parallel rank. A body is read as vLLM reads it: in UTF-8, 16 or 32; its
+`Content-Encoding` is ignored. vLLM runs middleware before it checks an API key. The middleware therefore
+reads and parses a body only when the application asks for it, which is after that check. The number of bytes
+that it reads is bounded.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 8 * 2**20
 """Larger bodies pass through without being parsed. A million tokens of text take about half this size."""
+
+MAX_XARGS = 10_000
+"""Most values of `vllm_xargs` that are read: to write them again takes far longer than to parse them."""
 
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
@@ -193,6 +197,9 @@ class Middleware:
         if parsed is None:
             return body
         request, text = parsed
+        if _holds_many(request.get("vllm_xargs")):
+            self._place_by_headers(scope, found)
+            return body
         headers = get_headers(scope)
         added = dict(self._head_lines.edit(request)) if self._head_lines else {}
         added |= _replace_surrogates(request, text)
@@ -294,6 +301,22 @@ def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
     except (ValueError, RecursionError):
         return None
     return (request, text.encode(errors="surrogatepass")) if isinstance(request, dict) else None
+
+
+def _holds_many(value: Any) -> bool:
+    """Whether the lists and objects in a JSON value hold over `MAX_XARGS` values. Counts no further."""
+    num_values, level = 0, [value]
+    while level:
+        inner = [each for each in level if isinstance(each, dict | list)]
+        num_values += sum(map(len, inner))
+        if num_values > MAX_XARGS:
+            return True
+        level = [
+            *itertools.chain.from_iterable(
+                each.values() if isinstance(each, dict) else each for each in inner
+            )
+        ]
+    return False
 
 
 def _replace_surrogates(request: Mapping[str, Any], text: bytes) -> dict[str, Any]:
