@@ -434,6 +434,13 @@ FAULTS = (
         ("vllm/test_attacks.py::test_an_answer_is_searched_for_some_of_a_million_stop_strings",),
     ),
     Fault(
+        "clients: a conversation's name names a job whatever the content",
+        "vllm/requests.py",
+        'is_conversation_id(hints.name or "")',
+        "False",
+        ("vllm/test_attacks.py::test_a_job_id_that_is_a_conversation_s_name_takes_nobody_s_lease",),
+    ),
+    Fault(
         "clients: any number of values in `vllm_xargs` is written again",
         "vllm/middleware.py",
         'if _holds_many(request.get("vllm_xargs")):',

@@ -17,6 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import tenuto.vllm
+from tenuto.core.requests import get_conversation_id
 from tenuto.records.codec import is_deep
 from tenuto.vllm.hooks import MAX_DUE
 from tenuto.vllm.requests import MAX_STOPS, MAX_TAIL_CHARS, OutputReader
@@ -350,3 +351,30 @@ def test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again(cloc
         assert scheduler.requests[f"sly{number}"].num_computed_tokens == 0
         engine.abort(f"sly{number}")
     assert sum(name.startswith("ann") for name in scheduler.requests) < 20
+
+
+@pytest.mark.parametrize("field", [None, "resumable", "skip_reading_prefix_cache"])
+def test_a_job_id_that_is_a_conversation_s_name_takes_nobody_s_lease(clock: Clock, field: str | None) -> None:
+    """Whoever knows how a conversation begins can compute its name."""
+    engine = start("continuum-fixed")
+    scheduler, driver = engine.scheduler, engine.scheduler.driver
+    name = get_conversation_id({"messages": [{"role": "user", "content": "A task that everybody knows."}]})
+    assert name is not None
+    prompt, xargs = list(range(100, 180)), {"tenuto_conversation": name, "tool": "x"}
+    scheduler.add_request(make_request("a1", prompt, max_tokens=2, xargs=xargs))
+    engine.run()
+    held = driver.describe_job(name, clock.now_s)
+    assert held["leased_blocks"] == 5
+    other = make_request("b1", [*prompt[:20], *[9] * 60], xargs={"job_id": name, "is_last_step": 1})
+    if field is not None:
+        setattr(other, field, True)
+    scheduler.add_request(other)
+    for _ in range(20):
+        engine.step()
+    assert driver.describe_job(name, clock.now_s) == held
+    engine.abort("b1")
+    scheduler.add_request(make_request("a2", [*prompt, 5, 6, *[7] * 40], xargs=xargs))
+    engine.run()
+    assert driver.describe_job(name, clock.now_s)["turns"] == 2
+    scheduler.release(name)
+    check_clean_end(engine, clock)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.core.jobs import UNVERIFIED, Arrival, Finish
-from tenuto.core.requests import Hints, get_bounded_id, parse_hints
+from tenuto.core.requests import Hints, get_bounded_id, is_conversation_id, parse_hints
 from tenuto.core.tool_calls import find_tool_call, is_cut
 from tenuto.core.types import ToolCall
 from tenuto.core.wishes import MarkFinder, Wish
@@ -66,6 +66,9 @@ def describe(request: Any, tenants: TenantVerifier, reader: OutputReader) -> Arr
     fields = tenants.read(None if params is None else params.extra_args)
     # A request without a verified tenant runs as in stock: it belongs to no known job and keeps nothing.
     hints = Hints(tenant=UNVERIFIED) if fields is None else parse_hints(fields, get_session_id(request))
+    if hints.job_id is not None and is_conversation_id(hints.name or ""):
+        # Whoever knows how a conversation begins can compute its name, so the content decides.
+        hints = dataclasses.replace(hints, job_id=None, conversation=hints.job_id)
     plain = params is not None and request.prompt_token_ids is not None
     # A request that asks for the prompt's log probabilities computes all of it, whatever is cached.
     plain = plain and not request.skip_reading_prefix_cache
