@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
+from tenuto.proxy.proxy import MAX_USAGE_BYTES, UsageFilter
 from tenuto.proxy.recorder import TurnWriter
 from tests.client.fake_server import FakeServer, Reply
 from tests.proxy.conftest import Model, make_client, serving, serving_with
@@ -550,3 +551,16 @@ def test_jobs_are_named_for_routers_that_pin_by_a_header(
             assert name == session
 
     asyncio.run(run())
+
+
+def test_where_usage_is_asked_for_a_long_line_is_not_held_until_it_ends() -> None:
+    usage = b'data: {"choices": [], "usage": {}}\n\n'
+    stream = (
+        b"data: 1\n\n" + b"x" * (3 * MAX_USAGE_BYTES) + usage + usage + b"y" * MAX_USAGE_BYTES + b"\n" + usage
+    )
+    for size in (1000, MAX_USAGE_BYTES, len(stream)):
+        filtered, passed = UsageFilter(), b""
+        for start in range(0, len(stream), size):
+            passed += filtered.feed(stream[start : start + size])
+            assert start + size - len(passed) <= MAX_USAGE_BYTES + size + 2 * len(usage)
+        assert passed + filtered.finish() == stream.removesuffix(usage).replace(b"\n" + usage, b"\n", 1)

@@ -43,6 +43,8 @@ what was recorded is still written."""
 SWITCH_S = 0.0005
 """How many seconds the recorder's thread may hold the interpreter while the proxy waits. Python's default of
 5 ms causes noticeable delays."""
+MAX_USAGE_BYTES = 2**16
+"""Longer lines of an answer are no events with the usage alone. They are passed on before they end."""
 MAX_HEADER_BYTES = 2**20
 """Larger than any server accepts, so that the server itself refuses headers that are too large."""
 _HOP_BY_HOP = frozenset(
@@ -303,11 +305,25 @@ class UsageFilter:
 
     def __init__(self) -> None:
         self._lines = LineReader()
+        self._num_held = 0
+        """Bytes of the line that has not ended yet."""
         self._is_dropping_blank = False
 
     def feed(self, piece: bytes) -> bytes:
-        """Process the next bytes. Return the whole lines to pass on to the client."""
-        return b"".join(line + b"\n" for line in self._lines.feed(piece) if self._passes(line))
+        """Process the next bytes. Return what to pass on: whole lines, and parts of long ones."""
+        passed = b""
+        if self._num_held > MAX_USAGE_BYTES:  # within a long line
+            line, end, piece = piece.partition(b"\n")
+            passed, self._num_held = line + end, 0 if end else self._num_held
+            if not end:
+                return passed
+        lines = self._lines.feed(piece)
+        passed += b"".join(line + b"\n" for line in lines if self._passes(line))
+        self._num_held = len(piece) - piece.rfind(b"\n") - 1 + (0 if lines else self._num_held)
+        if self._num_held > MAX_USAGE_BYTES:
+            passed += self._lines.finish()
+            self._lines, self._is_dropping_blank = LineReader(), False
+        return passed
 
     def finish(self) -> bytes:
         """Return the remaining bytes after the stream has ended."""
