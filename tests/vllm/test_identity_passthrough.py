@@ -117,9 +117,9 @@ def test_a_large_body_streams_through(monkeypatch):
 @pytest.mark.parametrize(
     "xargs",
     [
-        {"a": [1] * middleware.MAX_XARGS},
-        {str(number): 1 for number in range(middleware.MAX_XARGS + 1)},
-        {"agentic_context": {"a": [{"b": [1, 2]}] * middleware.MAX_XARGS}},
+        {"a": [1] * middleware.MAX_VALUES},
+        {str(number): 1 for number in range(middleware.MAX_VALUES + 1)},
+        {"agentic_context": {"a": [{"b": [1, 2]}] * middleware.MAX_VALUES}},
     ],
 )
 def test_xargs_of_very_many_values_pass_as_they_are(xargs):
@@ -131,8 +131,16 @@ def test_xargs_of_very_many_values_pass_as_they_are(xargs):
         app.headers["x-data-parallel-rank"]
         == post(REQUEST, {"x-session-id": "s"}, dp_size=2).headers["x-data-parallel-rank"]
     )
-    few = {**REQUEST, "vllm_xargs": {"a": [1] * (middleware.MAX_XARGS - 1)}, "job_id": "j"}
+    few = {**REQUEST, "vllm_xargs": {"a": [1] * (middleware.MAX_VALUES - 1)}, "job_id": "j"}
     assert json.loads(post(few).body)["vllm_xargs"]["job_id"] == "j"
+
+
+def test_halves_of_characters_are_not_looked_for_among_very_many_values():
+    """The server answers 500, as it does without Tenuto."""
+    many = {**REQUEST, "kv_transfer_params": {"a": [1] * middleware.MAX_VALUES, "b": "\ud800"}}
+    assert json.loads(post(many).body)["kv_transfer_params"] == many["kv_transfer_params"]
+    few = {**REQUEST, "kv_transfer_params": {"a": [1], "b": "\ud800"}}
+    assert json.loads(post(few).body)["kv_transfer_params"] == {"a": [1], "b": "?"}
 
 
 def test_a_client_that_leaves_while_it_sends():

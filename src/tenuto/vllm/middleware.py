@@ -74,8 +74,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY_BYTES = 8 * 2**20
 """Larger bodies pass through without being parsed. A million tokens of text take about half this size."""
 
-MAX_XARGS = 10_000
-"""Most values of `vllm_xargs` that are read: to write them again takes far longer than to parse them."""
+MAX_VALUES = 10_000
+"""Most values of a field that is written again, which takes far longer than to parse it."""
 
 DP_SIZE_VARIABLE = "TENUTO_DP_SIZE"
 """Environment variable with the server's `--data-parallel-size`. If set, each job stays on one rank."""
@@ -304,12 +304,12 @@ def _parse(body: bytes) -> tuple[dict[str, Any], bytes] | None:
 
 
 def _holds_many(value: Any) -> bool:
-    """Whether the lists and objects in a JSON value hold over `MAX_XARGS` values. Counts no further."""
+    """Whether the lists and objects in a JSON value hold over `MAX_VALUES` values. Counts no further."""
     num_values, level = 0, [value]
     while level:
         inner = [each for each in level if isinstance(each, dict | list)]
         num_values += sum(map(len, inner))
-        if num_values > MAX_XARGS:
+        if num_values > MAX_VALUES:
             return True
         level = [
             *itertools.chain.from_iterable(
@@ -328,6 +328,8 @@ def _replace_surrogates(request: Mapping[str, Any], text: bytes) -> dict[str, An
         return {}
     replaced = {}
     for name in _SENT_ON:
+        if _holds_many(request.get(name)):
+            continue
         try:
             field = json.dumps(request.get(name), ensure_ascii=False)
             clean = field.encode(errors="replace")
