@@ -297,6 +297,28 @@ def test_priorities_that_clients_invent_are_bounded_while_the_engine_is_busy() -
     assert len(queue.shares._tenants["other"].leads) <= MAX_PRIORITIES
 
 
+def test_inventing_priorities_makes_no_newcomer_of_the_same_client_go_first() -> None:
+    """Those in use before are then forgotten. Whoever comes must not begin at 0 there."""
+    queue = Queue(by_priority=True)
+    for tenant in ("ann", "bob", "sly"):
+        queue.arrive(f"{tenant} is busy", tenant, priority=0)
+        queue.start()
+    for number in range(100):
+        for tenant in ("ann", "bob"):
+            queue.arrive(f"{tenant}{number}", tenant, 1000, priority=1)
+            queue.serve()
+    # It has had less, so these are served in order, and each gets a time of its own.
+    for number in range(200 * (MAX_PRIORITIES + 1)):
+        queue.arrive(f"sly{number}", "sly", 1000, priority=2 + number % (MAX_PRIORITIES + 1))
+        queue.serve()
+    assert 1 not in queue.shares._now
+    for number in range(9):
+        for tenant in ("ann", "bob", "sly's friend"):
+            queue.arrive(f"{tenant} {number}", tenant, 1000, priority=1)
+    served = [queue.serve()[:3] for _ in range(9)]
+    assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["sly"] * 3
+
+
 @pytest.mark.parametrize("event", ["start", "leave"])
 def test_a_turn_costs_the_same_however_many_priorities_its_tenant_invents(event: str) -> None:
     class Counting(dict[int, float]):

@@ -161,6 +161,7 @@ def test_whether_this_is_the_last_turn(value, expected) -> None:
         (True, None),
         (10**400, None),
         ("soon", None),
+        ("1" * 1000, None),
         ([1], None),
         (None, None),
     ],

@@ -172,6 +172,8 @@ class Shares:
         self._now: dict[int, float] = {}
         """By priority, if the engine has them: the virtual time of the tenant served last, when its turn
         started."""
+        self._floor = 0.0
+        """The latest of such times that was forgotten, for the priorities without one."""
         self._output = MovingMean()
         """Mean output tokens of a turn."""
         self._waiting: OrderedDict[str, TurnState] = OrderedDict()
@@ -204,7 +206,7 @@ class Shares:
         if not own.num_live:
             self._idle.discard(name)
         priority = self._get_priority(turn)
-        own.enter(priority, self._now.get(priority, 0.0))
+        own.enter(priority, self._now.get(priority, self._floor))
         self._waiting[turn.turn_id] = turn
         self._charges[turn.turn_id] = _Charge()
         own.num_live += 1
@@ -233,10 +235,10 @@ class Shares:
             self.take(turn)
         # Not when it was taken: it may have been aborted, far behind the turns that go first.
         priority = self._get_priority(turn)
-        if charge.begin > self._now.get(priority, 0.0):
+        if charge.begin > self._now.get(priority, self._floor):
             self._now[priority] = charge.begin
             if len(self._now) > MAX_PRIORITIES:  # clients may invent them too
-                del self._now[min(self._now, key=self._now.__getitem__)]
+                self._floor = self._now.pop(min(self._now, key=self._now.__getitem__))
             self._forget_idle()
         own = self._tenants[turn.job.tenant or NOBODY]
         own.leave(priority)
@@ -271,6 +273,7 @@ class Shares:
             self._tenants.clear()
             self._idle = IndexedHeap()
             self._now.clear()
+            self._floor = 0.0
 
     def get_expected_tokens(self, turn_id: str) -> float:
         """The total number of tokens that a running turn is expected to reach."""

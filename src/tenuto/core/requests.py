@@ -226,7 +226,7 @@ def get_bounded_tool(value: Any) -> str | None:
 
 
 def _get_seconds(value: Any) -> float | None:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or (isinstance(value, str) and len(value) > MAX_ID_CHARS):
         return None
     try:
         seconds = float(value)

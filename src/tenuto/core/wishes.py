@@ -30,7 +30,7 @@ MAX_SPANS = 4
 taken."""
 MAX_MARKS = 64
 """Most breakpoints of one request that are read."""
-MAX_VALUES = 200_000
+MAX_VALUES = 50_000
 """Most values of one body that are searched for breakpoints, because the server waits meanwhile."""
 MAX_TAIL_CHARS = 48
 MAX_TEXT_CHARS = 2048
