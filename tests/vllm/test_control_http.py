@@ -521,6 +521,10 @@ def test_the_command_says_what_is_wrong() -> None:
     engine = start({"policy": KEEP_ALL})
     with pytest.raises(TenutoError, match="no policy 'nope'"):
         run_command(make_client(engine), "set", policy="nope")
+    with pytest.raises(TenutoError, match="'max_lease_s' must be finite, got inf"):
+        run_command(make_client(engine), "set", limits=("max_lease_s=1e400",))
+    with pytest.raises(TenutoError, match="unknown key"):
+        run_command(make_client(engine), "set", limits=("\udcff=1",))
     with pytest.raises(TenutoError, match="needs the operator's key"):
         run_command(make_client(engine), "off", admin_key="wrong")
     with pytest.raises(ConfigError, match="TENUTO_ADMIN_KEY is missing"):

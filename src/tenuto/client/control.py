@@ -86,7 +86,9 @@ class _ServerOptions(Options):
                             + ", ".join(f"--url {each}" for each in engines)
                         )
                 method, url = "GET" if body is None else "POST", f"{base_url}/tenuto/{path}"
-                return http.request(method, url, headers=headers, json=body)
+                # httpx's own JSON raises at infinity, and at bytes that are not UTF-8; the server answers.
+                content = None if body is None else json.dumps(body)
+                return http.request(method, url, headers=headers, content=content)
             except httpx.HTTPError as error:
                 raise TenutoError(explain(error)) from error
 
