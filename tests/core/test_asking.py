@@ -75,7 +75,7 @@ def test_a_decision_that_is_none_is_replaced_by_stock_s(answer: object) -> None:
 
 def test_each_fault_is_counted_and_each_hook_reported_once(caplog) -> None:
     caller = PolicyCaller(Answering(ValueError("no")))
-    with caplog.at_level(logging.ERROR, logger="tenuto"):
+    with caplog.at_level(logging.ERROR, logger="vllm.tenuto"):
         for _ in range(3):
             caller.ask("queue_key", TURN, 6.0)
             caller.tell("on_turn_finished", TURN, 6.0)

@@ -151,7 +151,7 @@ def test_many_winners_make_no_wall_of_words() -> None:
         ([make_record("a", mean_s=mean_s, step_cost="roofline") for mean_s in (10, 20)],
          "Roofline: step times come from a model."),
         ([make_record("a"), make_record("a", simulated=False)], "1 measured on a live server, 1 simulated."),
-        ([make_record("a", None)], "arrivals as recorded"),
+        ([make_record("a", None)], "the workload's own arrivals"),
         ([make_record("a")], "One seed for each setting"),
         ([], "There are no result records here"),
     ],

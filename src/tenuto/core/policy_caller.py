@@ -24,7 +24,7 @@ from tenuto.core.errors import DataError, PolicyError
 from tenuto.core.policy import ANSWERS, TOLD_HOOKS, LearnsDecodes, Policy, Reports
 from tenuto.core.types import DecodeSteps
 
-logger = logging.getLogger("tenuto")
+logger = logging.getLogger("vllm.tenuto")
 
 LogRecord = dict[str, Any]
 DecisionLog = Callable[[LogRecord], None]

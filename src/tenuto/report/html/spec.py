@@ -23,7 +23,7 @@ def shorten(name: str, most: int = MAX_NAME) -> str:
 
 def format_load(load: float | None) -> str:
     """A load in words."""
-    return "arrivals as recorded" if load is None else f"{load:g} {'job' if load == 1 else 'jobs'}/s"
+    return "the workload's own arrivals" if load is None else f"{load:g} {'job' if load == 1 else 'jobs'}/s"
 
 
 def format_ratio(ratio: float) -> str:

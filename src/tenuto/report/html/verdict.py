@@ -64,7 +64,7 @@ class Place(NamedTuple):
         """Load and GPU."""
         gpu = self.group.setting.gpu
         on = "" if gpu == NO_GPU else f" on {shorten(gpu)}"
-        at = "with arrivals as recorded" if self.load is None else f"at {format_load(self.load)}"
+        at = "with the workload's own arrivals" if self.load is None else f"at {format_load(self.load)}"
         doubts = self.group.get_doubts(self.load)
         return f"{at}{on}" + (f" ({', '.join(doubts)})" if doubts else "")
 
@@ -299,7 +299,7 @@ def _name_outcome(place: Place) -> str:
 
 def _format_loads(loads: Sequence[Load]) -> str:
     numbers = [load for load in loads if load is not None]
-    parts = ["with arrivals as recorded"] if len(numbers) < len(loads) else []
+    parts = ["with the workload's own arrivals"] if len(numbers) < len(loads) else []
     if len(numbers) == 1:
         parts.append(f"at {format_load(numbers[0])}")
     elif numbers:
