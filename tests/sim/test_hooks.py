@@ -217,6 +217,24 @@ def test_keys_see_what_is_cached_now() -> None:
     assert scheduler.state.waiting.get_first().turn_id == "same"
 
 
+def test_a_turn_counts_as_waiting_when_it_is_asked_for_its_key() -> None:
+    """As in vLLM, where it is in the queue by then."""
+    seen: list[tuple[str, bool]] = []
+
+    @dataclass
+    class Watched(Policy):
+        needs: ClassVar[Needs] = Needs(max_waiting_with_hits=1)
+
+        def queue_key(self, turn: Turn, now_s: float) -> Key:
+            seen.append((turn.turn_id, turn.num_cached_tokens is not None))
+            return (turn.arrival_s,)
+
+    scheduler = make_scheduler(Watched())
+    for turn_id in ("first", "second"):
+        scheduler.add_request(make_request(turn_id, 40, 2), 0.0)
+    assert seen == [("first", True), ("second", False)]
+
+
 # Steps.
 
 

@@ -36,8 +36,9 @@ class WaitingQueue(WaitingTurns[Request]):
         turn_id = request.turn_id
         self._num_pushed += 1
         number = -self._num_pushed if is_back else self._num_pushed
-        key = (number,) if self._is_fcfs else self._get_key(turn_id)
+        # Before its key is asked for, because a key may depend on how many turns wait, this one included.
         self._requests[turn_id] = request
+        key = (number,) if self._is_fcfs else self._get_key(turn_id)
         (self._parked if is_parked else self._ready).push(turn_id, key)
 
     def get_first(self) -> Request | None:
