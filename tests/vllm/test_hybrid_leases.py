@@ -256,3 +256,17 @@ def test_the_group_that_shortened_a_hit_is_named(name: str, group: str, clock: C
     stats = engine.scheduler.driver.stats
     assert stats.num_short_tokens == {group: 192}
     assert stats.num_hit_tokens == 192
+
+
+def test_a_look_up_for_a_turns_key_does_not_count_as_its_hit(clock: Clock) -> None:
+    """It is short for both turns that wait. Then the first one computes what the second one hits at once."""
+    engine = start("1:5", policy={"policy": "tests.vllm.policies:CachedFirst"}, max_num_batched_tokens=512)
+    shared = list(range(100, 300))
+    for number in range(3):
+        send(engine, f"r{number}", [*shared, *[number + 5] * 40], max_tokens=3)
+        if number == 0:
+            engine.run()
+    engine.run()
+    stats = engine.scheduler.driver.stats
+    assert stats.num_short_tokens == {"window 64": 192}
+    assert stats.num_hit_tokens == 192

@@ -122,6 +122,8 @@ class ShortHits:
 
         def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = look_up(request, *args, **kwargs)
+            # An earlier look-up, such as one for the turn's key, may have been short where this one is not.
+            self.found.pop(request.request_id, None)
             # Before 0.31, a look-up returned no boundary.
             if len(found) > 2 and found[2] > found[1]:
                 self.found[request.request_id] = ShortHit(self._find(request, found[2]), found[2] - found[1])
