@@ -122,3 +122,10 @@ def test_the_tail_is_preempted_and_comes_back_from_the_cache() -> None:
     steps = run(scheduler)
     # a goes on alone for two steps and ends with 6 outputs; then b computes the 13th token and 4 more.
     assert steps == [{"a": 1}, {"a": 1}, {"b": 1}, {"b": 1}, {"b": 1}, {"b": 1}]
+
+
+def test_where_blocks_differ_the_policy_sees_the_first_layer_groups_size() -> None:
+    """As in the plugin."""
+    kv = KvConfig(num_blocks=101, block_size=4, windows=(None, 16), block_sizes=(8, 4))
+    view = Scheduler(EngineConfig(kv=kv), STOCK).driver.get_view(0.0)
+    assert view.block_size == 8

@@ -27,6 +27,8 @@ class SimEngine:
         self._state = state
         self._kv = kv
         self._offloader = offloader
+        # The first layer group's, as in the plugin.
+        self._block_size = config.kv.group_block_sizes[0]
         self.can_truncate = kv.can_truncate
         self.hash_block_size = config.kv.hash_block_size
         self.hit_alignment = config.kv.hit_alignment
@@ -37,7 +39,7 @@ class SimEngine:
         state, pool = self._state, self._kv.pool
         return EngineView(
             now_s=now_s,
-            block_size=self._config.kv.block_size,
+            block_size=self._block_size,
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_running=len(state.running),
