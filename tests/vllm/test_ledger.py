@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import tenuto.vllm
 from tenuto.core.ledger import add_figures
 from tenuto.vllm.tiers.files import HEADER
 from tests.vllm.conftest import Clock
+from tests.vllm.slow_copies import SlowCopies
+from tests.vllm.test_control import change
 from tests.vllm.test_tiers import begin_job, run_turns
 from tests.vllm.tiered import BLOCK_SIZE, TieredEngine
 from tests.vllm.workerless import Engine, make_config, make_request, make_scheduler
@@ -55,6 +58,35 @@ def test_the_sums_are_vllm_s(policy: str, depth: int, monkeypatch: pytest.Monkey
     assert add_figures(each.get_figures(1e9) for each in ledger.tenants.values()) == pytest.approx(
         ledger.total.get_figures(1e9)
     )
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "modes", [("on", "on"), ("off", "off"), ("shadow", "shadow"), ("on", "off"), ("off", "on")]
+)
+def test_what_is_stored_after_a_turn_s_end_is_its_job_s(modes: tuple[str, str]) -> None:
+    """Stores wait for a load, so the turn ends before its KV is stored; an operator may change the mode."""
+    settings = {"policy": "stock", "mode": modes[0], "tenants": "client"}
+    engine = TieredEngine(tenuto=settings, copies=SlowCopies(random.Random(0)))
+    driver = engine.scheduler.driver
+    begin_job(engine, "load", [7] * 160, tenant="a", tool="ls")
+    engine.drain()
+    engine.scheduler.reset_prefix_cache()
+    engine.copies.share_done = 0.0
+    begin_job(engine, "load", [7] * 160, tenant="a", tool="ls")
+    begin_job(engine, "late", [8] * 160, tenant="b", tool="ls")
+    while "late" in engine.scheduler.requests:
+        engine.step()
+    before, account = driver.ledger.total.stored, driver.get_account("b\tlate")
+    assert account is not None and account.stored == 0
+    change(engine, mode=modes[1])
+    engine.step()
+    assert account.stored == driver.ledger.tenants["b"].stored == 179 // BLOCK_SIZE * BLOCK_SIZE
+    assert driver.ledger.total.stored == before + account.stored
+    assert account.count_held("host") == 179 // BLOCK_SIZE
+    engine.copies.share_done = 1.0
+    engine.drain()
+    assert driver.ledger.total.count_held("host") == engine.host.count_chunks()[1]
     engine.assert_clean()
 
 

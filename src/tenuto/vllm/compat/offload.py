@@ -581,9 +581,12 @@ class ConnectorPort:
             status.req_context.set_state(fact)
 
     def forget_uses(self) -> None:
-        """Ask again what ranks the chunks of each request."""
+        """Ask again what ranks the chunks of each request; those of ended ones are ranked by recency."""
         for status in self._scheduler._req_status.values():
-            status.req_context._state.pop(Use, None)
+            use = status.req_context._state.pop(Use, None)
+            if use is not None and status.req.is_finished():
+                # Nobody knows any more whose they are.
+                status.req_context.set_state(Use(owner=use.owner, tenant=use.tenant))
 
     # Steps.
 

@@ -99,13 +99,16 @@ class HostTier:
 
     def finish(self, request: Any, turn: Turn | None) -> None:
         """A request ended; it still has its blocks. `turn`: the last view of its turn."""
-        if turn is None or not self._is_followed:
+        if turn is None:
             return
         wish = None if turn.is_aborted else self._scheduler.driver.get_wish(request.request_id)
+        use = self._make_use(turn, wish)
+        # In every mode: what is stored from now on is charged to the job.
+        self._port.describe(request.request_id, use)
+        if not self._is_followed:
+            return
         if (turn.ends_job and wish is None) or turn.is_aborted:
             self._port.end_stores(request.request_id)
-        use = self._make_use(turn, wish)
-        self._port.describe(request.request_id, use)
         if self._port.can_prefetch and not (turn.is_last or turn.is_aborted):
             num_blocks = (request.num_tokens - 1) // self._block_size
             self.prefetch.leave(turn, request.block_hashes, num_blocks, use, self._clock.monotonic())
@@ -203,8 +206,9 @@ class HostTier:
 
     def get_use(self, request_id: str) -> Use:
         """The job whose chunks a request stores and loads, and the policy's key for them."""
-        turn = self._get_turn(request_id)
-        return Use() if turn is None else self._make_use(turn, self._scheduler.driver.get_wish(request_id))
+        driver = self._scheduler.driver
+        turn = driver.get_turn(request_id)
+        return Use() if turn is None else self._make_use(turn, driver.get_wish(request_id))
 
     def count_stored(self, request_id: str, job_id: str | None, num_chunks: int) -> None:
         """`num_chunks` chunks of a request will be stored."""
@@ -252,6 +256,8 @@ class HostTier:
 
     def _make_use(self, turn: Turn, wish: Wish | None) -> Use:
         now_s, job = self._clock.monotonic(), turn.job
+        if not self._is_followed:
+            return Use(owner=job.job_id, tenant=job.tenant or "")
         key = self._scheduler.driver.get_tier_key(turn, now_s)
         return Use(key, job.job_id, job.tenant or "", list_wished(wish, now_s), now_s)
 
