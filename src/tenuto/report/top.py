@@ -211,7 +211,7 @@ def make_state(window: Window, server: Mapping[str, Any]) -> dict[str, Any]:
             "gained_tokens_per_s": rate("tenuto:shadow_gained_tokens_total"),
             "delayed_turns_per_s": rate("tenuto:shadow_delayed_turns_total"),
         },
-        # The two groups of a canary; empty if no turn was counted, as without a canary.
+        # The two groups of a canary; empty if no turn was counted in the window, as without a canary.
         "canary": {
             group: {
                 "turns_per_s": rate("tenuto:group_turns_total", group=group),
@@ -225,6 +225,7 @@ def make_state(window: Window, server: Mapping[str, Any]) -> dict[str, Any]:
                 ),
             }
             for group in page.active("tenuto:group_turns_total", "group")
+            if window.growth("tenuto:group_turns_total")
         },
         "engines": [
             {

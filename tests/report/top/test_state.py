@@ -203,3 +203,15 @@ def test_the_mode_and_its_figures(metrics: FakeMetrics) -> None:
     assert state["canary"]["policy"] == {"turns_per_s": 2.0, "hit_ratio": 0.8, "mean_queue_s": None}
     assert state["canary"]["stock"]["hit_ratio"] == 0.1
     assert state["shadow"]["jobs"] is None
+
+
+def test_a_canary_that_ended_is_shown_no_more(metrics: FakeMetrics) -> None:
+    """Nothing counts its groups then. While one of them grows, both are shown."""
+    window = Window(60)
+    look(window, metrics, 0.0)
+    metrics.add_group("policy", 4, 1000, 800)
+    metrics.add_group("stock", 6, 1000, 100)
+    look(window, metrics, 2.0)
+    metrics.add_group("stock", 1, 100, 10)
+    assert set(look(window, metrics, 64.0)["canary"]) == {"policy", "stock"}
+    assert look(window, metrics, 126.0)["canary"] == {}

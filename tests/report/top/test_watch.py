@@ -24,10 +24,12 @@ from tenuto.report.top import Watch, Window, make_line, make_screen, make_spark,
 from tests.report.top.conftest import FakeMetrics, FakeServer
 
 
-def make_busy_state(metrics: FakeMetrics) -> dict[str, Any]:
+def make_busy_state(metrics: FakeMetrics, *, has_canary: bool = False) -> dict[str, Any]:
     """Large numbers everywhere: what could break the layout."""
     window = Window(60)
     window.add(parse_page(metrics.text(), 0.0))
+    if has_canary:
+        metrics.add_group("policy", 4, 1000, 800)
     for engine in metrics.engines:
         metrics.of("vllm:num_requests_running", engine).set(1024)
         metrics.of("vllm:num_requests_waiting", engine).set(123456)
@@ -125,8 +127,7 @@ def test_the_picture_shows_the_mode_and_a_canary() -> None:
     metrics = FakeMetrics()
     metrics.mode.labels("tiny", "0", "on").set(0)
     metrics.mode.labels("tiny", "0", "shadow").set(1)
-    metrics.add_group("policy", 4, 1000, 800)
-    state = make_busy_state(metrics)
+    state = make_busy_state(metrics, has_canary=True)
     text = render(state)
     assert "policy continuum-fixed (SHADOW)" in text
     assert "would hold" in text
