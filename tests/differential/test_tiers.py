@@ -50,10 +50,10 @@ def test_same_decisions_after_aborts(name: str) -> None:
     assert any(step.loading for step in steps)
 
 
-def play(setup: Setup, turns: dict[int, list[Turn]]) -> list[Decision]:
+def play(setup: Setup, turns: dict[int, list[Turn]], policy: str = STOCK) -> list[Decision]:
     """Give both engines these turns, each before its step; all but the first find an empty cache."""
     decisions: list[Decision] = []
-    case = Case(setup, WITH_HOST, None if setup.is_native else STOCK)
+    case = Case(setup, WITH_HOST, None if setup.is_native else policy)
     with make_sides(case) as (theirs, ours):
         names = Names(theirs.scheduler.hash_block_size)
         for number in range(max(turns) + 12):
@@ -84,3 +84,19 @@ def test_a_turn_that_loads_its_whole_prompt_leaves_the_watermark_free() -> None:
     turns = {0: [Turn("first", PROMPT, ("o1", 2))], 6: [Turn("again", PROMPT, ("o2", 2)), long]}
     decisions = play(setup, turns)
     assert [step for step, each in enumerate(decisions) if each.started] == [0, 6, 9]
+
+
+def test_with_priorities_loaded_turns_start_in_the_order_of_arrival_whatever_the_policy_says() -> None:
+    def make_turns(step: int) -> list[Turn]:
+        long = Turn(f"long{step}", PROMPT, ("o1", 2), 1.0, xargs={"job_id": "long"})
+        return [long, Turn(f"short{step}", (("q", 48),), ("o2", 2), 2.0, xargs={"job_id": "short"})]
+
+    setup = Setup(num_blocks=60, num_host_chunks=LARGE, order="priority", max_num_seqs=1)
+    decisions = play(setup, {0: make_turns(0), 8: make_turns(8)}, "tests.vllm.policies:ShortestFirst")
+    assert any(len(each.loading) == 2 for each in decisions)
+    assert [turn_id for each in decisions for turn_id, _ in each.started] == [
+        "short0",
+        "long0",
+        "long8",
+        "short8",
+    ]

@@ -115,6 +115,14 @@ class Preempting(Policy):
 
 
 @dataclass
+class ShortestFirst(Policy):
+    """The shortest prompt first."""
+
+    def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
+        return (turn.num_prompt_tokens,)
+
+
+@dataclass
 class InOrder(Policy):
     """Host memory in the order in which jobs arrived."""
 

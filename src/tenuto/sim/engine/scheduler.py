@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import insort
 from collections.abc import Mapping, Sequence
 
 from tenuto.core.driver import Driver
@@ -585,7 +586,11 @@ class Scheduler:
             request = heapq.heappop(state.loading).request
             if offloader.takes_whole_prompts:
                 self._publish_load(request)
-            state.loaded.append(request)
+            if self._by_priority:
+                # vLLM's queue of turns that hold blocks never has the policy's order.
+                insort(state.loaded, request, key=lambda each: self.driver.get_stock_key(each.turn_id))
+            else:
+                state.loaded.append(request)
 
     def _publish_load(self, request: Request) -> None:
         if request.status is Status.LOADING:
