@@ -139,11 +139,6 @@ LEASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
 LARGE, SMALL = 20_000, 60
 """Host memory for all that is ever computed, and for a few jobs."""
 
-STOCK = "stock"
-IN_ORDER = "tests.vllm.policies:InOrder"
-ALWAYS_LOADS = "experiments.ablation:AlwaysLoads"
-"""`tenuto`, whose loads do not depend on how long copies take."""
-
 TIERS: dict[str, tuple[Setup, str]] = {
     "full": (Setup(num_blocks=60, num_host_chunks=LARGE), STOCK),
     "full, little room": (Setup(num_host_chunks=LARGE), STOCK),
