@@ -22,7 +22,7 @@ from tenuto.core.types import (
     ToolCall,
     Turn,
 )
-from tenuto.policies.tenuto import AHEAD_S, Tenuto
+from tenuto.policies.tenuto import NOT_WORTH, Tenuto
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.machine import build
 from tenuto.sim.run import run
@@ -104,7 +104,7 @@ def test_kv_is_kept_while_nobody_needs_the_room() -> None:
     policy = Tenuto()
     answer = policy.retain(make_turn(), IDLE)
     assert isinstance(answer, Keep)
-    assert answer.value > -AHEAD_S
+    assert answer.value > NOT_WORTH
 
 
 def make_lease(turn: Turn, *, idle_s: float, value: float = 0.0, waiting: bool = False) -> Lease:
@@ -121,20 +121,20 @@ def test_a_tool_that_takes_too_long_makes_a_lease_give_way_first() -> None:
     busy = dataclasses.replace(IDLE, num_free_blocks=100, num_running=9)
     assert policy._steps.get_worth_s(busy) == pytest.approx(1.6e-3 / (0.01 / 0.019 / 900), rel=0.05)
     # Expected at first: 25.75 s.
-    assert policy.retain(make_turn(), busy).value == -AHEAD_S
+    assert policy.retain(make_turn(), busy).value == NOT_WORTH
     for _ in range(100):
         policy.on_tool_returned(make_turn(), ToolCall("ls"), 1.0)
     # Now 1.95 s; but once it has taken longer than 1 s only the 100 s are left.
     kept = policy.retain(make_turn(), busy)
-    assert isinstance(kept, Keep) and kept.value > -AHEAD_S
+    assert isinstance(kept, Keep) and kept.value > NOT_WORTH
     later = policy.reconsider(make_lease(make_turn(), idle_s=1.5), busy)
-    assert isinstance(later, Keep) and later.value == -AHEAD_S
+    assert isinstance(later, Keep) and later.value == NOT_WORTH
     # When the job's next turn waits, it is still the price that gives up the KV.
     back = policy.reconsider(make_lease(make_turn(), idle_s=2.0, value=later.value, waiting=True), busy)
-    assert isinstance(back, Keep) and (back.value, back.why) == (-AHEAD_S, LeaseRefusal.PRICE)
+    assert isinstance(back, Keep) and (back.value, back.why) == (NOT_WORTH, LeaseRefusal.PRICE)
     # While nobody decodes it stays.
     empty = dataclasses.replace(IDLE, num_free_blocks=1000, num_running=0)
-    assert policy.reconsider(make_lease(make_turn(), idle_s=1.5), empty).value > -AHEAD_S
+    assert policy.reconsider(make_lease(make_turn(), idle_s=1.5), empty).value > NOT_WORTH
 
 
 def test_a_host_tier_makes_memory_dearer() -> None:
@@ -165,7 +165,7 @@ def test_a_turn_takes_room_from_those_behind_it_only() -> None:
     assert not policy.may_reclaim(leases["before"], turn, IDLE)
     assert policy.may_reclaim(leases["behind"], turn, IDLE)
     assert policy.evict_key(leases["behind"], IDLE) < policy.evict_key(leases["before"], IDLE)
-    assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=-AHEAD_S), turn, IDLE)
+    assert policy.may_reclaim(make_lease(before, idle_s=1.0, value=NOT_WORTH), turn, IDLE)
 
 
 def test_jobs_that_never_come_back_hold_nothing() -> None:
@@ -349,6 +349,11 @@ def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> N
     assert keys == sorted(keys)
     lease = Lease(agent, 1.0, 200.0, -policy._get_place(agent), 10, False)
     assert not policy.may_reclaim(lease, plain, IDLE)
+    worthless = dataclasses.replace(lease, value=NOT_WORTH)
+    empty = dataclasses.replace(IDLE, num_free_blocks=IDLE.num_blocks)
+    kept = dataclasses.replace(lease, turn=plain, value=get_value(policy.retain(plain, empty)))
+    assert all(policy.may_reclaim(worthless, turn, IDLE) for turn in (agent, plain, long))
+    assert policy.evict_key(worthless, IDLE) < policy.evict_key(kept, IDLE) < policy.evict_key(lease, IDLE)
     for _ in range(40):
         policy.on_turn_finished(agent, 1.0)
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
@@ -418,8 +423,8 @@ def test_while_strangers_crowd_the_engine_jobs_keep_their_kv_from_them_but_not_f
     assert policy.may_reclaim(lease, front, IDLE)
     # What is not worth its memory yields to strangers too. The tool takes too long for a memory that others
     # wait for.
-    assert get_value(policy.retain(back, short)) == -AHEAD_S
-    assert policy.may_reclaim(dataclasses.replace(lease, value=-AHEAD_S), stranger, IDLE)
+    assert get_value(policy.retain(back, short)) == NOT_WORTH
+    assert policy.may_reclaim(dataclasses.replace(lease, value=NOT_WORTH), stranger, IDLE)
 
 
 def get_lease_place(policy: Tenuto, job: Job) -> float:

@@ -40,8 +40,10 @@ LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
 return."""
 AHEAD_S = 1e9
-"""Seconds by which one class of jobs goes before another: more than any job's work takes. Any turn may
-reclaim a lease whose job goes so far behind."""
+"""Seconds by which one class of jobs goes before another: more than any job's work takes."""
+NOT_WORTH = -3 * AHEAD_S
+"""Value of KV that stays idle for longer than it is worth. Any turn may reclaim it: `Standing.get_lead` puts
+no job further behind."""
 
 
 @dataclass
@@ -111,7 +113,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     def reconsider(self, lease: Lease, view: EngineView) -> Decision:
         """Decide again while the tool still runs."""
         if lease.next_turn_waiting:
-            why = LeaseRefusal.PRICE if lease.value == -AHEAD_S else None
+            why = LeaseRefusal.PRICE if lease.value == NOT_WORTH else None
             return Keep(view.now_s + LOOK_S[1], value=lease.value, why=why)
         return self._keep(lease.turn, view.now_s - lease.granted_s, view)
 
@@ -124,7 +126,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
         worth_s = self._steps.get_worth_s(view)
         until_s = view.now_s + min(max(left_s, LOOK_S[0]), LOOK_S[1])
         if left_s > worth_s:
-            return Keep(until_s, value=-AHEAD_S, why=LeaseRefusal.PRICE)
+            return Keep(until_s, value=NOT_WORTH, why=LeaseRefusal.PRICE)
         return Keep(until_s, value=-self._get_place_of(turn.job, self._work.get_work_left(turn.job)))
 
     def tier_key(self, turn: Turn, view: EngineView) -> Key:
