@@ -21,7 +21,6 @@ import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -118,12 +117,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return "\n".join(line if line.startswith(" ") else textwrap.fill(line, fit) for line in lines)
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(self.const().format_help(), end="")
-        parser.exit()
-
-
 def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argparse.ArgumentParser:
     """A command's parser, which raises UsageError. `shows_all`: whether its help has every option."""
     flags = command.get_flags()
@@ -139,8 +132,7 @@ def make_parser(name: str, command: Command, *, shows_all: bool = False) -> argp
     )
     _add_flags(parser, flags, hidden)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    whole = partial(make_parser, name, command, shows_all=True)
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, const=whole, help=argparse.SUPPRESS)
+    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS)
     return parser
 
 
@@ -156,7 +148,7 @@ def _make_usage(name: str, flags: Sequence[Flag]) -> str:
 
 def parse_options(name: str, command: Command, arguments: Sequence[str]) -> Given:
     """A command's arguments. Raises UsageError."""
-    parser = make_parser(name, command)
+    parser = make_parser(name, command, shows_all="--help-all" in arguments)
     parsed, rest = parser.parse_known_args(list(arguments))
     if rest and not command.passes_on:
         raise UsageError(_describe_unknown(rest, [flag.name for flag in command.get_flags()]))
