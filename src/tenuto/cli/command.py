@@ -352,7 +352,8 @@ def _convert(flag: Flag, given: Any) -> Any:
     if flag.kind is bool:
         return given
     if flag.kind in (str, Path) and given == "":
-        # As a name it would mean the default, as a path the working directory.
+        # As from a variable of the shell that is not set. A name would mean the default, a path the working
+        # directory.
         raise ConfigError(f"{flag.name} is empty: {flag.field.metadata['help']}")
     try:
         return flag.kind(given)

@@ -65,10 +65,6 @@ class ServeOptions(Options):
         check_step_tokens(self.step_tokens, "--step-tokens")
         if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):
             raise ConfigError("--disk needs host memory above it: add --host-gb")
-        # As from a variable of the shell that is not set.
-        for name in ("policy", "trace", "state", "disk"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"--{name} is empty")
         if self.disk is None and self.disk_gb is not None:
             raise ConfigError("--disk-gb needs --disk, the folder")
 
