@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -111,12 +111,8 @@ class Measure:
 
     name: str
     title: str
-    unit: Literal["s", "turns/s"] = "s"
-
-    @property
-    def is_time(self) -> bool:
-        """Whether this is a time, so that a lower value is better."""
-        return self.unit == "s"
+    is_time: bool = True
+    """Whether a lower value is better. What is not a time is in turns per second."""
 
 
 MEASURES = (
@@ -126,7 +122,7 @@ MEASURES = (
     Measure("p95_ttft_s", "P95 TTFT"),
     Measure("mean_turn_s", "mean turn time"),
     Measure("p95_turn_s", "P95 turn time"),
-    Measure("turns_per_s", "throughput", "turns/s"),
+    Measure("turns_per_s", "throughput", is_time=False),
 )
 """The first measure is the main one of a comparison."""
 
