@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.client.http import Answer
-from tenuto.client.profile import LOADED, STORED, choose_lengths, time_copies
+from tenuto.client.profile import LOADED, STORED, time_copies
 from tenuto.wire.response import Usage
 from tenuto.workload.schema import Prompt
 
@@ -49,32 +49,29 @@ class Server:
         return {STORED: 1.0, LOADED: float(self.loaded)} if self.has_tier else {}
 
 
-def time(server: Server, num_kv_tokens: int | None = KV_TOKENS) -> tuple[list[dict[str, Any]], list[str]]:
-    said: list[str] = []
-    lengths = choose_lengths(2048, num_kv_tokens)
-    found = asyncio.run(time_copies(server, server.read_totals, lengths, num_kv_tokens, 2, said.append))
-    return found, said
+def time(server: Server, num_kv_tokens: int | None = KV_TOKENS) -> list[dict[str, Any]]:
+    return asyncio.run(time_copies(server, server.read_totals, 2048, num_kv_tokens, 2))
 
 
 def test_known_costs_of_copies_are_found_again() -> None:
-    found, _ = time(Server())
+    found = time(Server())
     assert len(found) == 2 * 4
     for each in found:
         assert each["num_bytes"] in {n * TOKEN_BYTES for n in (512, 1024, 1536, 2048)}
         assert each["seconds"] == pytest.approx(LATENCY_S + each["num_bytes"] * S_PER_BYTE)
 
 
-def test_a_server_without_a_tier_is_not_asked_anything() -> None:
+def test_a_server_without_a_tier_is_not_asked_anything(capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(has_tier=False)
-    assert time(server) == ([], [])
+    assert time(server) == []
     assert not server.on_gpu
+    assert capsys.readouterr().err == ""
 
 
 def test_a_cache_of_unknown_size_cannot_be_filled() -> None:
-    assert time(Server(), None)[0] == []
+    assert time(Server(), None) == []
 
 
-def test_prompts_that_stayed_on_the_gpu_are_left_out_and_said() -> None:
-    found, said = time(Server(holds=True))
-    assert found == []
-    assert "left out: 8 copies" in said[-1]
+def test_prompts_that_stayed_on_the_gpu_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert time(Server(holds=True)) == []
+    assert "left out: 8 copies" in capsys.readouterr().err

@@ -23,7 +23,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,7 @@ SHOW_EVERY = 10
 _HITS = "vllm:prefix_cache_hits_total"
 
 Observation = dict[str, Any]
+"""One line of an observations file."""
 say = partial(console.say, "profile")
 
 
@@ -104,8 +105,7 @@ async def measure(options: ProfileOptions, num_kv_tokens: int | None) -> list[Ob
                     f"{client.url} never hit its prefix cache, so it computed the context of each chunk too; "
                     "start it with its prefix cache on"
                 )
-            lengths = choose_lengths(max_context, num_kv_tokens)
-            copies = await time_copies(asker, read_totals, lengths, num_kv_tokens, options.repeats, say)
+            copies = await time_copies(asker, read_totals, max_context, num_kv_tokens, options.repeats)
             return [*observations, *copies]
         except RequestFailed as error:
             raise ServerError(f"{client.url} failed: {error.kind}: {error}") from error
@@ -126,8 +126,8 @@ class Prefill:
     num_tokens: int
     num_context_tokens: int
 
-    def describe(self, seconds: float) -> dict[str, Any]:
-        """The step as one line of an observations file."""
+    def describe(self, seconds: float) -> Observation:
+        """The step, which took this long."""
         return {"prefills": [[self.num_tokens, self.num_context_tokens]], "decodes": [], "seconds": seconds}
 
     async def time(self, asker: Asker, repeat: int) -> float | None:
@@ -153,8 +153,8 @@ class Decode:
     num_decodes: int
     num_context_tokens: int
 
-    def describe(self, seconds: float) -> dict[str, Any]:
-        """The step in the middle of the answers, as one line of an observations file."""
+    def describe(self, seconds: float) -> Observation:
+        """The step in the middle of the answers, which took this long."""
         context = self.num_context_tokens + OUTPUT_TOKENS // 2
         return {"prefills": [], "decodes": [context] * self.num_decodes, "seconds": seconds}
 
@@ -240,7 +240,7 @@ class Asker:
 
 
 async def _time_plan(
-    asker: Asker, plan: ProfilePlan, repeats: int, limit_s: float | None = None
+    asker: Asker, plan: ProfilePlan, repeats: int, limit_s: float | None
 ) -> list[Observation]:
     """Time the whole plan `repeats` times, so that a slow minute affects all steps in the same way."""
     end_s = math.inf if limit_s is None else time.monotonic() + limit_s
@@ -275,28 +275,23 @@ def _say_what_is_missing(asker: Asker, plan: ProfilePlan, times: Mapping[TimedSt
         )
 
 
-def choose_lengths(max_context: int, num_kv_tokens: int | None) -> list[int]:
-    """Four evenly spaced prompt lengths to time, in tokens. The longest fits into half of the cache."""
-    longest = min(max_context, (num_kv_tokens or max_context) // 2)
-    return [longest * n // 4 for n in range(1, 5)]
-
-
 async def time_copies(
     asker: Asker,
     read_totals: Callable[[], Awaitable[Totals]],
-    lengths: Sequence[int],
+    max_context: int,
     num_kv_tokens: int | None,
     repeats: int,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """The times of copies, as lines of an observations file; empty without a tier or a known cache size.
+) -> list[Observation]:
+    """The times of copies of four prompts; empty without a tier or a known cache size.
 
-    Every prompt is evicted and loaded `repeats` times.
+    Every prompt is evicted and loaded `repeats` times. The longest takes half of the cache at most.
     """
     if STORED not in await read_totals() or num_kv_tokens is None:
         return []
+    longest = min(max_context, num_kv_tokens // 2)
+    lengths = [longest * n // 4 for n in range(1, 5)]
     say(f"host memory: {repeats} x {len(lengths)} copies")
-    observations: list[dict[str, Any]] = []
+    observations: list[Observation] = []
     for repeat in range(repeats):
         name = f"copies{repeat}"
         hits_s: dict[Prompt, float] = {}
@@ -305,9 +300,9 @@ async def time_copies(
             await asker.ask(name, prompt, 1)
             hits_s[prompt] = await _time(asker, name, prompt)
         # Send other prompts until nothing older can be left on the GPU.
-        for number in range(int(MARGIN * num_kv_tokens / max(lengths)) + 1):
+        for number in range(int(MARGIN * num_kv_tokens / longest) + 1):
             filler = f"{name}/filler{number}"
-            await asker.ask(filler, (Span(filler, max(lengths)),), 1)
+            await asker.ask(filler, (Span(filler, longest),), 1)
         for prompt, hit_s in hits_s.items():
             before = (await read_totals()).get(LOADED, 0.0)
             seconds = await _time(asker, name, prompt) - hit_s
@@ -317,9 +312,8 @@ async def time_copies(
     num_missing = repeats * len(lengths) - len(observations)
     if num_missing:
         say(
-            f"left out: {count(num_missing, 'copy')}, because the prompts were still on "
-            "the GPU (does the policy hold "
-            "leases?), or no longer in host memory"
+            f"left out: {count(num_missing, 'copy')}, because the prompts were still on the GPU (does the "
+            "policy hold leases?), or no longer in host memory"
         )
     return observations
 
