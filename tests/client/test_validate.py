@@ -468,9 +468,10 @@ def test_what_verify_found(
     verdict = SimpleNamespace(ok=is_ok, is_disturbed=is_disturbed, turns=turns)
     monkeypatch.setattr(module, "verify", lambda url: verdict)
     monkeypatch.setattr(module, "measure_run", lambda *_: next(make_bursts(0.5)))
-    run = module._Validation(ValidateOptions(model="m", out=tmp_path), IDLE, [], record=RECORD)
-    folder = AbFolder(tmp_path, {})
+    record = replace(RECORD, arms=(ValidatedArm(name="stock"), ValidatedArm(name="tenuto")))
+    run = module._Validation(ValidateOptions(model="m", out=tmp_path), IDLE, [], record=record)
+    folder = AbFolder(run.ab)
     folder.get_run(Slot(0, "tenuto")).mkdir(parents=True)
     run._ask_more(folder, Slot(0, "tenuto"), Ready("http://127.0.0.1:1", True))
     assert read_record(tmp_path).verify == found
-    assert json.loads((tmp_path / "runs" / "001-tenuto" / "plain.json").read_text()) == {"itl_s": 0.5}
+    assert json.loads((folder.get_run(Slot(0, "tenuto")) / "plain.json").read_text()) == {"itl_s": 0.5}

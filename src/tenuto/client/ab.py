@@ -59,7 +59,7 @@ from tenuto.records.text import print_text, write_csv
 from tenuto.vllm.launch import check_model, find_vllm
 from tenuto.workload.load import GENERATORS, make_workload
 
-_UNLIKE = ("url", "engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv", "model")
+_UNLIKE = ("engine_urls", "api_key", "out", "as_json", "policy", "run_id", "csv", "model")
 """Options of bench that do not define the comparison, or that differ between runs."""
 ANSWER_S = 30.0
 """Time limit for a server to list its models, in seconds."""
@@ -82,22 +82,21 @@ def run_ab(options: AbOptions) -> int:
         check_arm(arm, options.bench.api_key)
         if arm.kind in ("vllm", "policy"):
             check_model(options.model or "")
-    slots = make_order([arm.name for arm in options.arms], options.repeats, options.runs_per_start)
     is_interrupted = False
-    with AbFolder(options.out, describe(options)) as folder:
+    with AbFolder(options) as folder:
         failure: TenutoError | None = None
         try:
-            if num_runs := sum(not folder.has_run(slot) for slot in slots):
-                say(describe_length(options, num_runs))
+            if missing := folder.get_missing():
+                say(describe_length(options, len(missing)))
             with ending_as_interrupt():
-                run_slots(options, folder, slots)
+                run_slots(folder)
         except KeyboardInterrupt:
             is_interrupted = True
             say("interrupted; the same command continues from here")
         except TenutoError as error:
             failure = error
-        found = conclude(options, folder, slots)
-        _show(options, folder, found)
+        found = conclude(folder)
+        _show(folder, found)
         if (failure := failure or folder.failure) is not None:
             raise failure
     if is_interrupted:
@@ -134,17 +133,12 @@ def describe(options: AbOptions) -> dict[str, Any]:
     }
 
 
-def run_slots(
-    options: AbOptions,
-    folder: AbFolder,
-    slots: Sequence[Slot],
-    after: Callable[[Slot, Ready], bool] = lambda slot, server: True,
-) -> None:
+def run_slots(folder: AbFolder, after: Callable[[Slot, Ready], bool] = lambda slot, server: True) -> None:
     """Make the missing runs. Calls `after` after each, while its server is up; False ends the comparison."""
+    options, todo = folder.options, folder.get_missing()
     arms = {arm.name: arm for arm in options.arms}
-    todo = [slot for slot in slots if not folder.has_run(slot)]
-    if len(todo) < len(slots):
-        say(f"{len(slots) - len(todo)} of {count(len(slots), 'run')} done already")
+    if num_done := len(folder.slots) - len(todo):
+        say(f"{num_done} of {count(len(folder.slots), 'run')} done already")
     started_s = time.monotonic()
     with Servers(options, folder.make_log_path, say) as servers:
         for number, slot in enumerate(todo):
@@ -155,20 +149,20 @@ def run_slots(
             say(f"repeat {slot.repeat + 1} of {options.repeats}: {slot.arm}{left}")
             folder.clear(slot)
             with servers.open(arms[slot.arm]) as server:
-                _run_slot(options, folder, slot, arms[slot.arm], server)
+                _run_slot(folder, slot, arms[slot.arm], server)
                 if not after(slot, server):
                     return
 
 
-def _run_slot(options: AbOptions, folder: AbFolder, slot: Slot, arm: Arm, server: Ready) -> None:
+def _run_slot(folder: AbFolder, slot: Slot, arm: Arm, server: Ready) -> None:
     """Make one run, and save it only if it is complete. Raises KeyboardInterrupt if it was interrupted."""
     run_id = f"ab-{secrets.token_hex(4)}-{slot.name}"
-    run_options = options.get_run_options(arm, server.url, slot.repeat, run_id)
-    if server.is_fresh and options.warmup_jobs:
-        _warm_up(run_options, options.warmup_jobs)
-    is_emptied = empty_cache(run_options.urls, run_options.api_key, run_options.engine_urls)
+    options = folder.options.get_run_options(arm, server.url, slot.repeat, run_id)
+    if server.is_fresh and folder.options.warmup_jobs:
+        _warm_up(options, folder.options.warmup_jobs)
+    is_emptied = empty_cache(options.urls, options.api_key, options.engine_urls)
     with RunFiles(folder.get_run(slot)) as files:
-        result = measure_run(run_options, files)
+        result = measure_run(options, files)
         server.check()
         result["client"]["cache_emptied"] = is_emptied
         # result.json marks the run as complete, so it must not exist without all of the run's turns.
@@ -214,9 +208,10 @@ class Conclusion(NamedTuple):
         return all(each["ok"] == each["planned"] for each in turns)
 
 
-def conclude(options: AbOptions, folder: AbFolder, slots: Sequence[Slot]) -> Conclusion:
+def conclude(folder: AbFolder) -> Conclusion:
     """Compare the runs so far. Write results.jsonl and, if there is a run, verdict.json. Raises DataError."""
-    runs = {slot: read_run(folder.get_run(slot)) for slot in slots if folder.has_run(slot)}
+    options = folder.options
+    runs = {slot: read_run(folder.get_run(slot)) for slot in folder.slots if folder.has_run(slot)}
     results = {slot: run.record.to_json() for slot, run in runs.items() if run.record}
     terms = _describe_terms(options)
     rows = [
@@ -254,7 +249,8 @@ def _describe_verdict(options: AbOptions, found: Conclusion) -> dict[str, Any]:
     }
 
 
-def _show(options: AbOptions, folder: AbFolder, found: Conclusion) -> None:
+def _show(folder: AbFolder, found: Conclusion) -> None:
+    options = folder.options
     if not any(found.done.values()):
         return
     if options.as_json:
@@ -326,10 +322,12 @@ class AbFolder:
     Raises ConfigError if the folder cannot be written, is in use, or contains another comparison.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, options: AbOptions) -> None:
+        self.path, self.options = options.out, options
+        self.slots = make_order([arm.name for arm in options.arms], options.repeats, options.runs_per_start)
+        """All runs of the comparison, in the order in which they are made."""
         # Store the values as they will be read again: tuples become lists.
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._settings: dict[str, Any] = json.loads(json.dumps(describe(options)))
         self.failure: ConfigError | None = None
         """Why `write` failed first. What was to be written is still to be shown."""
 
@@ -383,6 +381,10 @@ class AbFolder:
     def has_run(self, slot: Slot) -> bool:
         """Whether the run was completed."""
         return (self.get_run(slot) / RESULT).exists()
+
+    def get_missing(self) -> list[Slot]:
+        """The runs that are still to be made."""
+        return [slot for slot in self.slots if not self.has_run(slot)]
 
     def clear(self, slot: Slot) -> None:
         """Move the files of an interrupted run away."""

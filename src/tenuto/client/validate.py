@@ -47,9 +47,7 @@ from tenuto.client.ab import (
     Slot,
     check_port,
     conclude,
-    describe,
     ending_as_interrupt,
-    make_order,
     measure_run,
     run_slots,
 )
@@ -711,20 +709,18 @@ class _Validation:
         """Run the arms alternately until all is done, time is up, or noise makes a verdict impossible."""
         if self.stopped is not None or self.record is None:
             return
-        ab = self.ab
-        slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
-        with AbFolder(ab.out, describe(ab)) as folder, self._explaining():
+        with AbFolder(self.ab) as folder, self._explaining():
 
             def after(slot: Slot, server: Ready) -> bool:
-                self._note_load(sum(map(folder.has_run, slots)))
+                self._note_load(sum(map(folder.has_run, folder.slots)))
                 self._ask_more(folder, slot, server)
-                if slot.repeat and (why := self._find_hopeless(folder, slots)):
+                if slot.repeat and (why := self._find_hopeless(folder)):
                     self.stopped = why
-                elif self.left_s < END_S and slot != slots[-1]:
+                elif self.left_s < END_S and slot != folder.slots[-1]:
                     self.stopped = "time was up"
                 return self.stopped is None
 
-            run_slots(ab, folder, slots, after)
+            run_slots(folder, after)
 
     def _note_load(self, num_runs: int) -> None:
         """Add the load average to the mean over all runs, of earlier calls too. `num_runs`: with this one."""
@@ -754,11 +750,11 @@ class _Validation:
             self.say(f"verify: {found}")
         self._write()
 
-    def _find_hopeless(self, folder: AbFolder, slots: Sequence[Slot]) -> str | None:
+    def _find_hopeless(self, folder: AbFolder) -> str | None:
         """Why all planned pairs will not suffice for a verdict; None if they may."""
         if self.options.despite_noise or self.options.quick:
             return None
-        found = conclude(self.ab, folder, slots)
+        found = conclude(folder)
         stocks = [arm.name for arm in self.known.arms if arm.name != TENUTO]
         pairs = found.pairs.values()
         ratios = [[pair[TENUTO][MAIN.name] / pair[stock][MAIN.name] for pair in pairs] for stock in stocks]
@@ -779,20 +775,17 @@ class _Validation:
         verdict: Any = "no verdict"
         ratios: list[ValidatedRatio] = []
         if record.load is not None:
-            ab = self.ab
-            slots = make_order([arm.name for arm in ab.arms], ab.repeats, ab.runs_per_start)
-            with AbFolder(ab.out, describe(ab)) as folder:
-                found = conclude(ab, folder, slots)
+            with AbFolder(self.ab) as folder:
+                found = conclude(folder)
                 if folder.failure is not None:
                     self.say(f"not all was written: {folder.failure}")
                 record = self._predict(record, found)
                 comparisons = self._compare(record, found)
                 verdict = judge(each for each, _ in comparisons)
                 ratios = [_make_ratio(*each) for each in comparisons]
-                if plain := _read_plain(folder, ab.repeats):
-                    ratios.append(
-                        _make_ratio(compare_one(plain, (STOCK, TENUTO), PLAIN_MEASURE, ab.threshold))
-                    )
+                if plain := _read_plain(folder):
+                    threshold = folder.options.threshold
+                    ratios.append(_make_ratio(compare_one(plain, (STOCK, TENUTO), PLAIN_MEASURE, threshold)))
             notes = dict.fromkeys([*record.notes, *_make_notes(found.done)])
             versions: dict[str, str | None] = {}
             for run in (run for runs in found.done.values() for run in runs):
@@ -916,10 +909,10 @@ def _make_ratio(each: Comparison, simulated: float | None = None) -> ValidatedRa
     )
 
 
-def _read_plain(folder: AbFolder, repeats: int) -> list[dict[str, Values]]:
+def _read_plain(folder: AbFolder) -> list[dict[str, Values]]:
     """The time between tokens of plain requests, by pair and arm."""
     pairs = []
-    for repeat in range(repeats):
+    for repeat in range(folder.options.repeats):
         paths = {arm: folder.get_run(Slot(repeat, arm)) / PLAIN for arm in (STOCK, TENUTO)}
         if all(path.exists() for path in paths.values()):
             pairs.append(

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.client.ab import AbFolder, Slot, conclude, describe, make_order
+from tenuto.client.ab import AbFolder, Slot, conclude, make_order
 from tenuto.client.ab_verdict import make_pair, read_run
 from tenuto.core.errors import ConfigError, DataError
 from tests.client.ab.conftest import parse
 
 SLOT = Slot(0, "a")
 ENDS = ('"schema": 3}', '"jobs": "x"}')
+
+
+def open_folder(path: Path, *more: str) -> AbFolder:
+    arms = ("--arm", "a=sim:stock", "--arm", "b=sim:tenuto", "--model", "m")
+    return AbFolder(parse(*arms, "--out", str(path), *more))
 
 
 def test_the_order_turns_around() -> None:
@@ -26,16 +31,16 @@ def test_the_order_turns_around() -> None:
 
 def test_a_folder_is_taken_up_again(tmp_path: Path) -> None:
     for _ in range(2):
-        with AbFolder(tmp_path / "x", {"jps": 1.0, "arms": ("a", "b")}) as folder:
+        with open_folder(tmp_path / "x") as folder:
             assert folder.get_run(SLOT) == tmp_path / "x" / "runs" / "001-a"
 
 
 def test_another_comparison_is_refused(tmp_path: Path) -> None:
-    with AbFolder(tmp_path, {"jps": 1.0}):
+    with open_folder(tmp_path, "--jps", "1"):
         pass
     with (
         pytest.raises(ConfigError, match=r"another jps: 1\.0 there, 2\.0 now"),
-        AbFolder(tmp_path, {"jps": 2.0}),
+        open_folder(tmp_path, "--jps", "2"),
     ):
         pass
 
@@ -53,37 +58,37 @@ def test_a_policy_or_trace_that_changed_is_another_comparison(
         for file in files:
             file.write_text("changed" if file == changed else "")
         refusal = pytest.raises(ConfigError, match="another content") if changed else nullcontext()
-        with refusal, AbFolder(tmp_path / "out", describe(options)):
+        with refusal, AbFolder(options):
             pass
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]"])
 def test_a_foreign_file_is_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "ab.json").write_text(text)
-    with pytest.raises(ConfigError, match="not written by tenuto ab"), AbFolder(tmp_path, {}):
+    with pytest.raises(ConfigError, match="not written by tenuto ab"), open_folder(tmp_path):
         pass
     assert (tmp_path / "ab.json").read_text() == text
 
 
 def test_results_of_another_command_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="holds results of another command"), AbFolder(tmp_path, {}):
+    with pytest.raises(ConfigError, match="holds results of another command"), open_folder(tmp_path):
         pass
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     with (
-        AbFolder(tmp_path, {}),
+        open_folder(tmp_path),
         pytest.raises(ConfigError, match="another tenuto ab is using this folder"),
-        AbFolder(tmp_path, {}),
+        open_folder(tmp_path),
     ):
         pass
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    with pytest.raises(ConfigError, match="cannot write"), AbFolder(tmp_path / "x", {}):
+    with pytest.raises(ConfigError, match="cannot write"), open_folder(tmp_path / "x"):
         pass
 
 
@@ -91,16 +96,16 @@ def test_a_full_disk_at_the_start_is_named_and_leaves_a_folder_that_can_be_used(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=r"/ab\.json: File too large"), AbFolder(tmp_path, {}):
+        with pytest.raises(ConfigError, match=r"/ab\.json: File too large"), open_folder(tmp_path):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with AbFolder(tmp_path, {}):
+    with open_folder(tmp_path):
         pass
 
 
 def test_a_broken_off_run_is_put_away(tmp_path: Path) -> None:
-    with AbFolder(tmp_path, {}) as folder:
+    with open_folder(tmp_path) as folder:
         for number in (1, 2):
             folder.get_run(SLOT).mkdir()
             (folder.get_run(SLOT) / "turns.jsonl").write_text(f"{number}")
@@ -110,7 +115,7 @@ def test_a_broken_off_run_is_put_away(tmp_path: Path) -> None:
 
 
 def test_a_whole_run_stays(tmp_path: Path) -> None:
-    with AbFolder(tmp_path, {}) as folder:
+    with open_folder(tmp_path) as folder:
         folder.get_run(SLOT).mkdir()
         (folder.get_run(SLOT) / "result.json").write_text('{"client": {}}')
         folder.clear(SLOT)
@@ -118,10 +123,9 @@ def test_a_whole_run_stays(tmp_path: Path) -> None:
 
 
 def test_the_results_are_those_of_whole_runs_with_the_comparison_s_terms(tmp_path: Path) -> None:
-    options = parse("--arm", "a=sim:stock", "--arm", "b=sim:tenuto", "--model", "m", "--out", str(tmp_path))
-    with AbFolder(tmp_path, describe(options)) as folder:
+    with open_folder(tmp_path) as folder:
         write_run(folder.get_run(SLOT), {"a": 2.0}, [make_line("a", 0, 2)])
-        found = conclude(options, folder, make_order(["a", "b"], options.repeats))
+        found = conclude(folder)
     assert (found.pairs, [len(runs) for runs in found.done.values()]) == ({}, [1, 0])
     (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert (row["job_times_s"], row["makespan_s"]) == ({"a": 2.0}, 8.0)
