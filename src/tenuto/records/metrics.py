@@ -124,7 +124,7 @@ def get_percentile(values: Iterable[float], percent: float) -> float:
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")
-    return _interpolate(ordered, percent)
+    return _interpolate(ordered.__getitem__, len(ordered), percent)
 
 
 def get_mean(values: Sequence[float]) -> float:
@@ -151,8 +151,7 @@ def summarise(values: Iterable[float | None]) -> Stats | None:
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
-    p50, p90, p95, p99 = (_interpolate(known, percent) for percent in (50, 90, 95, 99))
-    return Stats(mean=fmean(known), p50=p50, p90=p90, p95=p95, p99=p99, max=known[-1], min=known[0])
+    return _make_stats(fmean(known), known.__getitem__, len(known))
 
 
 def get_job_times_s(
@@ -366,28 +365,23 @@ class Gaps:
         """Mean, percentiles and extremes of all gaps, as `metrics.summarise`; None if there is no gap."""
         if not self._seconds:
             return None
-        pairs = sorted(zip(self._seconds, self._counts, strict=True))
-        values = [seconds for seconds, _ in pairs]
-        counts = [count for _, count in pairs]
+        values, counts = zip(*sorted(zip(self._seconds, self._counts, strict=True)), strict=True)
         ends = list(accumulate(counts))
         mean = sum(map(operator.mul, values, counts)) / ends[-1]
-        p50, p90, p95, p99 = (_find_percentile(values, ends, percent) for percent in (50, 90, 95, 99))
-        return Stats(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=values[-1], min=values[0])
+        return _make_stats(mean, lambda at: values[bisect_right(ends, at)], ends[-1])
 
 
-def _find_percentile(values: list[float], ends: list[int], percent: float) -> float:
-    """The percentile of sorted values; `ends` says up to which position each of them reaches."""
-    position = (ends[-1] - 1) * percent / 100
-    low = int(position)
-    first, second = (values[bisect_right(ends, min(at, ends[-1] - 1))] for at in (low, low + 1))
-    return first + (second - first) * (position - low)
+def _make_stats(mean: float, get: Callable[[int], float], num: int) -> Stats:
+    """The statistics of `num` sorted values, each of which `get` returns by its position."""
+    p50, p90, p95, p99 = (_interpolate(get, num, percent) for percent in (50, 90, 95, 99))
+    return Stats(mean=mean, p50=p50, p90=p90, p95=p95, p99=p99, max=get(num - 1), min=get(0))
 
 
-def _interpolate(ordered: Sequence[float], percent: float) -> float:
-    position = (len(ordered) - 1) * percent / 100
+def _interpolate(get: Callable[[int], float], num: int, percent: float) -> float:
+    position = (num - 1) * percent / 100
     low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    first, second = get(low), get(min(low + 1, num - 1))
+    return first + (second - first) * (position - low)
 
 
 def group_by(items: Iterable[T], get_key: Callable[[T], K]) -> dict[K, list[T]]:
