@@ -113,13 +113,12 @@ def test_sums_with_an_unknown_part_are_unknown() -> None:
 
 def test_reusable_tokens_of_a_record_that_does_not_say() -> None:
     before = make_turn(turn=1, prompt_tokens=100, output_tokens=20)
-    turn = make_turn(turn=2, prompt_tokens=150, hit_tokens=64)
+    turn = make_turn(turn=2, prompt_tokens=150)
     assert metrics.estimate_reusable_tokens(before, turn, 16) == 112
-    assert metrics.estimate_missed_tokens(before, turn, 16) == 48
     assert metrics.estimate_reusable_tokens(None, turn, 16) == 0
     assert metrics.estimate_reusable_tokens(make_turn(), turn, 16) is None
-    said = make_turn(turn=2, prompt_tokens=150, hit_tokens=0, reusable_tokens=32)
-    assert metrics.estimate_missed_tokens(before, said, 16) == 32
+    said = make_turn(turn=2, prompt_tokens=150, reusable_tokens=32)
+    assert metrics.estimate_reusable_tokens(before, said, 16) == 32
 
 
 @given(st.lists(st.floats(0, 1.7976931348623157e308), min_size=1))

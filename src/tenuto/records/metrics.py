@@ -269,14 +269,6 @@ def estimate_reusable_tokens(before: TurnRecord | None, turn: TurnRecord, block_
     return count_reusable_tokens(computed, computed, turn.prompt_tokens, block_size)
 
 
-def estimate_missed_tokens(before: TurnRecord | None, turn: TurnRecord, block_size: int) -> int | None:
-    """Estimate the reusable tokens that were not hit. Tokens lost to preemptions are not included."""
-    reusable = estimate_reusable_tokens(before, turn, block_size)
-    if reusable is None or turn.hit_tokens is None:
-        return None
-    return count_missed_tokens(reusable, turn.hit_tokens)
-
-
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
     """Limits in milliseconds by name, from texts such as `ttft:500`. Raises ConfigError."""
     limits_ms: dict[str, float] = {}

@@ -20,7 +20,8 @@ from enum import Enum
 from functools import partial
 
 from tenuto.core.console import count
-from tenuto.records.metrics import estimate_missed_tokens, estimate_reusable_tokens, get_job_times_s
+from tenuto.core.reuse import count_missed_tokens
+from tenuto.records.metrics import estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData, TurnFacts
 from tenuto.records.schema import RunRecord, TurnRecord
 from tenuto.records.text import format_time_s
@@ -74,8 +75,13 @@ class TurnStory:
     fate: Cause = Cause.UNTOLD
     """What became of the blocks of the previous turn, if there was no lease."""
     reusable_tokens: int | None = None
-    missed_tokens: int | None = None
-    """Reusable tokens that were not hit."""
+
+    @property
+    def missed_tokens(self) -> int | None:
+        """Reusable tokens that were not hit. Tokens lost to preemptions are not included."""
+        if self.reusable_tokens is None or self.record.hit_tokens is None:
+            return None
+        return count_missed_tokens(self.reusable_tokens, self.record.hit_tokens)
 
     @property
     def latency_s(self) -> float | None:
@@ -155,11 +161,9 @@ def _make_story(
         before, lease, fate = before or turns[n - 1], None, Cause.PARALLEL
     if before is not None and not data.tells_leases and before.turn != turn.turn - 1:
         before, lease, fate = None, None, Cause.UNTOLD
-    reusable = missed = None
-    if before is not None or turn.turn <= 1:
-        reusable = estimate_reusable_tokens(before, turn, block_size)
-        missed = estimate_missed_tokens(before, turn, block_size)
-    return TurnStory(turn, data.facts[turn.job, turn.turn], before, lease, fate, reusable, missed)
+    is_known = before is not None or turn.turn <= 1
+    reusable = estimate_reusable_tokens(before, turn, block_size) if is_known else None
+    return TurnStory(turn, data.facts[turn.job, turn.turn], before, lease, fate, reusable)
 
 
 def _is_offloading(data: RunData) -> bool:
