@@ -73,7 +73,7 @@ def read_objects(path: Path, note: Say | None = None, *, exact: bool = False) ->
     DataError if the file cannot be read, is too large, is not UTF-8 or JSON, is empty or truncated, or holds
     anything but objects.
     """
-    return list(_Reader(path, note=note, exact=exact, is_whole=True).read())
+    return list(_Reader(path, _EXACT if exact else _PLAIN, note, is_whole=True).read())
 
 
 def stream_objects(
@@ -86,12 +86,12 @@ def stream_objects(
     reported to `note`. `say` receives the progress of a long file. With `keeps_infinity`, infinite numbers,
     such as a policy's keys, are not read as null. Raises DataError as `read_objects` does.
     """
-    return _Reader(path, note=note, say=say, keeps_infinity=keeps_infinity).read()
+    return _Reader(path, _INFINITE if keeps_infinity else _PLAIN, note, say).read()
 
 
 def read_first(path: Path) -> Fields:
     """Return the first object of a file without reading the rest. Raises DataError."""
-    first = next(_Reader(path, note=lambda text: None, is_whole=True).read(), None)
+    first = next(_Reader(path, _PLAIN, lambda text: None, is_whole=True).read(), None)
     if first is None:
         raise DataError(f"{path}: is cut off before its first object")
     return first
@@ -102,10 +102,9 @@ class _Reader:
     """Reads one file. Without `note`, a truncated file is an error."""
 
     path: Path
+    decoder: json.JSONDecoder
     note: Say | None = None
     say: Say | None = None
-    exact: bool = False
-    keeps_infinity: bool = False
     is_whole: bool = False
     """Whether the whole file is held in memory, and not one line after the other."""
     _longest: int = field(default_factory=lambda: MAX_FILE_BYTES)
@@ -202,8 +201,7 @@ class _Reader:
                 raise DataError(f"{place}: not valid JSON: {_explain(error)}") from None
 
     def _decode(self, data: bytes) -> object:
-        decoder = _EXACT if self.exact else _INFINITE if self.keeps_infinity else _PLAIN
-        return decoder.decode(data.decode())
+        return self.decoder.decode(data.decode())
 
     @staticmethod
     def _make_fields(value: object, place: str) -> Fields:
