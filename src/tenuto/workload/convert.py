@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, cast
+from typing import Any, Literal
 
 from tenuto.core.console import Progress, count, say
 from tenuto.core.errors import ConfigError
@@ -162,16 +162,10 @@ def _check_is_new(out: Path, *, is_folder: bool) -> None:
 
 
 def _write_file(path: Path, rows: Rows, *, is_packed: bool) -> None:
-    with _open_new(path, is_packed=is_packed) as file:
-        file.writelines(f"{dump_json(row)}\n" for row in rows)
-
-
-def _open_new(path: Path, *, is_packed: bool) -> TextIO:
-    if not is_packed:
-        return path.open("w", encoding="utf-8", newline="\n")
     # Leave out the time of writing, so that the same trace gives the same file.
-    packed = cast("IO[bytes]", gzip.GzipFile(path, "wb", mtime=0))
-    return io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
+    binary = gzip.GzipFile(path, "wb", mtime=0) if is_packed else path.open("wb")
+    with io.TextIOWrapper(binary, encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{dump_json(row)}\n" for row in rows)
 
 
 def _write_folder(folder: Path, rows: Rows) -> None:
