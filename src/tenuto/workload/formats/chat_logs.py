@@ -20,6 +20,7 @@ from itertools import count, filterfalse, pairwise
 from typing import Any
 
 from tenuto.records.codec import Fields
+from tenuto.wire.response import as_object
 from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, read_choice, write_message
 from tenuto.workload.formats.rounds import read_time_ns
 from tenuto.workload.schema import Job
@@ -45,14 +46,13 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
         sent_s = _read_time(record)
         response = record.values.get("response")
         source = response if isinstance(response, dict) else record.values
-        answer, usage = read_choice(source), source.get("usage")
+        answer, usage = read_choice(source), as_object(source.get("usage"))
         is_whole = messages[-1].get("role") == "assistant" and answer is None and name is None
         if name is None and not (is_whole and sent_s is None):
             known = (by_prompt.get(each) for each in reversed(hashes[:-1]))
             name = next((each for each in known if each is not None), None)
         if name is None:
             name = next(free_names)
-        usage = usage if isinstance(usage, dict) else {}
         asked = LoggedTurn(record, pieces, answer, usage, sent_s)
         conversations.setdefault(name, _Conversation()).add_row(messages, hashes, asked)
         if not is_whole:

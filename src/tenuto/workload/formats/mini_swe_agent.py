@@ -24,6 +24,7 @@ from typing import Any
 
 from tenuto.core.errors import DataError
 from tenuto.records.codec import Fields
+from tenuto.wire.response import as_object, get_each_object
 from tenuto.workload.formats.conversations import JobMaker, LoggedTurn, read_choice, write_message
 from tenuto.workload.schema import Job
 
@@ -56,8 +57,8 @@ def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
     pending: LoggedTurn | None = None
     answered_s = ended_s = None
     for message in record.records("messages"):
-        extra = _get(message.values, "extra")
-        response = _get(extra, "response")
+        extra = as_object(message.values.get("extra"))
+        response = as_object(extra.get("response"))
         is_answer = message.values.get("role") == "assistant"
         now_s = _get_seconds(extra.get("timestamp"))
         if is_answer or response:
@@ -67,7 +68,7 @@ def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
                 yield pending
             sent_s = _get_seconds(response.get("created")) if ended_s is None else ended_s
             answer = message.values if is_answer else read_choice(response) or {}
-            usage, calls = _get(response, "usage"), _get_calls(extra)
+            usage, calls = as_object(response.get("usage")), _get_calls(extra)
             pending = LoggedTurn(message, tuple(pieces), answer, usage, sent_s, calls=calls)
             answered_s = now_s
         elif pending is not None and now_s is not None and answered_s is not None:
@@ -80,17 +81,11 @@ def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
 
 
 def _get_calls(extra: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    actions = extra.get("actions")
     return tuple(
         ("bash", {"command": action["command"]})
-        for action in (actions if isinstance(actions, list) else [])
-        if isinstance(action, dict) and isinstance(action.get("command"), str)
+        for action in get_each_object(extra.get("actions"))
+        if isinstance(action.get("command"), str)
     )
-
-
-def _get(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = values.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def _get_seconds(value: Any) -> float | None:
