@@ -247,20 +247,19 @@ def _check(options: LoadOptions) -> None:
 
 def _load(options: LoadOptions) -> Workload:
     source = options.lengths if options.workload == "random" else options.workload
-    if options.users is None or options.keeps_arrivals:
+    if options.jps is None and options.workload in GENERATORS:
+        # Users begin one job after the other, so only the number of jobs counts.
+        assert options.max_jobs is not None  # `_check`
         return load_workload(
-            source,
-            jps=options.jps,
-            window_s=options.window_s,
-            arrival=options.arrival,
-            seed=options.seed,
-            loop=options.loop,
+            source, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
         )
-    if options.workload not in GENERATORS:
-        return load_workload(source, seed=options.seed)
-    assert options.max_jobs is not None  # `_check`
     return load_workload(
-        source, jps=1.0, window_s=float(options.max_jobs), arrival="fixed", seed=options.seed
+        source,
+        jps=options.jps,
+        window_s=options.window_s,
+        arrival=options.arrival,
+        seed=options.seed,
+        loop=options.loop,
     )
 
 
