@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tenuto.core.errors import DataError, clean
 
@@ -118,9 +118,9 @@ class Fields:
     def number(self, field: str, high: float = MAX_SECONDS, low: float = 0.0) -> float:
         """Read a number from `low` to `high`; a bool is an error."""
         value = self._get(field)
-        if not _is_number(value, high, low):
+        if not is_number(value, high, low):
             raise self.error(field, f"must be a number from {low:g} to {high:g}, got {show(value)}")
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
 
     def milliseconds(self, field: str) -> float:
         """Read milliseconds and return the float that is nearest to the value in seconds."""
@@ -132,7 +132,9 @@ class Fields:
     def numbers(self, field: str) -> tuple[float, ...]:
         """Read a list of numbers from 0 to `MAX_SECONDS`; nulls are left out."""
         value = self._get(field)
-        if not isinstance(value, list) or not all(each is None or _is_number(each) for each in value):
+        if not isinstance(value, list) or not all(
+            each is None or is_number(each, MAX_SECONDS) for each in value
+        ):
             raise self.error(field, f"must be a list of numbers from 0 to {MAX_SECONDS:g}, got {show(value)}")
         return tuple(float(each) for each in value if each is not None)
 
@@ -196,7 +198,8 @@ def show(value: object) -> str:
     return shown if len(shown) <= _SHOWN_CHARS else f"{shown[: _SHOWN_CHARS - 3]}..."
 
 
-def _is_number(value: object, high: float = MAX_SECONDS, low: float = 0.0) -> bool:
+def is_number(value: object, high: float = MAX_COUNT, low: float = 0.0) -> TypeGuard[float]:
+    """Whether it is a number from `low` to `high`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return low <= value <= high and (isinstance(value, int) or math.isfinite(value))

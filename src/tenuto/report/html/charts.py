@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from tenuto.core.console import count
 from tenuto.core.errors import clean
 from tenuto.core.types import LeaseEnd
+from tenuto.records.codec import is_number
 from tenuto.records.metrics import FIGURES, get_known_mean, get_percentile, group_by
 from tenuto.records.schema import Sample, ValidationRecord
 from tenuto.records.text import name_arm, name_machine
 from tenuto.report.html.compare import Group, Load, PolicyCell, Spread, Winner, sort_loads, sort_policies
-from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources, is_number
+from tenuto.report.html.sources import AbVerdict, Detail, Run, Sources
 from tenuto.report.html.spec import (
     SOLID,
     TIME,

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from tenuto.client.ab_verdict import MEASURES, VERDICT
 from tenuto.core.console import count
 from tenuto.core.errors import DataError, clean
 from tenuto.records import codec, load
-from tenuto.records.codec import MAX_COUNT, Fields
+from tenuto.records.codec import Fields, is_number
 from tenuto.records.files import read_first, read_objects
 from tenuto.records.load import identify, load_file, read_run, read_sample, read_validation
 from tenuto.records.metrics import summarise
@@ -218,11 +218,6 @@ def _find_sim_speed(client: Mapping[str, object]) -> float | None:
         return None
     speed = server.get("speed")
     return float(speed) if is_number(speed) else 0.0
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a count or a time. Another server's figures may be anything."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 @dataclass(frozen=True)

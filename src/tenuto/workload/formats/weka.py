@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate, pairwise
 
-from tenuto.records.codec import MAX_SECONDS, Fields
+from tenuto.records.codec import MAX_SECONDS, Fields, is_number
 from tenuto.records.metrics import group_by
 from tenuto.workload.formats.rows import (
     BlockIds,
@@ -319,7 +319,7 @@ def _get_joins(session: Job, spawner: int, job_id: str) -> list[After]:
 def _try_get_seconds(turn: TurnSpec, key: str) -> float | None:
     """A recorded time in seconds, from a key in milliseconds."""
     value = turn.extra.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS * 1000:
+    if not is_number(value, MAX_SECONDS * 1000) or not value:
         return None
     return float(Decimal(repr(float(value))).scaleb(-3))
 
