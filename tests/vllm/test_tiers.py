@@ -19,7 +19,7 @@ from tenuto.core.errors import IncompatibleError
 from tenuto.core.tier_order import Use
 from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.records.load import TRACE, load_file
-from tenuto.report.diagnosis import Cause, get_cause, make_stories
+from tenuto.report.diagnosis import Cause, make_stories
 from tenuto.vllm.compat.check import check_connector
 from tenuto.vllm.compat.offload import ORDER, PrimaryManager
 from tenuto.vllm.tiers import background
@@ -243,7 +243,7 @@ def test_a_policy_may_compute_what_host_memory_has(tmp_path: Path) -> None:
         assert f"tenuto:{name}" in shown
     engine.scheduler.shutdown()
     data = load_file(trace, TRACE)
-    causes = [get_cause(turn, BLOCK_SIZE) for job in make_stories(data) for turn in job.turns]
+    causes = [turn.cause for job in make_stories(data) for turn in job.turns]
     assert causes.count(Cause.DECLINED) == 6
     assert max(sample.host_blocks or 0 for sample in data.samples) > 40
 

@@ -36,7 +36,6 @@ from tenuto.report.diagnosis import (
     JobStory,
     TurnStory,
     diagnose,
-    get_cause,
     get_policy,
     make_stories,
 )
@@ -87,7 +86,7 @@ def analyze(path: Path, *, jobs: Sequence[str] = (), say: Say = _say) -> dict[st
         return _summarise_results(str(path), records, notes)
     data = _load(path, kind, say)
     stories = make_stories(data)
-    return {**_summarise(data, stories), "jobs_shown": _show_jobs(stories, data.block_size, jobs)}
+    return {**_summarise(data, stories), "jobs_shown": _show_jobs(stories, jobs)}
 
 
 def _load(path: Path, kind: load.Kind, say: Say) -> RunData:
@@ -98,13 +97,13 @@ def _load(path: Path, kind: load.Kind, say: Say) -> RunData:
     raise make_error(path, kind, _WANTED)
 
 
-def _show_jobs(stories: Sequence[JobStory], block_size: int, patterns: Sequence[str]) -> list[dict[str, Any]]:
+def _show_jobs(stories: Sequence[JobStory], patterns: Sequence[str]) -> list[dict[str, Any]]:
     """Describe the requested jobs turn by turn; by default, the job that missed the most tokens."""
     if patterns:
         names = [(show_id(job.job_id), job) for job in stories]
         wanted = [job for name, job in names if any(name == p or fnmatchcase(name, p) for p in patterns)]
-        return [_describe_job(job, block_size) for job in wanted]
-    worst = _describe_job(max(stories, key=_count_missed), block_size)
+        return list(map(_describe_job, wanted))
+    worst = _describe_job(max(stories, key=_count_missed))
     because = "it computed most again; others: --job ID"
     return [{**worst, "shown_because": because}] if worst["missed_tokens"] else []
 
@@ -129,7 +128,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "short_groups": dict(data.short_tokens.most_common()),
         "parted": _find_changed_prompts(data),
         "block_size": data.block_size,
-        "causes": _get_causes(turns, data.block_size),
+        "causes": _get_causes(turns),
         "leases": _get_leases(data),
         "preemptions": sum(turn.record.preemptions or 0 for turn in turns),
         "policy_faults": (data.record and data.record.policy_faults) or 0,
@@ -258,11 +257,11 @@ def _get_ratios(turns: Iterable[TurnStory]) -> dict[str, float | None]:
     return {name: tokens[name] for name in ("hit_ratio", "best_ratio")}
 
 
-def _get_causes(turns: Iterable[TurnStory], block_size: int) -> dict[str, dict[str, int]]:
+def _get_causes(turns: Iterable[TurnStory]) -> dict[str, dict[str, int]]:
     counts: Counter[Cause] = Counter()
     tokens: Counter[Cause] = Counter()
     for turn in turns:
-        missed, cause = turn.missed_tokens, get_cause(turn, block_size)
+        missed, cause = turn.missed_tokens, turn.cause
         if missed and cause is not Cause.NONE:
             counts[cause] += 1
             tokens[cause] += missed
@@ -309,18 +308,18 @@ def _get_last_turn(latency_s: Mapping[int, float], counts: Mapping[int, int] | N
     return None if last == 1 else last
 
 
-def _describe_job(job: JobStory, block_size: int) -> dict[str, Any]:
+def _describe_job(job: JobStory) -> dict[str, Any]:
     return {
         "job": job.job_id,
         "turns": len(job.turns),
         "job_s": job.duration_s,
         **_get_ratios(job.turns),
         "missed_tokens": _count_missed(job),
-        "turn_by_turn": [_describe_turn(turn, block_size) for turn in job.turns],
+        "turn_by_turn": list(map(_describe_turn, job.turns)),
     }
 
 
-def _describe_turn(turn: TurnStory, block_size: int) -> dict[str, Any]:
+def _describe_turn(turn: TurnStory) -> dict[str, Any]:
     record, reusable = turn.record, turn.reusable_tokens
     prompt, hit = record.prompt_tokens, record.hit_tokens
     return {
@@ -334,7 +333,7 @@ def _describe_turn(turn: TurnStory, block_size: int) -> dict[str, Any]:
         "missed_tokens": turn.missed_tokens,
         "hit_ratio": None if hit is None or not prompt else hit / prompt,
         "reusable_ratio": None if reusable is None or not prompt else reusable / prompt,
-        "cause": get_cause(turn, block_size).value,
+        "cause": turn.cause.value,
         "lease_end": turn.lease.reason if turn.lease else None,
         "preemptions": record.preemptions or 0,
         "aborted": record.status != "ok",

@@ -1,7 +1,7 @@
 """Diagnoses a run: why each turn did not hit what it could reuse, and what the pattern of its figures means.
 
 Causes: each turn is paired with its job's previous turn. To explain a new way of losing the cache, add a
-cause, and its condition in `get_cause`.
+cause, and its condition in `TurnStory.cause`.
 
 Patterns come from the published sweeps (8-turn agent jobs, Llama-3.1-8B on one H200). Mean turn latency in
 seconds at 6 and 15 jobs per second:
@@ -68,6 +68,7 @@ class TurnStory:
 
     record: TurnRecord
     facts: TurnFacts
+    block_size: int
     before: TurnRecord | None = None
     """The job's most recent finished turn. None for a first turn, or if unknown."""
     lease: LeaseRecord | None = None
@@ -93,6 +94,23 @@ class TurnStory:
         """Seconds from the end of the previous turn to the due time of this one; None if it still ran."""
         end_s = self.before.last_token_s if self.before else None
         return None if end_s is None or self.record.due_s < end_s else self.record.due_s - end_s
+
+    @property
+    def cause(self) -> Cause:
+        """Why it recomputed tokens of the previous turn."""
+        if self.missed_tokens is None or self.missed_tokens < self.block_size:
+            return Cause.NONE
+        if self.facts.short_group is not None and (self.lease is None or self.lease.reason == "hit"):
+            return Cause.SHORT_GROUP
+        if self.facts.declined_load and not self.record.loaded_tokens:
+            return Cause.DECLINED
+        if _left_at_the_answer(self):
+            return Cause.CHANGED
+        if self.lease is None:
+            return self.fate
+        if self.lease.reason == "hit":
+            return _explain_short_hit(self, self.lease)
+        return _LEASE_ENDS.get(self.lease.reason or "", Cause.UNTOLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +181,7 @@ def _make_story(
         before, lease, fate = None, None, Cause.UNTOLD
     is_known = before is not None or turn.turn <= 1
     reusable = estimate_reusable_tokens(before, turn, block_size) if is_known else None
-    return TurnStory(turn, data.facts[turn.job, turn.turn], before, lease, fate, reusable)
+    return TurnStory(turn, data.facts[turn.job, turn.turn], block_size, before, lease, fate, reusable)
 
 
 def _is_offloading(data: RunData) -> bool:
@@ -188,24 +206,7 @@ _LEASE_ENDS = {
 }  # fmt: skip
 
 
-def get_cause(turn: TurnStory, block_size: int) -> Cause:
-    """Return why a turn recomputed tokens of the previous turn."""
-    if turn.missed_tokens is None or turn.missed_tokens < block_size:
-        return Cause.NONE
-    if turn.facts.short_group is not None and (turn.lease is None or turn.lease.reason == "hit"):
-        return Cause.SHORT_GROUP
-    if turn.facts.declined_load and not turn.record.loaded_tokens:
-        return Cause.DECLINED
-    if _left_at_the_answer(turn, block_size):
-        return Cause.CHANGED
-    if turn.lease is None:
-        return turn.fate
-    if turn.lease.reason == "hit":
-        return _explain_short_hit(turn.record, turn.lease, block_size)
-    return _LEASE_ENDS.get(turn.lease.reason or "", Cause.UNTOLD)
-
-
-def _left_at_the_answer(turn: TurnStory, block_size: int) -> bool:
+def _left_at_the_answer(turn: TurnStory) -> bool:
     """Whether the hit ends exactly where the previous prompt ended.
 
     Then the answer came back with different tokens, for example because a chat template dropped reasoning. An
@@ -215,20 +216,20 @@ def _left_at_the_answer(turn: TurnStory, block_size: int) -> bool:
     if before is None or before.prompt_tokens is None or before.output_tokens is None:
         return False
     num_hit = turn.record.hit_tokens or 0
-    ends_there = before.prompt_tokens - block_size < num_hit <= before.prompt_tokens
-    return ends_there and before.output_tokens > 2 * block_size
+    ends_there = before.prompt_tokens - turn.block_size < num_hit <= before.prompt_tokens
+    return ends_there and before.output_tokens > 2 * turn.block_size
 
 
-def _explain_short_hit(turn: TurnRecord, lease: LeaseRecord, block_size: int) -> Cause:
+def _explain_short_hit(turn: TurnStory, lease: LeaseRecord) -> Cause:
     """Explain a short hit on a lease: the lease was truncated, or never covered all tokens."""
     if lease.num_blocks is None or lease.num_blocks_left is None:
         return Cause.UNTOLD
     # A claim truncates the lease to the blocks that the prompt can hit. So a short prompt explains missing
     # blocks.
-    num_usable = min(lease.num_blocks, ((turn.prompt_tokens or 1) - 1) // block_size)
+    num_usable = min(lease.num_blocks, ((turn.record.prompt_tokens or 1) - 1) // turn.block_size)
     if lease.num_blocks_left < num_usable:
         return Cause.EVICTED if lease.was_pressed else Cause.CHANGED
-    if (turn.hit_tokens or 0) < (lease.num_blocks_left - 1) * block_size:
+    if (turn.record.hit_tokens or 0) < (lease.num_blocks_left - 1) * turn.block_size:
         return Cause.CHANGED
     return Cause.NOT_STORED
 
