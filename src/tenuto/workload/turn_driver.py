@@ -48,9 +48,8 @@ _Event = Event | Literal["returned"]
 class TurnDriver:
     """Says when each turn is due. Times are in seconds on the workload's clock.
 
-    - Closed loop: a turn is due `tool_s` after the job's previous turn finished, and not before any of its
-      `after` events and its delay. A first turn is due at its job's arrival, or after its `after` events.
-    - Open loop: every turn is due at its recorded time, even if earlier turns are not finished.
+    `workload.schema` has the rules of a closed and of an open loop. These are added:
+
     - `users`: this many users have one job each. When a user's job and all jobs that it started have ended,
       the user begins the next job of the workload at that moment. `keeps_arrivals`: not before it arrives, so
       that jobs arrive at their rate, and at most `users` of them are under way.
