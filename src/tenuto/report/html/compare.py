@@ -111,9 +111,7 @@ def _average(times: Sequence[JobTimes]) -> JobTimes:
     return JobTimes(fmean(each.mean_s for each in times), get_known_mean(each.p95_s for each in times))
 
 
-@lru_cache(4096)
-def _estimate(ratios: tuple[float, ...]) -> Estimate:
-    return estimate_ratio(ratios)
+_estimate = lru_cache(4096)(estimate_ratio)
 
 
 class Spread(NamedTuple):
