@@ -73,6 +73,7 @@ class Scheduler:
         self._log, self._strict = log, strict
         self.config = config
         self._by_priority = config.order == "priority"
+        self._is_fork = config.scheduler == "continuum-fork"
         self._has_drafts = config.num_draft_tokens > 0
         self._has_states = config.kv.has_states
         self._is_async = config.max_steps_in_flight > 1
@@ -173,10 +174,7 @@ class Scheduler:
         step = self._make_step(only_decodes=driver.bounds_steps and self._will_only_decode())
         step.defers_prefill = self._defers_prefill()
         copied_s = offloader.get_free_s(now_s) if offloader is not None and offloader.is_serial else now_s
-        if self.config.scheduler == "continuum-fork":
-            self._schedule_running_as_fork(step)
-        else:
-            self._schedule_running(step)
+        self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
         state.num_executed_steps += bool(step.num_tokens)
@@ -321,7 +319,7 @@ class Scheduler:
                 step.budget -= 1
                 index += 1
                 continue
-            is_deferred = step.defers_prefill and request.is_prefill_chunk
+            is_deferred = step.defers_prefill and request.is_prefill_chunk and not self._is_fork
             num_new_tokens = 0 if is_deferred else self._count_new_tokens(request, step)
             if num_new_tokens == 0:
                 index += 1
@@ -332,12 +330,13 @@ class Scheduler:
                 victim = self._preempt_for_running(request, step)
                 if victim is request:
                     break
-                index = running.index(request)
+                if not self._is_fork:
+                    index = running.index(request)
             else:
                 self._give(request, num_new_tokens, step)
                 index += 1
                 continue
-            if not self._by_priority or self.config.kv.vllm_release == "0.32":
+            if self._is_fork or not self._by_priority or self.config.kv.vllm_release == "0.32":
                 return
             # Requests after it in `running` may be more important, and need its blocks.
 
@@ -368,36 +367,6 @@ class Scheduler:
         most = self.config.kv.max_model_len - num_computed_tokens - 1
         num_new_tokens = min(step.bound(num_tokens - num_computed_tokens), most)
         return self._cut_chunk(request, num_computed_tokens, num_new_tokens, step, request.shared_tokens)
-
-    def _schedule_running_as_fork(self, step: Step) -> None:
-        """The same in the public Continuum prototype, a fork of vLLM 0.10.2.
-
-        It differs if there are too few free blocks:
-
-        - The victim is the policy's choice of *all* running requests. It may have tokens in this step.
-        - The budget of the step does not get these tokens back.
-        - The position in `running` does not move back if the victim was before it. So another request misses
-          the step.
-        - A request that preempts itself ends the pass.
-
-        Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's scheduler.py.
-        """
-        running, has_slots = self.state.running, self.kv.has_slots
-        index = 0
-        while index < len(running) and step.budget > 0:
-            request = running[index]
-            num_new_tokens = self._count_new_tokens(request, step)
-            if num_new_tokens:
-                while not has_slots(request, num_new_tokens) and not self._try_allocate(
-                    request, num_new_tokens, None
-                ):
-                    victim_id = self.driver.get_victim([each.turn_id for each in running], self.state.now_s)
-                    victim = running[-1] if victim_id is None else self.state.requests[victim_id]
-                    self._preempt(step, victim, gives_back=False)
-                    if victim is request:
-                        return
-                self._give(request, num_new_tokens, step)
-            index += 1
 
     # Waiting requests.
 
@@ -665,29 +634,26 @@ class Scheduler:
     # Preemption: which request loses its blocks, and what happens to it.
 
     def _preempt_for_running(self, request: Request, step: Step) -> Request:
-        """Preempt one running request so that `request` can continue. It may be `request` itself."""
-        running = self.state.running
-        if self._by_priority:
-            victim = max(running, key=lambda each: (each.priority, each.arrival_s))
-        else:
-            self._put_victim_last(request)
-            victim = running[-1]
-        self._preempt(step, victim)
-        return victim
+        """Preempt one running request so that `request` can continue. It may be `request` itself.
 
-    def _put_victim_last(self, request: Request) -> None:
-        """Move the policy's choice to the tail of `running`, where vLLM takes its victim.
+            running   [scheduled in this step | request | not scheduled yet …]
+            vLLM                               └────── candidates ──────────┘
+            fork       └───────────────── candidates ───────────────────────┘
 
-        running   [scheduled in this step | request | not scheduled yet …]
-                                           └────── candidates ──────────┘
+        The fork is the public Continuum prototype, made from vLLM 0.10.2. Its victim may have tokens in this
+        step, and the step's budget does not get them back. Nor does its position in `running` move back if
+        the victim was before it. So another request misses the step. A request that preempts itself ends the
+        pass. Source: `schedule` and `pop_running_request_based_on_last_step` of the fork's scheduler.py.
         """
         running = self.state.running
-        candidates = running[running.index(request) :]
-        victim_id = self.driver.get_victim([each.turn_id for each in candidates], self.state.now_s)
-        for each in candidates:
-            if each.turn_id == victim_id:
-                running.remove(each)
-                running.append(each)
+        if self._by_priority and not self._is_fork:
+            victim = max(running, key=lambda each: (each.priority, each.arrival_s))
+        else:
+            candidates = running if self._is_fork else running[running.index(request) :]
+            victim_id = self.driver.get_victim([each.turn_id for each in candidates], self.state.now_s)
+            victim = running[-1] if victim_id is None else self.state.requests[victim_id]
+        self._preempt(step, victim, gives_back=not self._is_fork)
+        return victim
 
     def _preempt_for_waiting(self, request: Request, step: Step) -> bool:
         """Preempt a running request for a waiting one that does not fit, if the policy says so."""
