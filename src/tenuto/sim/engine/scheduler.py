@@ -366,15 +366,17 @@ class Scheduler:
         # One slot stays for the token that is sampled.
         most = self.config.kv.max_model_len - num_computed_tokens - 1
         num_new_tokens = min(step.bound(num_tokens - num_computed_tokens), most)
-        return self._cut_chunk(request, num_computed_tokens, num_new_tokens, step, request.shared_tokens)
+        if self._has_states:
+            return self._cut_chunk(request, num_computed_tokens, num_new_tokens, step, request.shared_tokens)
+        return num_new_tokens
 
     # Waiting requests.
 
     def _schedule_waiting(self, step: Step) -> None:
         """Spend the rest of the step's budget on requests that start."""
         state, waiting = self.state, self.state.waiting
-        has_running = bool(step.num_tokens)
-        goes_on = self._start_loaded(step, has_running=has_running)
+        step.has_running = bool(step.num_tokens)
+        goes_on = self._start_loaded(step)
         while goes_on and step.budget > 0:
             request = waiting.get_first()
             if request is None:
@@ -398,23 +400,15 @@ class Scheduler:
                 if hit.waits:
                     goes_on = self._try_load(request, hit, step, self.offloader)
                     continue
-            goes_on = self._try_start(request, hit, step, has_running=has_running)
+            goes_on = self._try_start(request, hit, step)
         waiting.restore_skipped()
         if not step.defers_prefill:
             state.is_capacity_bound = waiting.num_eligible > 0
 
-    def _try_start(self, request: Request, hit: Hit, step: Step, *, has_running: bool) -> bool:
+    def _try_start(self, request: Request, hit: Hit, step: Step) -> bool:
         """Start a request; False if its first tokens do not fit into the budget or the cache."""
-        num_tokens = request.num_tokens - hit.num_computed_tokens
-        if step.defers_prefill and num_tokens > 1:
-            return False
         start = hit.num_computed_tokens
-        num_drafts = self._count_padding(start, step, has_running=has_running) if num_tokens == 1 else 0
-        if 1 + num_drafts > step.budget:
-            return False
-        num_new_tokens = self._cut_chunk(
-            request, start, step.bound(num_tokens + num_drafts), step, hit.shared_tokens
-        )
+        num_new_tokens, num_drafts = self._count_first_tokens(request, start, hit.shared_tokens, step)
         if num_new_tokens == 0:
             return False
         while not self._try_allocate(request, num_new_tokens, hit):
@@ -425,19 +419,34 @@ class Scheduler:
             self.driver.load(request.turn_id, hit.num_loaded_tokens)
             step.copies_done_s = max(step.copies_done_s, done_s)
         request.num_loaded_tokens = hit.num_loaded_tokens
-        self._start(request, start, num_new_tokens, step)
-        if num_drafts:
-            step.num_drafts[request.turn_id] = num_drafts
+        self._start(request, start, num_new_tokens, num_drafts, step)
         return True
 
-    def _count_padding(self, start: int, step: Step, *, has_running: bool) -> int:
-        """Draft slots for a request that starts with one token, so that all decodes of the step are equal."""
-        num_drafts = self.config.num_draft_tokens
-        fits = start + 1 + num_drafts + 1 <= self.config.kv.max_model_len
-        joins_decodes = not step.has_prefill and (has_running or start > 0)
-        return num_drafts if fits and joins_decodes else 0
+    def _count_first_tokens(
+        self, request: Request, start: int, shared_tokens: int, step: Step
+    ) -> tuple[int, int]:
+        """The number of tokens with which a request starts, and of draft slots among them; 0 if it cannot.
 
-    def _start(self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: Step) -> None:
+        One that starts with a single token gets slots for drafts, so that all decodes of the step are equal.
+        `start` and `shared_tokens`: see `_cut_chunk`.
+        """
+        num_tokens, num_drafts = request.num_tokens - start, 0
+        if step.defers_prefill and num_tokens > 1:
+            return 0, 0
+        if num_tokens == 1 and not step.has_prefill and (step.has_running or start > 0):
+            num_drafts = self.config.num_draft_tokens
+            if start + 1 + num_drafts + 1 > self.config.kv.max_model_len:
+                num_drafts = 0
+        if 1 + num_drafts > step.budget:
+            return 0, 0
+        num_new_tokens = step.bound(num_tokens + num_drafts)
+        if self._has_states:
+            num_new_tokens = self._cut_chunk(request, start, num_new_tokens, step, shared_tokens)
+        return num_new_tokens, num_drafts
+
+    def _start(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, num_drafts: int, step: Step
+    ) -> None:
         started = step.resumed if request.num_preemptions else step.new
         started[request.turn_id] = num_computed_tokens
         self.state.waiting.discard(request.turn_id)
@@ -447,11 +456,13 @@ class Scheduler:
         request.num_computed_tokens = num_computed_tokens
         request.is_prefill_chunk = num_computed_tokens + num_new_tokens < request.num_tokens
         step.give(request, num_new_tokens)
+        if num_drafts:
+            step.num_drafts[request.turn_id] = num_drafts
 
     def _cut_chunk(
         self, request: Request, start: int, num_tokens: int, step: Step, shared_tokens: int
     ) -> int:
-        """The number of its next `num_tokens` that a request computes: fewer if layers have states.
+        """The number of its next `num_tokens` that a request computes, if layers have states.
 
         States are cached only where a chunk of the prompt ends:
 
@@ -465,8 +476,6 @@ class Scheduler:
         `start`: its computed tokens. `shared_tokens`: where its prompt stops matching other prompts.
         """
         config = self.config
-        if not self._has_states:
-            return num_tokens
         prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
         if start >= prefill_end:
             return num_tokens
@@ -568,7 +577,7 @@ class Scheduler:
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             request.status = Status.LOADED
 
-    def _start_loaded(self, step: Step, *, has_running: bool) -> bool:
+    def _start_loaded(self, step: Step) -> bool:
         """Start requests whose KV has come from a tier. False if the next one does not fit now.
 
         With full attention they have their blocks already.
@@ -578,22 +587,13 @@ class Scheduler:
             request = state.loaded[0]
             self._publish_load(request)
             start = request.num_computed_tokens
-            if step.defers_prefill and start < request.num_tokens - 1:
-                return False
-            num_tokens = request.num_tokens - start
-            num_drafts = self._count_padding(start, step, has_running=has_running) if num_tokens == 1 else 0
-            if 1 + num_drafts > step.budget:
-                return False
-            num_new_tokens = step.bound(num_tokens + num_drafts)
-            num_new_tokens = self._cut_chunk(request, start, num_new_tokens, step, request.shared_tokens)
+            num_new_tokens, num_drafts = self._count_first_tokens(request, start, request.shared_tokens, step)
             if num_new_tokens == 0 or not self._try_allocate(request, num_new_tokens, None):
                 return False
             state.loaded.popleft()
-            self._start(request, start, num_new_tokens, step)
+            self._start(request, start, num_new_tokens, num_drafts, step)
             # As in vLLM, until the step is complete its reserved blocks are not given to other loads.
             request.is_prefill_chunk = True
-            if num_drafts:
-                step.num_drafts[request.turn_id] = num_drafts
         return True
 
     # Blocks: free ones first, then those that leases free.

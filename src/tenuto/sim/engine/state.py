@@ -154,6 +154,8 @@ class Step:
     """Requests that lost their blocks, and their computed tokens."""
     chunks: set[str] = field(default_factory=set)
     """Requests that sample no token in this step, because some of their known tokens are left to compute."""
+    has_running: bool = False
+    """Whether a request that was running before this step has tokens in it."""
     has_prefill: bool = False
     """Whether a request that was running before this step is in its prefill."""
     starts_prefill: bool = False
