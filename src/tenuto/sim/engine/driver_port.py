@@ -101,19 +101,12 @@ class SimEngine:
         assert isinstance(hashes, BlockHashes)
         size, num_common = self.hash_block_size, 0
         if isinstance(blocks, GroupedRow):
-            most = min(blocks.num_tokens // size, len(hashes))
-            for (own, first, stop), (other, _, other_stop) in zip(
-                blocks.path.get_ranges(0, most), hashes.path.get_ranges(0, most), strict=False
-            ):
-                if own is not other:
-                    return first * size
-                num_common = min(stop, other_stop)
-                if stop != other_stop:
-                    break
-            return num_common * size
-        for extent, first, end in blocks.ranges:
+            ranges = blocks.path.get_ranges(0, blocks.num_tokens // size)
+        else:
+            ranges = [(extent.segment, first, end) for extent, first, end in blocks.ranges]
+        for own, first, end in ranges:
             for segment, _, stop in hashes.path.get_ranges(first, min(end, len(hashes))):
-                if segment is not extent.segment:
+                if segment is not own:
                     return num_common * size
                 num_common = stop
         return num_common * size
