@@ -17,11 +17,10 @@ async_scheduler.py@0.32.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from bisect import insort
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from tenuto.core.driver import Driver
 from tenuto.core.engine import get_prompt_weight
@@ -100,7 +99,6 @@ class Scheduler:
         )
         self.state = EngineState(WaitingQueue(None))
         self._port = SimEngine(config, self.state, kv, self.offloader)
-        self._load_numbers = itertools.count()
         self._follow(self._make_driver(policy, limits))
 
     def _make_driver(self, policy: Policy, limits: Limits, stats: DriverStats | None = None) -> Driver:
@@ -213,7 +211,6 @@ class Scheduler:
             state.loaded.remove(request)
         elif request.status in (Status.LOADING, Status.LOADED):
             state.loading = [load for load in state.loading if load.request is not request]
-            heapq.heapify(state.loading)
         else:
             state.waiting.discard(turn_id)
         computed = request.num_computed_tokens
@@ -549,7 +546,7 @@ class Scheduler:
         request.num_loaded_tokens = hit.num_loaded_tokens
         done_s = offloader.load(request, hit.num_tokens, hit.num_loaded_tokens, self.state.now_s)
         self.driver.load(request.turn_id, hit.num_loaded_tokens)
-        heapq.heappush(self.state.loading, Load(done_s, next(self._load_numbers), request))
+        insort(self.state.loading, Load(done_s, request), key=attrgetter("done_s"))
         return True
 
     def _collect_loaded(self, offloader: Offloader) -> None:
@@ -561,7 +558,7 @@ class Scheduler:
         state = self.state
         offloader.release_stored(state.now_s)
         while state.loading and state.loading[0].done_s <= state.now_s:
-            request = heapq.heappop(state.loading).request
+            request = state.loading.pop(0).request
             if offloader.takes_whole_prompts:
                 self._publish_load(request)
             if self._by_priority:

@@ -85,8 +85,6 @@ class Load(NamedTuple):
     """A request whose KV is on its way from a tier."""
 
     done_s: float
-    number: int
-    """Loads are numbered in the order of their starts. Loads that end together are in this order."""
     request: Request
 
 
@@ -108,7 +106,7 @@ class EngineState:
     running: list[Request] = field(default_factory=list)
     """In the order in which they started; the last is preempted first, unless the policy chooses."""
     loading: list[Load] = field(default_factory=list)
-    """A heap: the load that ends next is first."""
+    """The load that ends next is first. Loads that end together are in the order of their starts."""
     loaded: deque[Request] = field(default_factory=deque)
     """Requests whose KV has come from a tier. They start in the next step that has room, in this order."""
     now_s: float = 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
+from bisect import insort
 from collections.abc import Iterator
+from operator import itemgetter
 
 from tenuto.core.tier_order import Use
 from tenuto.core.types import LoadOffer, Turn
@@ -38,8 +39,7 @@ class ChainOffloader(Offloader):
         self._chunk_tokens = chunk_blocks * self._block_size
         for tier in tiers.tiers:
             tier.chunk_tokens = self._chunk_tokens
-        self._numbers = itertools.count()
-        self.stores: list[tuple[float, int, Row]] = []
+        self.stores: list[tuple[float, Row]] = []
         """Blocks that wait for the end of their store, the earliest end first."""
 
     # Loads.
@@ -110,7 +110,7 @@ class ChainOffloader(Offloader):
     def release_stored(self, now_s: float) -> None:
         """Free the blocks whose stores are complete by now."""
         while self.stores and self.stores[0][0] <= now_s:
-            self._pool.release(heapq.heappop(self.stores)[2])
+            self._pool.release(self.stores.pop(0)[1])
 
     def store_asked(self, row: Row, turn: Turn, now_s: float, wish: Wish | None = None) -> None:
         """Store blocks that the policy wants stored. Does nothing if all turns are stored anyway."""
@@ -152,7 +152,7 @@ class ChainOffloader(Offloader):
         if done_s > now_s and row:
             row = Row(row.ranges)
             self._pool.hold(row)
-            heapq.heappush(self.stores, (done_s, next(self._numbers), row))
+            insort(self.stores, (done_s, row), key=itemgetter(0))
 
     def _get_chunks(self, request: Request, num_chunks: int) -> list[Chunk]:
         """A request's chunks, at least this many."""

@@ -17,8 +17,6 @@ vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py@0.32.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -304,8 +302,8 @@ class GroupedOffloader(Offloader):
             _make_checkpoints(config, window, size)
             for window, size in zip(layout.windows, layout.sizes, strict=True)
         ]
-        self._loading: list[tuple[float, int, frozenset[Hashable]]] = []
-        self._numbers = itertools.count()
+        self._loading: list[tuple[float, frozenset[Hashable]]] = []
+        """Loads: when each ends, and its chunks."""
         self._stored_by_s = 0.0
         self._ended: list[tuple[Request, int, Use]] = []
         self._ended_s = 0.0
@@ -347,7 +345,7 @@ class GroupedOffloader(Offloader):
         if not self._loading:
             return False
         chunks = {place.chunk for place in self._layout.get_wanted(request, num_hit_tokens, num_tokens)}
-        return any(not chunks.isdisjoint(loading) for _, _, loading in self._loading)
+        return any(not chunks.isdisjoint(loading) for _, loading in self._loading)
 
     def load(self, request: Request, num_hit_tokens: int, num_tokens: int, now_s: float) -> float:
         """Begin to copy an offer to the GPU; returns when that ends, in seconds."""
@@ -357,8 +355,7 @@ class GroupedOffloader(Offloader):
         self._report_held(now_s)
         for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
             chunks.num_stored = -(-(num_hit_tokens + num_tokens) // size)
-        loading = frozenset(place.chunk for place in places)
-        heapq.heappush(self._loading, (done_s, next(self._numbers), loading))
+        self._loading.append((done_s, frozenset(place.chunk for place in places)))
         self._note_hits(request)
         return done_s
 
@@ -497,8 +494,7 @@ class GroupedOffloader(Offloader):
         return done_s
 
     def _end_loads(self, now_s: float) -> None:
-        while self._loading and self._loading[0][0] <= now_s:
-            heapq.heappop(self._loading)
+        self._loading = [load for load in self._loading if load[0] > now_s]
 
 
 def _make_checkpoints(config: KvConfig, window: int | None, size: int) -> Checkpoints | None:

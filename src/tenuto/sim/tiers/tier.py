@@ -6,9 +6,9 @@ common prefix share chunks. Time is virtual: callers pass `now_s`, and get the t
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from bisect import insort
 from collections.abc import Hashable, Sequence
+from operator import itemgetter
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import TierOrder, Use
@@ -67,8 +67,8 @@ class Tier:
         self.order = TierOrder()
         self.chunk_tokens = 1
         """Tokens of a chunk of one sequence."""
-        self._numbers = itertools.count()
-        self._copies: list[tuple[float, int, Sequence[Hashable]]] = []
+        self._copies: list[tuple[float, Sequence[Hashable]]] = []
+        """Chunks that are being copied, the earliest end first."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -118,13 +118,13 @@ class Tier:
         """Do not evict these chunks before a copy of them ends."""
         for chunk in chunks:
             self.order.pin(chunk)
-        heapq.heappush(self._copies, (until_s, next(self._numbers), chunks))
+        insort(self._copies, (until_s, chunks), key=itemgetter(0))
 
     def end_copies(self, now_s: float) -> None:
         """Allow the eviction of chunks that were copied or kept until now."""
         self.order.expire(now_s)
         while self._copies and self._copies[0][0] <= now_s:
-            for chunk in heapq.heappop(self._copies)[2]:
+            for chunk in self._copies.pop(0)[1]:
                 self.order.unpin(chunk)
 
 
