@@ -101,7 +101,8 @@ def measure_sweep() -> dict[str, Any]:
 def write_sessions(weka: Path, num_sessions: int, out: Path) -> int:
     """The first sessions, with their sub-agents, that an H200 can run; returns how many turns they have."""
     machine = build(Setup(gpu="H200", policy="stock"))
-    workload, _ = truncate_to_fit(load_workload(str(weka)), machine.make_scheduler().kv)
+    most_tokens = machine.make_scheduler().kv.count_most_tokens()
+    workload, _ = truncate_to_fit(load_workload(str(weka)), most_tokens)
     kept: set[str] = set()
     num_roots = 0
     for job in workload.jobs:

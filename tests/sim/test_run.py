@@ -120,7 +120,7 @@ def test_jobs_do_not_wait_for_what_was_left_out() -> None:
     waits = (After("job", 1, "sent"), After("job", 0, "finished"))
     child = Job("child", 0.0, (make_turn("c", 50, *waits),), parent="job")
     jobs = (Job("job", 0.0, (short, long, make_turn("d", 100))), child, Job("huge", 0.0, (long,)))
-    workload, num_cut = truncate_to_fit(Workload("w", jobs), kv)
+    workload, num_cut = truncate_to_fit(Workload("w", jobs), kv.count_most_tokens())
     assert num_cut == 3
     assert [(job.job_id, len(job.turns)) for job in workload.jobs] == [("job", 1), ("child", 1)]
     assert workload.jobs[1].turns[0].after == (After("job", 0, "finished"),)

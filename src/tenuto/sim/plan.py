@@ -212,7 +212,7 @@ def measure_alone(setup: Setup, load: LoadOptions) -> Alone:
         steps = split_prompt(num_tokens, budget, min(num_cached, num_tokens - 1))
         return sum(step_cost.seconds(step) for step in steps)
 
-    sample, _ = truncate_to_fit(take_sample(load), machine.make_scheduler().kv)
+    sample, _ = truncate_to_fit(take_sample(load), machine.make_scheduler().kv.count_most_tokens())
     jobs = [job for job in sample.jobs if job.parent is None]
     times_s, ttfts_s = [], []
     for job in jobs:

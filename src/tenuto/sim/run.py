@@ -27,7 +27,6 @@ from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
 from tenuto.sim.fleet import FleetFront, add_fleet, build_machines
-from tenuto.sim.kv.kv_cache import KvCache
 from tenuto.sim.machine import Machine
 from tenuto.sim.setup import Setup
 from tenuto.sim.simulation import Clients, Simulation, Watch
@@ -188,8 +187,8 @@ def prepare(
     given = make_workload(load) if extras.workload is None else extras.workload
     machines, joining = build_machines(setup, extras.policy)
     # A turn may reach any engine, also one that joins later.
-    caches = [each.make_scheduler().kv for each in (*machines, *joining)]
-    workload, num_cut = truncate_to_fit(given, min(caches, key=KvCache.count_most_tokens))
+    most_tokens = min(each.make_scheduler().kv.count_most_tokens() for each in (*machines, *joining))
+    workload, num_cut = truncate_to_fit(given, most_tokens)
     if not workload.jobs:
         where = "this machine" if setup.fleet is None else "these machines"
         raise ConfigError(f"{workload.name}: nothing to run: none of its {num_cut} turns fits {where}")
@@ -226,13 +225,13 @@ def get_versions() -> dict[str, str]:
     return {**versions, "aiconfigurator-core": tables} if tables else versions
 
 
-def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
+def truncate_to_fit(workload: Workload, most_tokens: int) -> tuple[Workload, int]:
     """The workload without the turns that are too long, and how many turns were left out.
 
-    A job ends before its first turn that is longer than the model's context or the whole KV cache. Turns of
-    other jobs no longer wait for turns that were left out.
+    A job ends before its first turn of more than `most_tokens`, output included (see
+    `KvCache.count_most_tokens`). Turns of other jobs no longer wait for turns that were left out.
     """
-    lengths = {job.job_id: _count_fitting(job, kv) for job in workload.jobs}
+    lengths = {job.job_id: _count_fitting(job, most_tokens) for job in workload.jobs}
     num_cut = sum(len(job.turns) - lengths[job.job_id] for job in workload.jobs)
     if num_cut == 0:
         return workload, 0
@@ -240,10 +239,9 @@ def truncate_to_fit(workload: Workload, kv: KvCache) -> tuple[Workload, int]:
     return replace(workload, jobs=jobs), num_cut
 
 
-def _count_fitting(job: Job, kv: KvCache) -> int:
+def _count_fitting(job: Job, most_tokens: int) -> int:
     for index, turn in enumerate(job.turns):
-        num_tokens = turn.num_prompt_tokens + turn.num_output_tokens
-        if num_tokens > kv.config.max_model_len or kv.count_most_blocks(num_tokens) > kv.pool.num_blocks:
+        if turn.num_prompt_tokens + turn.num_output_tokens > most_tokens:
             return index
     return len(job.turns)
 
