@@ -159,8 +159,8 @@ class SteppedEngine:
         """Whether a step follows another one at once, if no turn finished, and a stretch another stretch,
         although a lease expired or gave up blocks, or the policy was told of a tick. The result is the same,
         but the engine wakes less often."""
-        self.on_step: Callable[[Step, float], None] | None = None
-        """Called with each scheduled step and the time, except for steps of a stretch."""
+        self.on_step: Callable[[SteppedEngine, Step], None] | None = None
+        """Called with each scheduled step, except for steps of a stretch."""
         self._step_cost = step_cost
         self._listener = listener
         self._in_flight: deque[tuple[Step, float, float]] = deque()
@@ -268,7 +268,7 @@ class SteppedEngine:
         if step.num_tokens:
             self._launch(step)
             if self.on_step is not None:
-                self.on_step(step, self.now_s)
+                self.on_step(self, step)
         return step
 
     def _launch(self, step: Step) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tenuto.sim.cost.batch import StepBatch, split_prompt
 from tenuto.sim.cost.tables import installed_version
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.engine.state import Step
+from tenuto.sim.event_loop import SteppedEngine
 from tenuto.sim.fleet import FleetFront, add_fleet, build_machines
 from tenuto.sim.machine import Machine
 from tenuto.sim.setup import Setup
@@ -213,7 +214,7 @@ def prepare(
     simulation = Simulation.of_one(scheduler, machine.step_cost, clients, watch)
     if extras.trace is not None:
         (engine,) = simulation.engines
-        engine.on_step = StepTracer(extras.trace, scheduler, engine.count_in_flight).record
+        engine.on_step = partial(trace_step, extras.trace)
         engine.fast_forwards = False
     return Prepared(simulation, workload, num_cut, machine)
 
@@ -326,65 +327,49 @@ def write_run(folder: Path, outcome: Outcome, occupancy: Occupancy) -> None:
         raise ConfigError(f"--out: cannot write {folder / files.problem}")
 
 
-@dataclass(frozen=True)
-class StepTracer:
-    """Writes one `step` record per step, and one `admission` record per turn it starts."""
-
-    trace: TraceWriter
-    scheduler: Scheduler
-    count_in_flight: Callable[[], int]
-    """Counts the steps that were scheduled and have not ended, including the one to record."""
-
-    def record(self, step: Step, now_s: float) -> None:
-        """Record a step that was just scheduled, then advance the trace's step number."""
-        scheduler = self.scheduler
-        started = {**step.new, **step.resumed}
-        for turn_id, num_hit_tokens in started.items():
-            self.trace.write(
-                {
-                    "kind": "admission",
-                    "turn": turn_id,
-                    "now_s": now_s,
-                    "num_prompt_tokens": scheduler.state.requests[turn_id].num_prompt_tokens,
-                    "num_hit_tokens": num_hit_tokens,
-                    **self._get_load(turn_id, num_hit_tokens),
-                }
-            )
-        state, pool = scheduler.state, scheduler.kv.pool
-        num_blanks, *_ = pool.get_queue()
-        num_blanks += sum(table.num_blanks for request in state.requests.values() for table in request.tables)
-        self.trace.write(
-            StepState(
-                now_s=now_s,
-                num_in_flight=self.count_in_flight() - 1,
-                running=(request.turn_id for request in state.running),
-                requests=state.requests,
-                num_waiting=state.num_waiting,
-                num_retained_jobs=len(scheduler.driver.leases),
-                num_retained_blocks=scheduler.driver.get_num_leased_blocks(),
-                num_blocks=pool.num_blocks,
-                num_free_blocks=pool.num_free_blocks,
-                num_cached_blocks=pool.num_blocks - num_blanks,
-                max_running=scheduler.config.max_num_seqs,
-                max_tokens=step.budget + sum(step.num_tokens.values()),
-                tiers=scheduler.get_tiers(),
-                new=list(step.new),
-                resumed=list(step.resumed),
-                preempted=step.preempted,
-                num_tokens=step.num_tokens,
-            ).describe()
-        )
-        self.trace.end_step()
-
-    def _get_load(self, turn_id: str, num_hit_tokens: int) -> dict[str, int | str]:
-        """The part of a hit that came from the tiers, and how; nothing in an engine without tiers."""
-        offload = self.scheduler.config.offload
-        if offload is None:
-            return {}
-        num_loaded_tokens = self.scheduler.state.requests[turn_id].num_loaded_tokens
-        return {
-            "num_local_hit_tokens": num_hit_tokens - num_loaded_tokens,
-            "num_external_hit_tokens": num_loaded_tokens,
-            "connector": "tiers",
-            "load": offload,
+def trace_step(trace: TraceWriter, engine: SteppedEngine, step: Step) -> None:
+    """Record a step that was just scheduled and the turns it starts, then advance the trace's step number."""
+    scheduler, now_s = engine.scheduler, engine.now_s
+    state, pool = scheduler.state, scheduler.kv.pool
+    for turn_id, num_hit_tokens in (*step.new.items(), *step.resumed.items()):
+        request = state.requests[turn_id]
+        admission = {
+            "kind": "admission",
+            "turn": turn_id,
+            "now_s": now_s,
+            "num_prompt_tokens": request.num_prompt_tokens,
+            "num_hit_tokens": num_hit_tokens,
         }
+        if scheduler.config.offload is not None:
+            # The part of the hit that came from the tiers, and how.
+            admission |= {
+                "num_local_hit_tokens": num_hit_tokens - request.num_loaded_tokens,
+                "num_external_hit_tokens": request.num_loaded_tokens,
+                "connector": "tiers",
+                "load": scheduler.config.offload,
+            }
+        trace.write(admission)
+    num_blanks, *_ = pool.get_queue()
+    num_blanks += sum(table.num_blanks for request in state.requests.values() for table in request.tables)
+    trace.write(
+        StepState(
+            now_s=now_s,
+            num_in_flight=engine.count_in_flight() - 1,
+            running=(request.turn_id for request in state.running),
+            requests=state.requests,
+            num_waiting=state.num_waiting,
+            num_retained_jobs=len(scheduler.driver.leases),
+            num_retained_blocks=scheduler.driver.get_num_leased_blocks(),
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_blocks - num_blanks,
+            max_running=scheduler.config.max_num_seqs,
+            max_tokens=step.budget + sum(step.num_tokens.values()),
+            tiers=scheduler.get_tiers(),
+            new=list(step.new),
+            resumed=list(step.resumed),
+            preempted=step.preempted,
+            num_tokens=step.num_tokens,
+        ).describe()
+    )
+    trace.end_step()

@@ -37,7 +37,7 @@ from tenuto.core.stats import Histogram
 from tenuto.records.trace import TraceWriter
 from tenuto.sim.cost.batch import StepBatch
 from tenuto.sim.machine import Machine
-from tenuto.sim.run import StepTracer
+from tenuto.sim.run import trace_step
 from tenuto.sim.server import ServerOptions
 from tenuto.sim.server.control import ControlPages, LiveEngine, LiveSettings
 from tenuto.sim.server.engine import Clock, Pacer, ServedEngine
@@ -223,7 +223,7 @@ def make_parts(
         scheduler,
         machine.step_cost,
         now_s=clock.get_now_s(),
-        on_step=StepTracer(trace, scheduler, lambda: engine.count_in_flight()).record if trace else None,
+        on_step=partial(trace_step, trace) if trace else None,
     )
     served = Served(
         model_name=options.served_model_name or machine.model.name,

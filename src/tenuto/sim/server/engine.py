@@ -107,9 +107,9 @@ class ServedEngine:
         step_cost: StepCost,
         *,
         now_s: float = 0.0,
-        on_step: Callable[[Step, float], None] | None = None,
+        on_step: Callable[[SteppedEngine, Step], None] | None = None,
     ) -> None:
-        """`on_step` is called with each step when it is scheduled, and with the time."""
+        """`on_step`: see `SteppedEngine`."""
         self.scheduler = scheduler
         self.stats = EngineStats()
         self.num_finished_steps = 0
