@@ -91,7 +91,7 @@ def serve(
     """Run a server until the block ends; other settings are those of `tenuto.sim.machine.Setup`."""
     setup = {"gpu": "H200", "step_cost": "roofline", "kv_tokens": 32_768, **setup}
     machine = build(Setup(policy=policy, **setup))
-    options = ServerOptions(policy=policy, api_key=api_key, port=0, speed=speed, tokenizer=tokenizer)
+    options = ServerOptions(api_key=api_key, port=0, speed=speed, tokenizer=tokenizer)
     pacer, served = make_parts(machine, options, trace)
     started: list[Any] = []
     is_up = threading.Event()

@@ -210,7 +210,7 @@ def _run_serve_sim(given: Given) -> int:
 
     given.read(EngineOptions)
     policy = given.read(PolicyOptions)
-    options = given.read(ServerOptions, policy=policy.policy)
+    options = given.read(ServerOptions)
     with needing("sim"):
         from tenuto.sim.server.app import run_server
     return run_server(build(policy.read_setup(given)), options)

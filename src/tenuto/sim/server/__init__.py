@@ -21,8 +21,6 @@ class ServerOptions(Options):
 
     GROUP = "the server"
 
-    policy: str = "tenuto"
-    """Name of the policy that the machine was built with, shown to clients that ask."""
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
     port: int = option(8000, "port to listen on; 0: any free", minimum=0, maximum=65535)
     speed: float = option(1.0, "simulated seconds per real second", above=0)

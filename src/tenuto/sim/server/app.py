@@ -270,7 +270,7 @@ def _describe(machine: Machine, pacer: Pacer, served: Served, options: ServerOpt
     return (
         f"simulated {machine.gpu.name}, {served.model_name}: "
         f"{kv.num_blocks - 1} KV blocks of {kv.block_size} tokens, {served.max_model_len} per request, "
-        f"policy {options.policy}, speed {options.speed:g}"
+        f"policy {machine.setup.policy}, speed {options.speed:g}"
     )
 
 
