@@ -138,12 +138,12 @@ class GroupedTiers:
 class GroupChunks:
     """The chunks of one request in one layer group: its blocks."""
 
-    def __init__(self, request: Request, group: int, size: int, *, needs_before: bool) -> None:
-        """`size`: tokens in a block."""
+    def __init__(self, request: Request, group: int, size: int, window: int | None) -> None:
+        """`size`: tokens in a block. `window`: in tokens; None for full attention."""
+        self.size = size
+        self.window = window
         self._path = request.paths[group]
         self._group = group
-        self._size = size
-        self._needs_before = needs_before
         self._chunks: list[Hashable] = []
         self.num_stored = 0
         """Number of first chunks that were stored, loaded, or will never be stored."""
@@ -161,15 +161,9 @@ class GroupChunks:
 
     def get_places(self, first: int, end: int) -> list[Place]:
         """The places of the chunks from number `first` to before `end`."""
-        chunks, size = self.get(end), self._size
+        chunks, size, is_full = self.get(end), self.size, self.window is None
         return [
-            Place(
-                chunks[n],
-                chunks[n - 1] if n else None,
-                (n + 1) * size,
-                self._group,
-                needs_before=self._needs_before,
-            )
+            Place(chunks[n], chunks[n - 1] if n else None, (n + 1) * size, self._group, needs_before=is_full)
             for n in range(first, end)
         ]
 
@@ -255,9 +249,9 @@ class GroupLayout:
         """The chunks that a load copies; of a window or a state only those that its end still covers."""
         places: list[Place] = []
         end = num_hit_tokens + num_tokens
-        for chunks, window, size in zip(self.get_chunks(request), self.windows, self.sizes, strict=True):
-            last = -(-end // size)
-            num_loaded = count_loaded_blocks(window, size, num_hit_tokens, end)
+        for chunks in self.get_chunks(request):
+            last = -(-end // chunks.size)
+            num_loaded = count_loaded_blocks(chunks.window, chunks.size, num_hit_tokens, end)
             places += chunks.get_places(last - num_loaded, last)
         return places
 
@@ -265,9 +259,9 @@ class GroupLayout:
         """The chunks that were looked up for a load: for windows a few more than are loaded."""
         places: list[Place] = []
         end = num_hit_tokens + num_tokens
-        for group, (chunks, size) in enumerate(zip(self.get_chunks(request), self.sizes, strict=True)):
-            first, last = num_hit_tokens // size, -(-end // size)
-            if self.windows[group] is not None:
+        for group, chunks in enumerate(self.get_chunks(request)):
+            first, last = num_hit_tokens // chunks.size, -(-end // chunks.size)
+            if chunks.window is not None:
                 first = max(first, last - self._count_window_chunks(group, end))
             places += chunks.get_places(first, last)
         return places
@@ -276,7 +270,7 @@ class GroupLayout:
         """A request's chunks in each group."""
         if not request.group_chunks:
             request.group_chunks = tuple(
-                GroupChunks(request, group, size, needs_before=window is None)
+                GroupChunks(request, group, size, window)
                 for group, (size, window) in enumerate(zip(self.sizes, self.windows, strict=True))
             )
         return request.group_chunks
@@ -353,8 +347,8 @@ class GroupedOffloader(Offloader):
         done_s = self._tiers.load(places, now_s, self._get_use(request, now_s))
         self.num_loaded_tokens += num_tokens
         self._report_held(now_s)
-        for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
-            chunks.num_stored = -(-(num_hit_tokens + num_tokens) // size)
+        for chunks in self._layout.get_chunks(request):
+            chunks.num_stored = -(-(num_hit_tokens + num_tokens) // chunks.size)
         self._loading.append((done_s, frozenset(place.chunk for place in places)))
         self._note_hits(request)
         return done_s
@@ -400,8 +394,8 @@ class GroupedOffloader(Offloader):
                 self._store(places, now_s, use)
         for request, _, use in self._ended:
             used: list[Place] = []
-            for chunks, size in zip(self._layout.get_chunks(request), self._layout.sizes, strict=True):
-                used += chunks.get_places(0, request.num_tokens // size)
+            for chunks in self._layout.get_chunks(request):
+                used += chunks.get_places(0, request.num_tokens // chunks.size)
             self._tiers.use(used, use)
         self._ended.clear()
         self._report_held(now_s)
@@ -419,10 +413,8 @@ class GroupedOffloader(Offloader):
     def _collect_places(self, request: Request, num_tokens: int) -> list[Place]:
         """The chunks of a request's first tokens that are to be stored and were not stored yet."""
         places: list[Place] = []
-        for group, (chunks, size) in enumerate(
-            zip(self._layout.get_chunks(request), self._layout.sizes, strict=True)
-        ):
-            first, end = chunks.num_stored, num_tokens // size
+        for group, chunks in enumerate(self._layout.get_chunks(request)):
+            first, end = chunks.num_stored, num_tokens // chunks.size
             if end <= first:
                 continue
             chunks.num_stored = end
@@ -456,7 +448,7 @@ class GroupedOffloader(Offloader):
         for request in others if hits else ():
             for group in self._layout.sliding:
                 chunks = self._layout.get_chunks(request)[group]
-                end = -(-request.num_computed_tokens // self._layout.sizes[group])
+                end = -(-request.num_computed_tokens // chunks.size)
                 known, table = chunks.get(end), request.tables[group]
                 extents = table.row.get_extents()
                 for n in range(chunks.num_stored, end):
@@ -467,10 +459,10 @@ class GroupedOffloader(Offloader):
 
     def _note_hits(self, request: Request) -> None:
         for group in self._layout.sliding:
-            end = request.num_computed_tokens // self._layout.sizes[group]
-            chunks = self._layout.get_chunks(request)[group].get(end)
-            extents = request.tables[group].row.get_extents()
-            self._hits.update((chunks[n], extent) for n, extent in extents.items() if n < end)
+            chunks = self._layout.get_chunks(request)[group]
+            end = request.num_computed_tokens // chunks.size
+            known, extents = chunks.get(end), request.tables[group].row.get_extents()
+            self._hits.update((known[n], extent) for n, extent in extents.items() if n < end)
 
     def _is_there(self, request: Request, group: int, block: int) -> bool:
         """Whether a block still belongs to its request, or was freed and has no other owner yet.
