@@ -21,7 +21,6 @@ from tenuto.records.metrics import group_by
 from tenuto.sim.cost.batch import StepBatch, StepCost
 from tenuto.sim.engine.scheduler import Scheduler
 from tenuto.sim.event_loop import ENDS, SteppedEngine
-from tenuto.sim.kv.pool import Path
 from tenuto.sim.kv.request import Request
 from tenuto.sim.machine import Machine, build, check_step_costs
 from tenuto.sim.setup import IDEAL, Fault, Fleet, Setup, read_fault
@@ -406,8 +405,7 @@ def _find_cached(turn: TurnSpec, engines: Sequence[SteppedEngine]) -> Mapping[st
     found, spans = {}, (*turn.prompt, turn.output)
     for engine in engines:
         kv = engine.scheduler.kv
-        path = Path(kv.pool.root, None, spans, kv.config.hash_block_size)
-        paths = kv.get_paths(path, None, spans)
+        _, paths = kv.make_paths(None, spans)
         assert engine.name is not None
         found[engine.name] = kv.find_hit(paths, turn.num_prompt_tokens - 1).num_tokens
     return found

@@ -80,19 +80,18 @@ class KvCache:
                 f"turn {request.turn_id} needs {num_blocks} KV blocks, there are {self.pool.num_blocks}"
             )
         spans = (*request.prompt, request.output)
-        request.path = Path(self.pool.root, request.key, spans, self._block_size)
-        request.paths = self.get_paths(request.path, request.key, spans)
+        request.path, request.paths = self.make_paths(request.key, spans)
         request.tables = tuple(group.make_table() for group in self._groups)
         request.known_hit = None
         request.num_tokens_at_end = min(num_tokens, limit)
 
-    def get_paths(self, path: Path, key: Hashable, spans: Sequence[Span]) -> tuple[Path, ...]:
-        """The path of a sequence in blocks of each layer group. `path` is in blocks of the hashes."""
-        paths = {self._block_size: path}
-        for size in self.config.block_sizes:
+    def make_paths(self, key: Hashable, spans: Sequence[Span]) -> tuple[Path, tuple[Path, ...]]:
+        """The path of a sequence in blocks of the hashes, and its path in blocks of each layer group."""
+        paths: dict[int, Path] = {}
+        for size in (self._block_size, *self._sizes):
             if size not in paths:
                 paths[size] = Path(self.pool.root, key, spans, size)
-        return tuple(paths[size] for size in self.config.group_block_sizes)
+        return paths[self._block_size], tuple(paths[size] for size in self._sizes)
 
     def get_hit(self, request: Request) -> Hit:
         """The longest cached prefix that leaves at least the last token to compute. Changes nothing."""
