@@ -46,15 +46,11 @@ class WaitingQueue(WaitingTurns[Request]):
         first = self._ready.get_first()
         return None if first is None else self._requests[first]
 
-    def pop_first(self) -> Request:
-        """Remove and return the request that goes first; raises IndexError if none may go."""
-        return self._requests.pop(self._ready.pop())
-
     def skip_first(self) -> None:
         """Take the first request out of the order until `restore_skipped`."""
         key = self._ready.get_first_key()
         assert key is not None
-        request = self.pop_first()
+        request = self._requests.pop(self._ready.pop())
         self._skipped.append((request, key))
         self._deferred.add(request.turn_id)
 
