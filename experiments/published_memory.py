@@ -7,11 +7,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tenuto.sim.hardware.gpus import get_gpu
-from tenuto.sim.hardware.kv_budget import PUBLISHED_UTILIZATION, kv_budget, published_profile_run
+from tenuto.sim.hardware.gpus import Gpu, get_gpu
+from tenuto.sim.hardware.kv_budget import ProfileRun, default_profile_run, kv_budget
 from tenuto.sim.hardware.models import load_model
 from tenuto.sim.machine import limit_profile, try_get_kv_tokens
 from tenuto.sim.setup import Setup
+
+UTILIZATION = 0.9
+"""vLLM's `gpu_memory_utilization` in these releases."""
+# Bytes per logit. They filter top-k and top-p by sorting: they hold bf16 (2) and fp32 (4) logits, sorted
+# values (4) and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second buffers of
+# both (4 + 8).
+SORTING_SAMPLER_BYTES_PER_LOGIT = 38
+
+
+def published_profile_run(gpu: Gpu) -> ProfileRun:
+    """The profile run of these releases. They set nothing aside for penalties and CUDA graphs."""
+    return replace(
+        default_profile_run(gpu),
+        sampler_bytes_per_logit=SORTING_SAMPLER_BYTES_PER_LOGIT,
+        penalty_bytes_per_logit=0.0,
+        cuda_graph_bytes=0,
+    )
 
 
 def with_published_kv(setup: Setup) -> Setup:
@@ -27,7 +44,7 @@ def with_published_kv(setup: Setup) -> Setup:
     budget = kv_budget(
         gpu,
         model,
-        utilization=setup.gpu_memory_utilization or PUBLISHED_UTILIZATION,
+        utilization=setup.gpu_memory_utilization or UTILIZATION,
         tp=setup.tp,
         profile=limit_profile(setup, published_profile_run(gpu)),
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.published_memory import published_profile_run
 from tenuto.core.errors import ConfigError
 from tenuto.sim.hardware.gpus import GIB, GPUS, MIB
 from tenuto.sim.hardware.kv_budget import (
@@ -16,7 +17,6 @@ from tenuto.sim.hardware.kv_budget import (
     ProfileRun,
     default_profile_run,
     kv_budget,
-    published_profile_run,
 )
 from tenuto.sim.hardware.models import load_model
 

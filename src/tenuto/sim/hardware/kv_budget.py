@@ -15,14 +15,8 @@ from tenuto.sim.hardware.models import DTYPE_BYTES, Model
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's `gpu_memory_utilization`: config/cache.py @ vLLM 0.30 to 0.33."""
-PUBLISHED_UTILIZATION = 0.9
-"""The same in the releases of the published sweeps."""
 
 # Bytes per logit, for every sequence slot and vocabulary entry, while the profile run samples.
-# The releases of the published sweeps filter top-k and top-p by sorting. They hold bf16 (2) and fp32 (4)
-# logits, sorted values (4) and their indices (8), and inside torch.sort unsorted indices (8) and CUB's second
-# buffers of both (4 + 8).
-SORTING_SAMPLER_BYTES_PER_LOGIT = 38
 # Releases that filter with a Triton kernel (0.19 for one) hold bf16 (2) and fp32 (4) logits, probabilities
 # (4) and noise (4). vLLM 0.33 profiles with every sampling option, and holds as much: bf16 (2) and fp32 (4)
 # logits, and inside FlashInfer the logits after top-k (4) and their probabilities (4).
@@ -88,16 +82,6 @@ def default_profile_run(gpu: Gpu, release: Literal["0.32", "0.33"] = "0.32") -> 
         ),
         penalty_bytes_per_logit=PENALTY_BYTES_PER_LOGIT,
         cuda_graph_bytes=int(CUDA_GRAPH_SHARE * gpu.memory_bytes),
-    )
-
-
-def published_profile_run(gpu: Gpu) -> ProfileRun:
-    """The same of the releases behind the published sweeps."""
-    num_tokens, num_seqs = _get_batch_defaults(gpu)
-    return ProfileRun(
-        max_num_batched_tokens=num_tokens,
-        max_num_seqs=num_seqs,
-        sampler_bytes_per_logit=SORTING_SAMPLER_BYTES_PER_LOGIT,
     )
 
 
