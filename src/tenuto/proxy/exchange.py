@@ -65,8 +65,6 @@ class Exchange:
     """When the answer's last byte arrived, or when it was clear that no more bytes would come.
 
     Once a complete stream has been read: when its last event arrived. Clients do not wait for more."""
-    num_request_bytes: int = 0
-    num_answer_bytes: int = 0
     is_kept: bool = True
     """Whether its bodies are kept, because it will be recorded."""
     is_too_large: bool = False
@@ -77,14 +75,12 @@ class Exchange:
 
     def add_request(self, piece: bytes) -> None:
         """Store a piece of the request's body."""
-        self.num_request_bytes += len(piece)
-        if self._take_room(self.num_request_bytes, len(piece)):
+        if self._take_room(len(self.body), len(piece)):
             self.body += piece
 
     def add_answer(self, piece: bytes, now_s: float) -> None:
         """Store a piece of the answer's body."""
-        self.num_answer_bytes += len(piece)
-        if self._take_room(self.num_answer_bytes, len(piece)):
+        if self._take_room(self.num_kept_bytes - len(self.body), len(piece)):
             self.chunks.append((now_s, piece))
 
     def leave_room(self) -> None:
@@ -92,9 +88,10 @@ class Exchange:
         self.room.num_bytes += self.num_kept_bytes
 
     def _take_room(self, num_body_bytes: int, num_new_bytes: int) -> bool:
+        """Whether a piece may be kept, beside what is kept of the same body."""
         if not self.is_kept or self.is_too_large:
             return False
-        if num_body_bytes > MAX_BODY_BYTES or num_new_bytes > self.room.num_bytes:
+        if num_body_bytes + num_new_bytes > MAX_BODY_BYTES or num_new_bytes > self.room.num_bytes:
             # A part of a body is of no use.
             self.leave_room()
             self.body.clear()
