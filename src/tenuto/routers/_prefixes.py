@@ -21,8 +21,8 @@ class _Node:
         self.parent = parent
         self.part = part
         self.children: dict[Part, _Node] = {}
-        self.engines: dict[str, int] = {}
-        """The engines that were sent it, and when."""
+        self.engines: dict[str, None] = {}
+        """The engines that were sent it. Their order is that of their first prompts: it decides ties."""
 
 
 class Prefixes:
@@ -37,11 +37,9 @@ class Prefixes:
         """Each engine's nodes; the one that was sent longest ago is first. A node is sent after its parent
         in every prompt, so the order is kept by moving leaves first."""
         self._num_tokens: dict[str, int] = {}
-        self._clock = 0
 
     def add(self, engine: str, parts: Sequence[Part]) -> None:
         """A prompt was sent to an engine."""
-        self._clock += 1
         own = self._nodes.setdefault(engine, OrderedDict())
         path, node = [], self._root
         for part in parts:
@@ -55,7 +53,7 @@ class Prefixes:
             if engine not in node.engines:
                 assert node.part is not None
                 self._num_tokens[engine] = self._num_tokens.get(engine, 0) + node.part.num_tokens
-            node.engines[engine] = self._clock
+            node.engines[engine] = None
             own[node] = None
             own.move_to_end(node)
         while self._num_tokens.get(engine, 0) > self._max_tokens or len(own) > self._max_parts:
