@@ -159,11 +159,8 @@ class SplitQueue(TurnQueue):
         self._places.push(turn_id, place if taken is None else min(place, taken))
 
     def _get_first(self) -> Any:
-        place, stock_place = self._places.get_first_key(), self._stock.get_first_key()
-        if place is None or (stock_place is not None and stock_place < place):
-            first = self._stock.get_first()
-            if first is None:
-                raise IndexError("peek from an empty queue")
+        place, first = self._places.get_first_key(), self._stock.get_first()
+        if first is not None and (place is None or self._stock.get_key(first) < place):
             return self._requests[first]
         return super()._get_first()
 
