@@ -20,7 +20,6 @@ from tenuto.vllm.compat.scheduler import (
     get_num_cached_tokens,
     get_own_cached_blocks,
     has_content,
-    reads_cache,
     try_take_blocks,
 )
 
@@ -125,14 +124,12 @@ class VllmEngine:
             self._found = get_own_cached_blocks(self._scheduler, request, num_known)
             return self._found
         self._cache_ends(request)
-        if not reads_cache(request):
-            return []
         return self._find(request.block_hashes, request.num_tokens - 1)
 
     def get_shared_blocks(self, turn_id: str, max_tokens: int) -> tuple[list[Any], int]:
         """All groups' blocks of a prefix of a running request, and its tokens."""
         request = self._scheduler.requests[turn_id]
-        if not reads_cache(request):
+        if request.skip_reading_prefix_cache:
             return [], 0
         found = self._find(request.block_hashes, max_tokens)
         return found, found.num_tokens

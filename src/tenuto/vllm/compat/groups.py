@@ -250,7 +250,7 @@ def cache_ends(scheduler: Any, request: Any) -> None:
     lost, or if the model has layers of an unknown kind.
     """
     manager = scheduler.kv_cache_manager
-    if not manager.enable_caching or request.skip_reading_prefix_cache:
+    if not manager.enable_caching:
         return
     managers = _get_managers(scheduler)
     others = [each for each in managers if type(each) is not FullAttentionManager]

@@ -282,11 +282,6 @@ def get_prompt(request: Any) -> Sequence[int]:
     return _MixedPrompt(request)
 
 
-def reads_cache(request: Any) -> bool:
-    """Whether a request may hit the prefix cache."""
-    return not request.skip_reading_prefix_cache
-
-
 def get_num_cached_tokens(scheduler: Any, request: Any) -> int:
     """Tokens of a waiting request that are in the prefix cache now."""
     return int(scheduler.kv_cache_manager.get_computed_blocks(request)[1])
@@ -363,7 +358,7 @@ def get_own_cached_blocks(scheduler: Any, request: Any, num_known: int) -> list[
     (`count_first_copies`). The request references its own cached blocks, so they cannot have been evicted.
     """
     manager, size = scheduler.kv_cache_manager, get_block_size(scheduler)
-    if not manager.enable_caching or request.skip_reading_prefix_cache:
+    if not manager.enable_caching:
         return []
     own, hashes = _get_blocks(manager, request.request_id), request.block_hashes
     # The last token was sampled but never computed.
@@ -384,11 +379,11 @@ def try_take_blocks(scheduler: Any, request_id: str, blocks: list[Any]) -> bool:
     """Take over a finishing request's first blocks, with its references to them.
 
     Returns False, and changes nothing, if they are not its own, or if a connector may still need its blocks.
+    Only for engines of which `can_truncate_leases` is true.
     """
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    if scheduler.connector is not None or type(managers[0]) is not FullAttentionManager:
+    if scheduler.connector is not None:
         return False
-    tables = managers[0].req_to_blocks
+    tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     own = tables.get(request_id, [])
     if own[: len(blocks)] != blocks:
         return False
