@@ -677,7 +677,7 @@ def test_what_another_user_put_into_the_folder_is_not_used(
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     monkeypatch.setattr(disk, "prepare_folder", lambda folder: None)
     tier = make_tier(tmp_path, view)
-    assert tier._engine is None, "each engine's folder is another user's"
+    assert tier._lock_file is None, "each engine's folder is another user's"
     tier.shutdown()
     # A file of theirs in a folder of ours.
     monkeypatch.setattr(disk, "make_folder", lambda folder: None)

@@ -125,7 +125,6 @@ class DiskTier(SecondaryTier):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._root = Path(folder)
-        self._engine: Path | None = None
         self._lock_file: int | None = None
         self._space: _Space | None = None
         self._is_known = False
@@ -159,9 +158,9 @@ class DiskTier(SecondaryTier):
         """
         prepare_folder(self._root)
         try:
-            self._engine, self._lock_file = self._lock_engine(model, rank, origin)
+            engine, self._lock_file = self._lock_engine(model, rank, origin)
             self._is_known = origin is not None
-            self._space = space = self._make_space(self._engine, origin)
+            self._space = space = self._make_space(engine, origin)
         except OSError as error:
             logger.error("disk tier: not used: %s", error)
             return
@@ -184,12 +183,13 @@ class DiskTier(SecondaryTier):
         for name in list(self._files):
             self._forget(name)
         self._kept.clear()
-        if space is None or self._engine is None:
+        if space is None:
             return
-        gone = self._engine / f"once-{uuid.uuid4().hex}"
+        engine = space.folder.parent
+        gone = engine / f"once-{uuid.uuid4().hex}"
         os.rename(space.folder, gone)
-        sync_folder(self._engine)
-        self._space = self._make_space(self._engine, space.origin.hex() if self._is_known else None)
+        sync_folder(engine)
+        self._space = self._make_space(engine, space.origin.hex() if self._is_known else None)
         self._writers.submit(remove_chunks, gone)
 
     def limit_kept(self, share: float, weights: Mapping[str, Any]) -> None:
@@ -380,9 +380,8 @@ class DiskTier(SecondaryTier):
 
         Without a limit of bytes, they are removed here, because nothing else would ever do it.
         """
-        assert self._engine is not None
         assert self._space is not None
-        for folder in list_folders(self._engine):
+        for folder in list_folders(self._space.folder.parent):
             if folder == self._space.folder:
                 continue
             if _ONCE.fullmatch(folder.name) or (_ORIGIN.fullmatch(folder.name) and self._max_bytes is None):
