@@ -149,9 +149,8 @@ class Metrics:
         self._file = _get_file(engine_index)
         self._has_failed = False  # to write the file, at the last attempt
         self._registry = _Registry()
-        names = vllm_config.model_config.served_model_name
-        model = names[0] if isinstance(names, list) else names
-        self._labels = (str(model), str(engine_index))
+        # Of several names, vLLM leaves only the first one there.
+        self._labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
         # These have the same `observe` method as the driver's own histograms, so the driver can fill them.
         self.stats = DriverStats()
         self._observed: list[_Observed] = []

@@ -69,13 +69,6 @@ def get_origin(vllm_config: Any, kv_cache_config: Any, offloading_config: Any) -
     return hashlib.blake2b(text.encode(), digest_size=NUM_DIGEST_BYTES).hexdigest()
 
 
-def get_name(vllm_config: Any) -> str:
-    """The name under which the model is served."""
-    config = vllm_config.model_config
-    name = config.served_model_name or config.model
-    return str(name if isinstance(name, str) else name[0])
-
-
 def get_rank(vllm_config: Any) -> int:
     """The data-parallel rank of this engine."""
     return int(vllm_config.parallel_config.data_parallel_index)

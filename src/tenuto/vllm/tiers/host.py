@@ -26,7 +26,6 @@ from tenuto.vllm.compat.offload import Adapter, ConnectorPort, HostManagerHooks
 from tenuto.vllm.compat.origin import (
     UnknownOriginError,
     get_files_digest,
-    get_name,
     get_origin,
     get_rank,
     may_span_machines,
@@ -238,7 +237,7 @@ class HostTier:
                 origin = get_origin(config, self._scheduler.kv_cache_config, disk.offloading_config)
             except UnknownOriginError as error:
                 logger.warning("disk tier: starts empty, now and at the next start: %s", error)
-            disk.open(get_name(config), get_rank(config), origin)
+            disk.open(config.model_config.served_model_name, get_rank(config), origin)
 
     def _get_digest(self, name: str, path: str) -> str | None:
         """The digest of the files from which an adapter was loaded, if they have not changed."""
