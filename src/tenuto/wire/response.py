@@ -425,10 +425,8 @@ class BlockWriter:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._so_far = Response()
-        self._block: Part | None = None
-        """The block under way, without its text."""
-        self._texts: list[str] = []
-        self._logprobs: list[Logprob] = []
+        self._parts: list[Part] = []
+        """Those of the block under way."""
         self._index = -1
         """The number of the last block."""
         self._num_events = 0
@@ -438,14 +436,12 @@ class BlockWriter:
         self._so_far.add(delta, 0.0)
         events = self._open()
         for part in get_parts(delta):
-            if self._block is None or self._block[:2] != part[:2]:
+            if not self._parts or self._parts[0][:2] != part[:2]:
                 events += self._close_block()
-                self._block, self._index = part._replace(text="", logprobs=()), self._index + 1
-                self._texts, self._logprobs = [], []
-                events += self._begin_block(self._block)
-            self._logprobs += part.logprobs
+                self._index += 1
+                events += self._begin_block(part._replace(text="", logprobs=()))
+            self._parts.append(part)
             if part.text:
-                self._texts.append(part.text)
                 events.append(self._continue_block(part))
         return self._frame(events)
 
@@ -459,10 +455,13 @@ class BlockWriter:
         return [] if self._num_events else self._begin()
 
     def _close_block(self) -> Events:
-        block, self._block = self._block, None
-        if block is None:
+        parts, self._parts = self._parts, []
+        if not parts:
             return []
-        return self._end_block(block._replace(text="".join(self._texts), logprobs=self._logprobs))
+        logprobs = [each for part in parts for each in part.logprobs]
+        return self._end_block(
+            parts[0]._replace(text="".join(part.text for part in parts), logprobs=logprobs)
+        )
 
     def _frame(self, events: Events) -> bytes:
         self._num_events += len(events)
