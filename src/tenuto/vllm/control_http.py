@@ -24,7 +24,6 @@ from tenuto.core.control import OPERATOR_HEADER, UNKNOWN_JOB, check_operator, le
 from tenuto.core.requests import get_bounded_id
 from tenuto.vllm.compat.process import (
     call_engines,
-    can_call_engines,
     get_dp_size,
     get_engine_client,
     get_ranks,
@@ -180,7 +179,7 @@ async def _ask(scope: Scope, request: dict[str, Any], ranks: Collection[int] | N
     meanwhile, and 504 if one does not answer.
     """
     client = get_engine_client(scope)
-    told = [] if client is None else await ask_engines(client, CALL, json.dumps(request), ranks)
+    told = await ask_engines(client, CALL, json.dumps(request), ranks)
     if not told:
         return 501, {"error": "this server has no engines that can be asked"}
     found: dict[str, Any] = {"ok": all(rank["ok"] for rank in told), "ranks": told}
@@ -203,10 +202,7 @@ async def ask_engines(
     `client`: the server's AsyncLLM. An answer has `rank` and `ok`. `ok` is None if the engine did not answer.
     If `ok` is not true, there is an `error` too.
     """
-    if not can_call_engines(client):
-        return []
-    asked = get_ranks(client) if ranks is None else ranks
-    answers = await call_engines(client, name, text, LIMIT_S, asked)
+    answers = await call_engines(client, name, text, LIMIT_S, ranks)
     return [_read_answer(name, rank, answer) for rank, answer in answers.items()]
 
 

@@ -88,18 +88,21 @@ def get_ranks(client: Any) -> list[int]:
 
 
 async def call_engines(
-    client: Any, name: str, text: str, limit_s: float, ranks: Collection[int]
+    client: Any, name: str, text: str, limit_s: float, ranks: Collection[int] | None = None
 ) -> dict[int, str | Exception]:
-    """Call an offered function in the engines of some ranks. Returns the answers by rank.
+    """Call an offered function in the engines of some ranks, by default of all that this API server knows.
 
-    `client`: the server's AsyncLLM. If an engine does not answer within the limit, its answer is a
-    TimeoutError.
+    `client`: the server's AsyncLLM. Returns the answers by rank, none if the client cannot call engines. If
+    an engine does not answer within the limit, its answer is a TimeoutError.
     """
-    core = client.engine_core
+    core: Any = getattr(client, "engine_core", None)
+    needed = ("_call_utility_async", "core_engines", "engine_ranks_managed")
+    if not all(hasattr(core, each) for each in needed):
+        return {}
     engines = {
         rank: engine
         for rank, engine in zip(core.engine_ranks_managed, core.core_engines, strict=True)
-        if rank in ranks
+        if ranks is None or rank in ranks
     }
 
     async def call(engine: Any) -> str:
@@ -110,13 +113,6 @@ async def call_engines(
         if isinstance(answer, BaseException) and not isinstance(answer, Exception):
             raise answer
     return dict(zip(engines, answers, strict=True))
-
-
-def can_call_engines(client: Any) -> bool:
-    """Whether `call_engines` works with this server's client of its engines."""
-    core = getattr(client, "engine_core", None)
-    names = ("_call_utility_async", "core_engines", "engine_ranks_managed")
-    return all(hasattr(core, name) for name in names)
 
 
 def watch_requests(client: Any, change: Callable[[Any], None]) -> bool:
