@@ -301,13 +301,10 @@ def _count_spares(scheduler: Any, manager: Any) -> int:
 
 def _get_tail(manager: Any, num_tokens: int) -> range:
     """The blocks of a window or a state that a hit of `num_tokens` needs."""
-    if _is_state(manager):
-        end = num_tokens // manager.block_size
-        return range(end - 1, end)
-    peek = int(bool(manager.use_eagle))
-    end = num_tokens // manager.block_size + peek
-    num_blocks = count_tail_blocks(manager.sliding_window, manager.block_size) + peek
-    return range(max(0, end - num_blocks), end)
+    # Of a state, a look-up drops no block, with a drafter either.
+    peek = int(bool(manager.use_eagle) and not _is_state(manager))
+    end = num_tokens // manager.block_size
+    return range(max(0, end - _count_blocks(manager)), end + peek)
 
 
 def _get_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -409,7 +406,7 @@ class FirstCheckpoints:
 
 
 def _count_blocks(manager: Any) -> int:
-    """Blocks of a checkpoint in one group."""
+    """Blocks that a hit needs before its end in one group with windows or states; none in others."""
     if type(manager) is SlidingWindowManager:
         return count_tail_blocks(manager.sliding_window, manager.block_size)
     return int(isinstance(manager, MambaManager) and manager.mamba_cache_mode == "align")
