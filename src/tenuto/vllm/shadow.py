@@ -27,9 +27,8 @@ from tenuto.vllm.waiting import TurnQueue
 
 
 class SeenBlock(NamedTuple):
-    """A block and its content when a turn ended. vLLM may have reused the block since."""
+    """A block's content when a turn ended. vLLM may have reused the block since."""
 
-    block_id: int
     block_hash: Any
 
 
@@ -99,7 +98,7 @@ class ShadowEngine(VllmEngine):
 
 
 def _see(blocks: Iterable[Any]) -> list[SeenBlock]:
-    return [SeenBlock(block.block_id, block.block_hash) for block in blocks]
+    return [SeenBlock(block.block_hash) for block in blocks]
 
 
 @dataclass(eq=False)
