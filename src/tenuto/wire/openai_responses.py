@@ -158,12 +158,13 @@ def read_whole(body: Body) -> Delta:
             reasoning.append(read_text(item.get("content") or item.get("summary")))
         else:
             texts.append(read_text(item.get("content")))
-    reason = _read_reason(body)
+    cut = as_object(body.get("incomplete_details")).get("reason")
+    reason = "length" if cut == "max_output_tokens" else as_text(cut) or "stop"
     return Delta(
         text="".join(texts),
         reasoning="".join(reasoning),
         calls=calls,
-        usage=_read_usage(body),
+        usage=read_usage(body.get("usage"), "input_tokens", "output_tokens"),
         finish_reason="tool_calls" if calls and reason == "stop" else reason,
         is_last=True,
     )
@@ -189,15 +190,6 @@ def read_event(event: Body) -> Delta:
         whole = read_whole(as_object(event.get("response")))
         return Delta(usage=whole.usage, finish_reason=whole.finish_reason, is_last=True)
     return Delta()
-
-
-def _read_usage(body: Body) -> Usage | None:
-    return read_usage(body.get("usage"), "input_tokens", "output_tokens")
-
-
-def _read_reason(body: Body) -> str | None:
-    reason = as_object(body.get("incomplete_details")).get("reason")
-    return "length" if reason == "max_output_tokens" else as_text(reason) or "stop"
 
 
 def write_whole(head: Head, delta: Delta) -> dict[str, Any]:
