@@ -139,7 +139,7 @@ def test_a_preempted_turn_that_leaves_is_forgotten() -> None:
         if end == "finish":
             assert flood.engine.start_first(flood.now_s) == "plain"
         getattr(flood.engine, end)("plain", flood.now_s)
-        assert (queue._num_live, queue._num_running, queue._waiting, queue._overdue) == (0, 0, {}, {})
+        assert (queue._live, queue._waiting, queue._overdue) == ({}, {}, {})
 
 
 class LatestFirst(LastFirst):

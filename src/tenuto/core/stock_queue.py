@@ -112,8 +112,6 @@ class StockQueue:
         self._num_arrived = 0
         self._num_live_tokens = 0
         """Prompt tokens of all waiting and running turns."""
-        self._num_live = 0
-        self._num_running = 0
         self._max_running = 0
         """Largest number of turns seen running at once; an estimate of the engine's limit."""
         self._began = 0.0
@@ -164,7 +162,6 @@ class StockQueue:
     def arrive(self, turn: TurnState, num_leased_tokens: int = 0) -> None:
         """A turn arrived. `num_leased_tokens`: tokens that leases keep now, an upper bound of the savings."""
         self._num_arrived += 1
-        self._num_live += 1
         num_prompt_tokens = turn.arrival.num_prompt_tokens
         self._num_live_tokens += num_prompt_tokens
         turn.number = self._num_arrived
@@ -188,7 +185,6 @@ class StockQueue:
 
     def start(self, turn: TurnState, num_hit_tokens: int, now_s: float) -> None:
         """A turn got its first step."""
-        self._count_running(now_s)
         wait = self._live[turn.turn_id]
         self._prompt.observe(turn.arrival.num_prompt_tokens)
         wait.began_at_start, wait.start_s = self._began, now_s
@@ -199,12 +195,12 @@ class StockQueue:
         if turn.num_reusable_tokens:
             self._save(wait, num_hit_tokens)
         self._stop_waiting(wait)
+        self._count_running(now_s)
         self._credit = min(0.0, self._credit + FORCED_SHARE * work)
         self._follow_stock()
 
     def preempt(self, turn: TurnState, now_s: float) -> None:
         """A running turn lost its blocks and waits again. In stock it would now be first in the queue."""
-        self._num_running -= 1
         wait = self._waiting[turn.turn_id] = self._live[turn.turn_id]
         wait.work, wait.since_s, wait.is_agents = 0.0, now_s, False
         if self._over is None:
@@ -221,7 +217,6 @@ class StockQueue:
     def leave(self, turn: TurnState, num_output_tokens: int, now_s: float) -> None:
         """A turn ended, or left before it started."""
         wait = self._live.pop(turn.turn_id)
-        self._num_live -= 1
         self._num_live_tokens -= turn.arrival.num_prompt_tokens
         if not turn.started:
             if self._over is not None and wait.place > self._began + self._skipped:
@@ -231,8 +226,7 @@ class StockQueue:
                 self._gone_work += work
             self._stop_waiting(wait)
             return
-        if not self._stop_waiting(wait):
-            self._num_running -= 1
+        self._stop_waiting(wait)
         self._output.observe(num_output_tokens)
         self._service.observe(self._began - wait.began_at_start)
         self._service_s.observe(now_s - wait.start_s)
@@ -240,8 +234,9 @@ class StockQueue:
         # Stock vLLM would allocate blocks for the turns that wait before it allocates for later arrivals.
         num_allocated = self._num_allocated - self._tokens_per_work * self._backlog
         # Stock vLLM would run as many turns now as have ever run at once.
-        num_running = min(self._num_live, self._max_running)
-        num_held = self._num_live_tokens / self._num_live * num_running if num_running else 0.0
+        num_live = len(self._live)
+        num_running = min(num_live, self._max_running)
+        num_held = self._num_live_tokens / num_live * num_running if num_running else 0.0
         self._evicted_at[turn.job.job_id] = num_allocated + self._num_cache_tokens - num_held
 
     def forget_job(self, job_id: str) -> None:
@@ -375,8 +370,8 @@ class StockQueue:
 
     def _count_running(self, now_s: float) -> None:
         self._last_start_s = now_s
-        self._num_running += 1
-        self._max_running = max(self._max_running, self._num_running)
+        num_running = len(self._live) - len(self._waiting) - len(self._overdue)
+        self._max_running = max(self._max_running, num_running)
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
         return get_work(turn.arrival.num_prompt_tokens, num_hit_tokens, self._output.value)
