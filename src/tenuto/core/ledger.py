@@ -14,34 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypedDict, Unpack
 
 PLACES = ("gpu", "host", "disk")
 """Where blocks are held: by leases on the GPU, and by the tiers below it."""
-
-
-class Used(TypedDict, total=False):
-    """Numbers of turns and of tokens to add to an account."""
-
-    turns: int
-    prompt: int
-    """Of turns that started."""
-    cached: int
-    """Those found in the GPU's cache."""
-    loaded: int
-    """Copied from host memory or disk."""
-    computed: int
-    """Run through the model, counted when a turn ends or is preempted."""
-    recomputed: int
-    """Computed before (`tenuto.core.reuse`)."""
-    output: int
-    """Of ended turns."""
-    stored: int
-    """Copied to the tiers."""
-
-
-TOKENS = tuple(name for name in Used.__annotations__ if name != "turns")
-"""The kinds of tokens."""
+TOKENS = ("prompt", "cached", "loaded", "computed", "recomputed", "output", "stored")
+"""The kinds of tokens: fields of `Account`."""
 FIGURES = ("turns", *(f"{kind}_tokens" for kind in TOKENS), *(f"{place}_block_seconds" for place in PLACES))
 """The figures of an account."""
 OWN_FIGURES = ("turns", "prompt_tokens", "output_tokens", "gpu_block_seconds")
@@ -79,17 +56,23 @@ class Account:
     num_held_blocks: int = 0
     """Blocks held in all places."""
     turns: int = 0
-    """From here on, the fields of `Used`."""
     prompt: int = 0
+    """Tokens of turns that started."""
     cached: int = 0
+    """Those found in the GPU's cache."""
     loaded: int = 0
+    """Copied from host memory or disk."""
     computed: int = 0
+    """Run through the model, counted when a turn ends or is preempted."""
     recomputed: int = 0
+    """Computed before (`tenuto.core.reuse`)."""
     output: int = 0
+    """Of ended turns."""
     stored: int = 0
+    """Copied to the tiers."""
 
-    def add(self, **numbers: Unpack[Used]) -> None:
-        """Add these numbers, here and in the accounts above."""
+    def add(self, **numbers: int) -> None:
+        """Add these numbers of turns and of tokens, by field, here and in the accounts above."""
         account: Account | None = self
         while account is not None:
             for name, number in numbers.items():
