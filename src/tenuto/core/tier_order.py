@@ -428,21 +428,15 @@ class TierOrder:
         that this owner wished to keep are removed too.
         """
         dropped: list[Hashable] = []
-        last = self._tails.pop(owner, None)
-        found = None if last is None else self._chunks[last]
-        while found is not None:
+        while (last := self._tails.get(owner)) is not None:
+            found = self._chunks[last]
             if found.num_pins or found.num_behind or found.is_shared:
-                self._tails[owner] = found.chunk
                 self._offer(found)
                 break
-            dropped.append(found.chunk)
-            self._leave(found)
-            before = self._get_before(found)
-            if before is not None and before.owner != owner:
-                if found.needed is not None:
-                    self._offer(before)
-                before = None
-            found = before
+            dropped.append(last)
+            needed = self._take_out(found)
+            if needed is not None and needed.owner != owner:
+                self._offer(needed)
         return dropped
 
     def forget_keys(self) -> None:
