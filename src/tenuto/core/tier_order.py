@@ -187,7 +187,7 @@ class HeldChanges:
         return changes
 
 
-Rank = tuple[Key, int, int] | tuple[Key, int, int, int]
+Rank = tuple[Key, int, *tuple[int, ...]]
 """The smallest rank is evicted first: the policy's key, the number of the use, the negative index in the
 sequence, and with several layer groups the group's index."""
 
@@ -215,8 +215,8 @@ class _Chunk:
     @property
     def rank(self) -> Rank:
         """See `Rank`."""
-        (key, use), place = self.use, self.place
-        return (key, use, place[0]) if len(place) == 1 else (key, use, place[0], place[1])
+        key, use = self.use
+        return (key, use, *self.place)
 
 
 _Entry = tuple[bool, tuple[Key, int], tuple[int, ...], int, _Chunk]
