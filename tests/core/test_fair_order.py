@@ -27,7 +27,7 @@ class Queue:
     def __init__(self, weights: dict[str, float] | None = None, *, by_priority: bool = False) -> None:
         self.turns: dict[str, TurnState] = {}
         self.shares = Shares(weights, by_priority=by_priority)
-        self.order = FairOrder(self.turns, self.shares, by_priority=by_priority)
+        self.order = FairOrder(self.turns, self.shares)
         self.began: dict[str | None, float] = {}
 
     def arrive(

@@ -110,7 +110,6 @@ class Driver:
         self._hash_block_size = engine.hash_block_size
         self._jobs = JobTable(self.limits.max_remembered_jobs, engine.hash_block_size, infers=infers)
         self._turns: dict[str, TurnState] = {}
-        self._by_priority = by_priority
         self._fairness = Fairness(
             policy, self.limits, view.num_blocks, view.block_size, by_priority=by_priority
         )
@@ -650,7 +649,7 @@ class Driver:
         """An empty queue of turns, for the engine to fill; the keys are those of `get_queue_key`."""
         if not self.limits.fair_tenants:
             return IndexedHeap()
-        return FairOrder(self._turns, self.shares, by_priority=self._by_priority)
+        return FairOrder(self._turns, self.shares)
 
     def get_queue_key(self, turn_id: str, now_s: float) -> Key:
         """The key that orders a waiting turn in the queue; the smallest key goes first."""

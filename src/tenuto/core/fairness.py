@@ -164,7 +164,7 @@ class Shares:
 
     def __init__(self, weights: Mapping[str, float] | None = None, *, by_priority: bool = False) -> None:
         """`weights`: the weights of some tenants; all others have weight 1."""
-        self._by_priority = by_priority
+        self.by_priority = by_priority
         self._tenants: dict[str, _Share] = {}
         self.set_weights(weights)
         self._idle: IndexedHeap[str] = IndexedHeap()
@@ -280,7 +280,7 @@ class Shares:
         return self._charges[turn_id].num_expected_tokens
 
     def _get_priority(self, turn: TurnState) -> int:
-        return turn.arrival.priority if self._by_priority else 0
+        return turn.arrival.priority if self.by_priority else 0
 
     def _get_work(self, turn: TurnState, num_hit_tokens: int) -> float:
         """The expected work of a turn whose output length is not known yet."""
@@ -320,11 +320,10 @@ class FairOrder:
     It has the methods of `IndexedHeap`. `get_first` may correct the order of the tenants.
     """
 
-    def __init__(self, turns: Mapping[str, TurnState], shares: Shares, *, by_priority: bool = False) -> None:
+    def __init__(self, turns: Mapping[str, TurnState], shares: Shares) -> None:
         """`turns`: all turns in the engine, by id."""
         self._turns = turns
         self._shares = shares
-        self._by_priority = by_priority
         self._lanes: dict[str, _Lane] = {}
         self._lane_of: dict[str, str] = {}
         self._order: IndexedHeap[str] = IndexedHeap()
@@ -347,7 +346,7 @@ class FairOrder:
         if name is None:
             turn = self._turns[item]
             self._shares.put_back(turn)
-            priority = turn.arrival.priority if self._by_priority else 0
+            priority = turn.arrival.priority if self._shares.by_priority else 0
             tenant = turn.job.tenant or NOBODY
             name = self._lane_of[item] = f"{priority}\t{tenant}"
             if name not in self._lanes:
