@@ -25,7 +25,7 @@ from typing import Any
 
 from tenuto.core.types import Job, ToolCall, Turn
 from tenuto.estimators.commands import MIN_TIME_S, read_command
-from tenuto.policies.published.contextserve import ContextServe, Speed
+from tenuto.policies.published.contextserve import MAX_LOG_S, ContextServe, Speed
 from tenuto.records.metrics import get_geometric_mean
 from tenuto_predict import SHIPPED
 
@@ -148,10 +148,19 @@ class OfPolicy:
     def guess(self, call: Call) -> Guess:
         self._num_asked += 1
         prediction = self._policy._predict(make_tool(call), str(self._num_asked))
-        return Guess(prediction.speed, prediction.expected_s)
+        return Guess(prediction.speed, self._expect_s(call))
 
     def learn(self, call: Call) -> None:
         self._policy.on_tool_returned(Turn("t", Job("j", 0.0, 2), 0.0, 100), make_tool(call), call.seconds)
+
+    def _expect_s(self, call: Call) -> float | None:
+        """The median that it expects; None while it knows nothing of such a call."""
+        text = self._policy._read(call.command)
+        belief = self._policy._beliefs.get(text.program)
+        if belief is None and text.log_s is None:
+            return None
+        log_s, _ = self._policy._expect(text)
+        return math.exp(min(log_s + (belief.mean if belief else 0.0), MAX_LOG_S))
 
 
 def make_tool(call: Call) -> ToolCall:

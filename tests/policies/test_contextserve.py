@@ -145,11 +145,7 @@ def test_a_fast_tool_is_pinned_for_what_covers_most_of_its_calls_and_at_most_3_s
 def test_bounds_are_settings(model: str) -> None:
     call = make_call(tool(15))  # ln 1.5 = 4.5 s
     prediction = ContextServe(model=model, explore=False, pin_s=8.0)._predict(call, "t")
-    assert (prediction.speed, prediction.expected_s, prediction.pin_s) == (
-        Speed.FAST,
-        pytest.approx(math.exp(1.5)),
-        8.0,
-    )
+    assert (prediction.speed, prediction.pin_s) == (Speed.FAST, 8.0)
     assert ContextServe(model=model, explore=False, slow_s=2.9)._predict(call, "t").speed is Speed.SLOW
     assert (
         ContextServe(model=model, explore=False, confidence=0.999)._predict(make_call(tool(0)), "t").speed
@@ -362,9 +358,8 @@ def test_without_the_extra_it_decides_as_for_programs_that_the_trees_do_not_know
     with_trees = ContextServe(explore=False)
     monkeypatch.setitem(sys.modules, "tenuto_predict", None)
     without = ContextServe(explore=False)
-    known = ToolCall("gzip", "gzip -9 log")
-    assert with_trees._predict(known, "t").expected_s is not None
-    assert without._predict(known, "t").expected_s is None
+    assert with_trees._read("gzip -9 log").log_s is not None
+    assert without._read("gzip -9 log").log_s is None
     for tool in (unknown, ToolCall("ls", "ls -l"), ToolCall("make", "make")):
         assert without._predict(tool, "t").speed is with_trees._predict(tool, "t").speed
     for policy in (with_trees, without):

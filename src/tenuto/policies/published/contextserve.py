@@ -66,8 +66,6 @@ class Prediction:
     """The predicted time of a tool call."""
 
     speed: Speed
-    expected_s: float | None
-    """The median; None while nothing is known."""
     pin_s: float
     """Duration of the pin if the call is fast."""
 
@@ -146,15 +144,12 @@ class ContextServe(LearnsTtl):
         """How long a tool call will take; the turn's id seeds the draw."""
         text = self._read(_get_text(tool))
         belief = self._beliefs.get(text.program)
-        prior_log_s, sd = self._expect(text)
-        expected_s = None
-        if belief is not None or text.log_s is not None:
-            expected_s = math.exp(min(prior_log_s + (belief.mean if belief else 0.0), MAX_LOG_S))
         num_calls = belief.kappa - PRIOR_CALLS if belief else 0
         by_rule = _judge_by_rules(text.shape) if num_calls < self.trusted_calls else None
         if by_rule is not None:
-            return Prediction(by_rule, expected_s, self.pin_s)
-        return self._judge(belief or _get_prior(sd), prior_log_s, expected_s, turn_id)
+            return Prediction(by_rule, self.pin_s)
+        prior_log_s, sd = self._expect(text)
+        return self._judge(belief or _get_prior(sd), prior_log_s, turn_id)
 
     # Events.
 
@@ -191,9 +186,7 @@ class ContextServe(LearnsTtl):
         """Prediction from the command's text: the mean of ln(seconds) and its standard deviation."""
         return (UNKNOWN_LOG_S, UNKNOWN_SD) if text.log_s is None else (text.log_s, text.sd)
 
-    def _judge(
-        self, belief: NormalInverseGamma, prior_log_s: float, expected_s: float | None, turn_id: str
-    ) -> Prediction:
+    def _judge(self, belief: NormalInverseGamma, prior_log_s: float, turn_id: str) -> Prediction:
         """Fast or slow if its probability is high enough, by the posterior or by a draw from it."""
         if self.explore:
             mean, sd = belief.draw(random.Random((self.seed << 32) ^ zlib.crc32(turn_id.encode())))
@@ -203,9 +196,9 @@ class ContextServe(LearnsTtl):
             low, high = belief.get_quantile(1 - self.confidence), belief.get_quantile(self.confidence)
         if prior_log_s + high <= self._log_pin_s:
             covering_s = math.exp(min(prior_log_s + belief.get_quantile(self.quantile), MAX_LOG_S))
-            return Prediction(Speed.FAST, expected_s, min(covering_s, self.pin_s))
+            return Prediction(Speed.FAST, min(covering_s, self.pin_s))
         is_slow = prior_log_s + low >= self._log_slow_s
-        return Prediction(Speed.SLOW if is_slow else Speed.UNCERTAIN, expected_s, 0.0)
+        return Prediction(Speed.SLOW if is_slow else Speed.UNCERTAIN, 0.0)
 
 
 def _load_reader(model: str | None) -> Callable[[str], CommandText]:
