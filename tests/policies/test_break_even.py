@@ -117,6 +117,6 @@ def test_its_known_weakness_overloaded_it_is_little_better_than_stock() -> None:
 
 
 def test_a_profile_in_the_settings_needs_its_main_part() -> None:
-    assert BreakEven(prefill_token_s=0.5)._prefill.get_s(2) == 1.0
+    assert BreakEven(prefill_token_s=0.5)._prefill.profile.get_s(2) == 1.0
     with pytest.raises(ConfigError, match="need prefill_token_s"):
         BreakEven(prefill_fixed_s=0.5)

@@ -34,6 +34,11 @@ def make_view(*tiers: TierView) -> EngineView:
     return EngineView(10.0, 16, 1000, 500, 4, 2, 8192, tiers=tiers)
 
 
+def get_step_s(profile: PrefillProfile, num_tokens: int, num_done: int) -> float:
+    """The time of a part of a prompt, behind tokens that are computed already."""
+    return profile.fixed_s + profile.get_s(num_done + num_tokens) - profile.get_s(num_done)
+
+
 def run_turns(cost: PrefillCost, true: PrefillProfile, num_turns: int, *, max_tokens: int = 4096) -> None:
     """An engine with a few decodes; every turn's prompt goes through in steps of at most `max_tokens`."""
     rng = random.Random(7)
@@ -45,7 +50,7 @@ def run_turns(cost: PrefillCost, true: PrefillProfile, num_turns: int, *, max_to
         while done < turn.num_prompt_tokens:
             num_tokens = min(max_tokens, turn.num_prompt_tokens - done)
             num_decodes = rng.randint(0, 40)
-            duration_s = true.get_s(num_tokens, done) + REQUEST_S * (num_decodes + 1)
+            duration_s = get_step_s(true, num_tokens, done) + REQUEST_S * (num_decodes + 1)
             cost.observe(StepView(0.0, duration_s, num_tokens + num_decodes, num_decodes + 1))
             done += num_tokens
         # Then it decodes: steps that say nothing of prefill.
@@ -57,12 +62,12 @@ def test_a_profile_by_hand() -> None:
     profile = PrefillProfile(1.0, 1e-3, 1e-6)
     assert profile.get_s(100) == pytest.approx(1 + 0.1 + 0.01)
     # Behind 200 others: 300² − 200² = 50,000 pairs.
-    assert profile.get_s(100, 200) == pytest.approx(1 + 0.1 + 0.05)
+    assert get_step_s(profile, 100, 200) == pytest.approx(1 + 0.1 + 0.05)
 
 
 def test_what_is_assumed_before_anything_was_seen() -> None:
     # 3.2e-5 · 1,000 + 5.3e-10 · 1,000,000
-    assert PrefillCost().get_s(1000) == pytest.approx(0.03253)
+    assert PrefillCost().profile.get_s(1000) == pytest.approx(0.03253)
 
 
 @pytest.mark.parametrize("max_tokens", [4096, 100_000])
@@ -70,8 +75,8 @@ def test_it_learns_an_engine_it_never_saw(max_tokens: int) -> None:
     cost = PrefillCost()
     run_turns(cost, TRUE, 60, max_tokens=max_tokens)
     for num_tokens, context in ((1000, 0), (4000, 0), (4000, 12_000), (500, 16_000)):
-        expected_s = TRUE.get_s(num_tokens, context) + REQUEST_S
-        assert cost.get_s(num_tokens, context) == pytest.approx(expected_s, rel=0.05)
+        expected_s = get_step_s(TRUE, num_tokens, context) + REQUEST_S
+        assert get_step_s(cost.profile, num_tokens, context) == pytest.approx(expected_s, rel=0.05)
 
 
 def test_it_forgets_an_engine_that_has_become_slower() -> None:
@@ -79,7 +84,7 @@ def test_it_forgets_an_engine_that_has_become_slower() -> None:
     run_turns(cost, TRUE, 60)
     slower = PrefillProfile(2 * TRUE.fixed_s, 2 * TRUE.token_s, 2 * TRUE.token_pair_s)
     run_turns(cost, slower, 400)
-    assert cost.get_s(4000) == pytest.approx(slower.get_s(4000), rel=0.05)
+    assert cost.profile.get_s(4000) == pytest.approx(slower.get_s(4000), rel=0.05)
 
 
 def test_prompts_of_one_length_leave_the_assumed_ratio_of_attention() -> None:
@@ -89,9 +94,9 @@ def test_prompts_of_one_length_leave_the_assumed_ratio_of_attention() -> None:
         cost.on_started(turn)
         cost.observe(StepView(0.0, 0.2, 2000, 1))
         cost.on_stopped(turn)
-    assert cost.get_s(2000) == pytest.approx(0.2, rel=0.01)
+    assert cost.profile.get_s(2000) == pytest.approx(0.2, rel=0.01)
     # All seconds per token would be 1.0 for 10,000; with the assumed ratio there is some attention in it.
-    assert 1.0 < cost.get_s(10_000) < 1.3
+    assert 1.0 < cost.profile.get_s(10_000) < 1.3
 
 
 def test_too_few_steps_change_nothing() -> None:
@@ -103,7 +108,7 @@ def test_too_few_steps_change_nothing() -> None:
     assert cost.profile == PrefillProfile()  # their weights have decayed to just below so many
     cost.on_started(make_turn("last", 1000))
     cost.observe(StepView(0.0, 1.0, 1000, 1))
-    assert cost.get_s(1000) == pytest.approx(1.0, rel=0.05)
+    assert cost.profile.get_s(1000) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_a_turn_that_was_cut_off_does_not_count_as_the_next_one_s_prefill() -> N
     cost.on_started(make_turn("gone", 50_000))
     cost.on_stopped(make_turn("gone", 50_000))
     run_turns(cost, TRUE, 60)
-    assert cost.get_s(4000) == pytest.approx(TRUE.get_s(4000) + REQUEST_S, rel=0.05)
+    assert cost.profile.get_s(4000) == pytest.approx(TRUE.get_s(4000) + REQUEST_S, rel=0.05)
     assert "gone" not in repr(cost)
 
 
@@ -156,7 +161,7 @@ def test_a_step_may_have_many_whole_prompts() -> None:
 def test_a_given_profile_is_kept() -> None:
     cost = PrefillCost(PrefillProfile(0.0, 0.01, 0.0))
     run_turns(cost, TRUE, 40)
-    assert cost.get_s(100) == pytest.approx(1.0)
+    assert cost.profile.get_s(100) == pytest.approx(1.0)
 
 
 def test_reload_by_hand() -> None:
@@ -212,7 +217,7 @@ def test_the_fit_of_a_profile_is_a_prefill_curve(tmp_path: Path) -> None:
     fit.save(tmp_path / "costs.json")
     profile = read_prefill_profile(tmp_path / "costs.json")
     for prefill in ((3000, 0), (500, 8000)):
-        assert profile.get_s(*prefill) == pytest.approx(fit.seconds(StepBatch.of(prefills=[prefill])))
+        assert get_step_s(profile, *prefill) == pytest.approx(fit.seconds(StepBatch.of(prefills=[prefill])))
     given = load_policy("continuum", {"prefill_profile": str(tmp_path / "costs.json")})
     assert given._try_get_profile() == profile  # type: ignore[attr-defined]
     both = {"prefill_profile": str(tmp_path / "costs.json"), "prefill_token_s": 1e-4}

@@ -74,4 +74,4 @@ def test_prefill_is_learned_from_vllm_s_steps(clock: Clock) -> None:
         engine.scheduler.add_request(make_request(f"r{number}", [number + 5] * 256, max_tokens=1))
         engine.step()
         clock.now_s += 0.5  # each prompt is a step of half a second
-    assert engine.scheduler.driver.policy._prefill.get_s(256) == pytest.approx(0.5, rel=0.1)
+    assert engine.scheduler.driver.policy._prefill.profile.get_s(256) == pytest.approx(0.5, rel=0.1)

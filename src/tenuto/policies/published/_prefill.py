@@ -46,11 +46,9 @@ class PrefillProfile:
     token_s: float = 3.2e-5
     token_pair_s: float = 5.3e-10
 
-    def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
-        """Seconds to compute tokens that follow `num_context_tokens` with KV."""
-        end = num_context_tokens + num_tokens
-        pairs = end * end - num_context_tokens * num_context_tokens
-        return self.fixed_s + self.token_s * num_tokens + self.token_pair_s * pairs
+    def get_s(self, num_tokens: float) -> float:
+        """Seconds to compute this many tokens."""
+        return self.fixed_s + self.token_s * num_tokens + self.token_pair_s * (num_tokens * num_tokens)
 
 
 def read_prefill_profile(path: Path) -> PrefillProfile:
@@ -107,10 +105,6 @@ class PrefillCost:
         if self._weight >= MIN_STEPS:
             self.profile = _fit(self._moments, self._weight)
 
-    def get_s(self, num_tokens: float, num_context_tokens: float = 0) -> float:
-        """Seconds to compute tokens that follow `num_context_tokens` with KV."""
-        return self.profile.get_s(num_tokens, num_context_tokens)
-
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
         return {"weight": self._weight, "moments": [list(row) for row in self._moments]}
@@ -156,7 +150,7 @@ class PrefillCost:
 
 def get_reload_s(num_tokens: int, cost: PrefillCost, view: EngineView) -> float:
     """Seconds to restore KV: to compute it, or to load it from a tier if that is faster."""
-    times_s = [cost.get_s(num_tokens)]
+    times_s = [cost.profile.get_s(num_tokens)]
     if view.tiers:
         nearest = view.tiers[0]
         times_s.append(nearest.wait_s + num_tokens / view.block_size * nearest.s_per_block)

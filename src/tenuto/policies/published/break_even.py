@@ -34,7 +34,7 @@ class BreakEven(TakesPrefillProfile):
 
     def _get_hold_s(self, num_tokens: int, view: EngineView) -> float:
         """The break-even time: after it, holding the tokens has cost as much as reloading them."""
-        reload_s = self._prefill.get_s(num_tokens)
+        reload_s = self._prefill.profile.get_s(num_tokens)
         if view.tiers:
             reload_s = min(reload_s, self.load_cost_s)
         return reload_s * view.num_blocks * view.block_size / num_tokens

@@ -94,8 +94,9 @@ class InferCept(TakesPrefillProfile):
         num_chunks = math.ceil(num_tokens / chunk_tokens)
         num_used_blocks = view.num_blocks - view.num_free_blocks - view.num_leased_blocks
         num_other_tokens = max(0, num_used_blocks) * view.block_size
-        own = self._prefill.get_s(num_tokens) * num_tokens / 2
-        return own + num_chunks * self._prefill.get_s(num_tokens / num_chunks) * num_other_tokens
+        profile = self._prefill.profile
+        own = profile.get_s(num_tokens) * num_tokens / 2
+        return own + num_chunks * profile.get_s(num_tokens / num_chunks) * num_other_tokens
 
     def on_tick(self, view: EngineView) -> None:
         """Decide on all paused jobs."""
