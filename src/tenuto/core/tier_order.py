@@ -17,13 +17,6 @@ MAX_STORING_S = 0.1
 """New stores wait while those in flight need longer than this, so that loads do not wait long for stores."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    until_s: float
-    owner: str | None
-    """The job whose client wished it; None if several jobs of the tenant did."""
-
-
 class KeptChunks:
     """The chunks of a tier that are kept, each until its deadline. They are never all of the tier's chunks.
 
@@ -37,8 +30,8 @@ class KeptChunks:
         """Most chunks that may be kept."""
         self.weights: Mapping[str, Any] = {}
         """Weights of tenants; 1 for others."""
-        self._kept: dict[Hashable, dict[str, _Kept]] = {}
-        """By chunk and tenant."""
+        self._kept: dict[Hashable, dict[str, str | None]] = {}
+        """By chunk and tenant: the job whose client wished it; None if several jobs of the tenant did."""
         self._by_owner: dict[str, dict[Hashable, str]] = {}
         """By job: the chunks that no other job of its tenant wished, each with the tenant."""
         self._by_end: IndexedHeap[tuple[Hashable, str]] = IndexedHeap()
@@ -63,16 +56,15 @@ class KeptChunks:
         A chunk keeps a later deadline that it has. `end`: where it ends in its sequence. `owner`: the job
         whose client wishes it.
         """
-        wishes = self._kept.setdefault(chunk, {})
-        known = wishes.get(tenant)
-        if known is not None and known.owner != owner:
-            self._forget_owner(chunk, known.owner)
+        owners = self._kept.setdefault(chunk, {})
+        is_known = tenant in owners
+        if is_known and owners[tenant] != owner:
+            self._forget_owner(chunk, owners[tenant])
             owner = None
-        if known is not None and known.until_s >= until_s:
-            wishes[tenant] = _Kept(known.until_s, owner)
+        owners[tenant] = owner
+        if is_known and float(self._by_end.get_key((chunk, tenant))[0]) >= until_s:
             return []
         self._number += 1
-        wishes[tenant] = _Kept(until_s, owner)
         if owner is not None:
             self._by_owner.setdefault(owner, {})[chunk] = tenant
         self._by_tenant.setdefault(tenant, IndexedHeap()).push(chunk, (until_s, -end, self._number))
@@ -112,9 +104,9 @@ class KeptChunks:
 
     def _remove(self, chunk: Hashable, tenant: str) -> None:
         """A tenant's wish for a chunk is over."""
-        wishes = self._kept[chunk]
-        self._forget_owner(chunk, wishes.pop(tenant).owner)
-        if not wishes:
+        owners = self._kept[chunk]
+        self._forget_owner(chunk, owners.pop(tenant))
+        if not owners:
             del self._kept[chunk]
         self._by_end.discard((chunk, tenant))
         self._by_tenant[tenant].discard(chunk)
