@@ -16,7 +16,6 @@ ids = st.sets(st.integers(0, 12), min_size=1)
 def test_it_counts_what_a_count_per_block_does(changes: list[tuple[set[int], int]]) -> None:
     coverage, leases, counts = BlockRefCounts(), [], Counter[int]()
     for block_ids, number in changes:
-        assert coverage.count_new(block_ids) == sum(not counts[each] for each in block_ids)
         if number < 6 or not leases:
             leases.append(list(block_ids))
             coverage.add(leases[-1])

@@ -441,10 +441,6 @@ class BlockRefCounts:
         self._covered.difference_update(block_ids)
         self._covered.update(shared)
 
-    def count_new(self, block_ids: Collection[Hashable]) -> int:
-        """How many of these blocks no lease covers yet."""
-        return len(block_ids) - len(self._covered.intersection(block_ids))
-
     def find_used(self, num_refs: Mapping[Hashable, int]) -> list[Hashable]:
         """The leased blocks that something else uses too. `num_refs`: all references to each block."""
         more = self._more
