@@ -85,8 +85,8 @@ def _check_tenants(driver: Any) -> None:
         num_turns = sum((turn.job.tenant or "") == name for turn in turns)
         if (own.num_live, own.num_leases, counted) != (num_turns, len(ours), num_blocks):
             raise IntegrityError(f"{name!r}: {num_turns} turns, {len(ours)} leases, counted {own}")
-    waiting = {turn.turn_id for turn in turns if not turn.started}
-    if waiting != driver.shares._waiting.keys():
+    num_waiting = sum(own.num_waiting.total() for own in driver.shares._tenants.values())
+    if num_waiting != sum(not turn.started for turn in turns):
         raise IntegrityError("the turns that wait are not those that the tenants' service counts")
     live = {turn.turn_id for turn in turns}
     waits, notes = driver._fairness.waits, {"charged": driver.shares._charges}

@@ -764,6 +764,10 @@ class Driver:
         turn = self._turns.get(turn_id)
         return None if turn is None else turn.arrival_s
 
+    def get_oldest_arrival_s(self) -> float | None:
+        """When the turn arrived that has waited longest for its first step; None if none waits."""
+        return next((turn.arrival_s for turn in self._turns.values() if not turn.started), None)
+
     def has_started(self, turn_id: str) -> bool:
         """Whether a turn has had its first step; True for a turn that the driver does not know."""
         turn = self._turns.get(turn_id)

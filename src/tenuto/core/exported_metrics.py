@@ -158,7 +158,7 @@ DRIVER = (
            lambda of: of.driver.num_policy_faults),
     Metric("gauge", "oldest_waiting_timestamp_seconds",
            "Unix time at which the longest-waiting turn arrived; 0 if no turn waits for its first step.",
-           lambda of: of.get_moment(of.driver.shares.get_oldest_arrival_s())),
+           lambda of: of.get_moment(of.driver.get_oldest_arrival_s())),
     Metric("gauge", "active_tenants", "Tenants with a turn in the engine or a lease.",
            lambda of: len(of.driver.quota)),
     Metric("gauge", "largest_tenant_share",

@@ -23,7 +23,7 @@ Every event takes O(log n) time in the number of waiting turns and tenants.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -176,8 +176,6 @@ class Shares:
         """The latest of such times that was forgotten, for the priorities without one."""
         self._output = MovingMean()
         """Mean output tokens of a turn."""
-        self._waiting: OrderedDict[str, TurnState] = OrderedDict()
-        """Turns that wait for their first step, in order of arrival."""
         self._charges: dict[str, _Charge] = {}
         """The charge of each turn in the engine."""
 
@@ -192,11 +190,6 @@ class Shares:
         for name, own in self._tenants.items():
             own.weight = get_weight(self._weights, name)
 
-    def get_oldest_arrival_s(self) -> float | None:
-        """Arrival time of the turn that has waited longest for its first step; None if none waits."""
-        turn = next(iter(self._waiting.values()), None)
-        return None if turn is None else turn.arrival_s
-
     def arrive(self, turn: TurnState) -> None:
         """A turn arrived."""
         name = turn.job.tenant or NOBODY
@@ -207,7 +200,6 @@ class Shares:
             self._idle.discard(name)
         priority = self._get_priority(turn)
         own.enter(priority, self._now.get(priority, self._floor))
-        self._waiting[turn.turn_id] = turn
         self._charges[turn.turn_id] = _Charge()
         own.num_live += 1
 
@@ -242,7 +234,6 @@ class Shares:
             self._forget_idle()
         own = self._tenants[turn.job.tenant or NOBODY]
         own.leave(priority)
-        del self._waiting[turn.turn_id]
         charge.num_expected_tokens = turn.arrival.num_prompt_tokens + self._output.value
         self._charge(turn, own, self._get_work(turn, num_hit_tokens))
 
@@ -257,7 +248,6 @@ class Shares:
             self._output.observe(num_output_tokens)
         else:
             own.leave(self._get_priority(turn))
-            del self._waiting[turn.turn_id]
             # Otherwise a client that aborts it just before it fits, and asks again, is first again.
             blocked = self._charges[turn.turn_id].has_blocked
             self._charge(turn, own, self._get_work(turn, turn.num_reusable_tokens) if blocked else 0.0)
