@@ -287,16 +287,16 @@ FAULTS = (
     ),
     Fault(
         "wishes: a year",
-        "core/wishes.py",
-        "(min(keep_s, MAX_KEEP_S), end)",
-        "(keep_s, end)",
+        "core/wish_dialects.py",
+        "key = min(keep_s, MAX_KEEP_S), type(end)",
+        "key = keep_s, type(end)",
         ("sim_server/test_wishes.py",),
     ),
     Fault(
         "wishes: what makes no sense is not counted",
-        "core/wishes.py",
-        '"""The request has a malformed value."""\n        self.num_malformed += 1',
-        '"""The request has a malformed value."""',
+        "core/wish_dialects.py",
+        "is_malformed = True",
+        "pass",
         ("core/test_wishes.py",),
     ),
     Fault(

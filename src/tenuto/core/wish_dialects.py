@@ -1,20 +1,24 @@
 """How clients of other systems write their wishes (`tenuto.core.wishes`): one reader for each dialect.
 
-Each reader adds to `found` what a body asks for. It also gets the body's `vllm_xargs`, and the Unix time, or
-None if the time is unknown.
+Each reader yields what a body asks for. It also gets the body's `vllm_xargs`, and the Unix time, or None if
+the time is unknown.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from tenuto.core.wishes import (
+    MALFORMED,
+    MAX_KEEP_S,
     MAX_MARKS,
     MAX_PROMPT_TOKENS,
     MAX_SPANS,
-    FoundWishes,
+    Asked,
     Place,
     Span,
     Wish,
@@ -30,7 +34,7 @@ Body = Mapping[str, Any]
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
-def _read_anthropic(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_anthropic(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """Anthropic: `cache_control` on the body, on tools, on blocks of the system prompt and of messages.
 
         {"type": "ephemeral", "ttl": "1h"}
@@ -39,24 +43,25 @@ def _read_anthropic(found: FoundWishes, body: Body, xargs: Body, unix_s: float |
     field.
     Source: https://platform.claude.com/docs/en/build-with-claude/prompt-caching
     """
-    _ask_control(found, body.get("cache_control"), _read_ttl)
-    for place, part in list_parts(body):
-        _ask_control(found, part.get("cache_control"), _read_ttl, place)
+    for place, part in chain([(None, body)], list_parts(body)):
+        asked = _read_control(part.get("cache_control"), _read_ttl, place)
+        if asked is not None:
+            yield asked
 
 
 def _read_ttl(ttl: Any) -> float | None:
     return _TTL_S.get(ttl) if isinstance(ttl, str) else None
 
 
-def _ask_control(
-    found: FoundWishes, control: Any, read: Callable[[Any], float | None], place: Place | None = None
-) -> None:
+def _read_control(
+    control: Any, read: Callable[[Any], float | None], place: Place | None = None
+) -> Asked | None:
     if control is None:
-        return
+        return None
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
-        found.refuse()
-    elif (ttl := control.get("ttl")) is not None:
-        found.ask(read(ttl), place)
+        return MALFORMED
+    ttl = control.get("ttl")
+    return None if ttl is None else (read(ttl), place)
 
 
 _RETENTION_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
@@ -64,7 +69,7 @@ _RETENTION_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 _MODES = (None, "implicit", "explicit")
 
 
-def _read_openai(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_openai(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """OpenAI: `prompt_cache_retention`, and `prompt_cache_options` with `prompt_cache_breakpoint`.
 
         "prompt_cache_retention": "24h"
@@ -77,26 +82,27 @@ def _read_openai(found: FoundWishes, body: Body, xargs: Body, unix_s: float | No
     Source: https://developers.openai.com/api/docs/guides/prompt-caching
     """
     if not isinstance(body.get("prompt_cache_key"), str | None):
-        found.refuse()
+        yield MALFORMED
     retention = body.get("prompt_cache_retention")
     if retention is not None:
-        found.ask(_RETENTION_S.get(retention) if isinstance(retention, str) else None)
+        keep_s = _RETENTION_S.get(retention) if isinstance(retention, str) else None
+        yield keep_s, None
     options = body.get("prompt_cache_options")
     if options is None:
         return
     if not isinstance(options, dict) or options.get("mode") not in _MODES:
-        found.refuse()
+        yield MALFORMED
     elif (ttl := options.get("ttl")) is not None:
         keep_s = read_duration(ttl)
         if options.get("mode") != "explicit" or keep_s is None:
-            found.ask(keep_s)
+            yield keep_s, None
             return
         for place, part in list_parts(body):
             if isinstance(part.get("prompt_cache_breakpoint"), dict):
-                found.ask(keep_s, place)
+                yield keep_s, place
 
 
-def _read_retention_directives(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_retention_directives(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """The proposed retention API of vLLM: ranges of tokens with a priority and a duration.
 
         "retention_directives": [{"start": 0, "end": 2048, "priority": 80, "duration": 300}]
@@ -110,18 +116,18 @@ def _read_retention_directives(found: FoundWishes, body: Body, xargs: Body, unix
     if directives is None:
         return
     if not isinstance(directives, list):
-        found.refuse()
+        yield MALFORMED
         return
     for each in directives[:MAX_MARKS]:
         if not isinstance(each, dict):
-            found.refuse()
+            yield MALFORMED
         elif (duration := each.get("duration")) is not None and each.get("priority") != 0:
             end = each.get("end")
             is_end = end is None or (type(end) is int and 0 < end <= MAX_PROMPT_TOKENS)
-            found.ask(read_number(duration) if is_end else None, end if is_end else None)
+            yield (read_number(duration), end) if is_end else MALFORMED
 
 
-def _read_nvext(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_nvext(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """NVIDIA Dynamo's and NeMo Agent Toolkit's `nvext`: `cache_control` of the whole prompt.
 
         "nvext": {"cache_control": {"type": "ephemeral", "ttl": "30m"}, "agent_hints": {…}}
@@ -133,7 +139,9 @@ def _read_nvext(found: FoundWishes, body: Body, xargs: Body, unix_s: float | Non
     """
     extension = body.get("nvext")
     control = extension.get("cache_control") if isinstance(extension, dict) else extension
-    _ask_control(found, control, read_duration)
+    asked = _read_control(control, read_duration)
+    if asked is not None:
+        yield asked
 
 
 MAX_ACTIONS = 32
@@ -142,7 +150,7 @@ _TTL_NAMES = ("ttl_seconds", "ttl_s", "ttl", "duration_seconds", "duration", "bo
 _TARGET_NAMES = ("session_id", "session", "program_id", "job_id")
 
 
-def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_kv_hints(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """`kv_hints`: vLLM's envelope of actions on the cache, and Dynamo's retention of the whole prompt.
 
         "kv_hints": {"actions": [{"action_type": "retain", "payload": {"ttl_seconds": 300}}]}
@@ -155,7 +163,7 @@ def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | 
     envelope = body.get("kv_hints")
     if not isinstance(envelope, dict):
         if envelope is not None:
-            found.refuse()
+            yield MALFORMED
         return
     last: Any = None
     for kind, ttl in list_actions(envelope):
@@ -163,7 +171,7 @@ def _read_kv_hints(found: FoundWishes, body: Body, xargs: Body, unix_s: float | 
     whole = envelope.get("retain_full_prompt")
     for ttl in (last, whole.get("ttl_seconds") if isinstance(whole, dict) else whole):
         if ttl is not None and (keep_s := read_number(ttl)) != 0:
-            found.ask(keep_s)
+            yield keep_s, None
 
 
 def get_targets(action: Any) -> tuple[Any, ...]:
@@ -188,7 +196,7 @@ CONTEXT_FIELD = "agentic_context"
 _MAX_CONTEXT_CHARS = 2**16
 
 
-def _read_agentic_context(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_agentic_context(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """`agentic_context` of vllm-router: a request's program, and for how long its cache is wanted.
 
         "vllm_xargs": {"agentic_context": {"program_id": "p", "kv_retention_ttl_seconds": 30, …}}
@@ -199,10 +207,10 @@ def _read_agentic_context(found: FoundWishes, body: Body, xargs: Body, unix_s: f
     """
     context = get_context(body, xargs)
     if not context and xargs.get(CONTEXT_FIELD, body.get(CONTEXT_FIELD)) not in (None, {}, "{}"):
-        found.refuse()
+        yield MALFORMED
     ttl = context.get("kv_retention_ttl_seconds")
     if ttl is not None and (keep_s := read_number(ttl)) != 0:
-        found.ask(keep_s)
+        yield keep_s, None
 
 
 def get_context(body: Body, xargs: Body) -> Body:
@@ -216,7 +224,7 @@ def get_context(body: Body, xargs: Body) -> Body:
     return context if isinstance(context, dict) else {}
 
 
-def _read_agent_hint(found: FoundWishes, body: Body, xargs: Body, unix_s: float | None) -> None:
+def _read_agent_hint(body: Body, xargs: Body, unix_s: float | None) -> Iterator[Asked]:
     """`agent_hint` of verl's uni-agent: the Unix time until which a job wants its cache.
 
         "kv_transfer_params": {"agent_hint": {"schema_version": 1, "lease_until": 1788840000.0, …}}
@@ -231,16 +239,16 @@ def _read_agent_hint(found: FoundWishes, body: Body, xargs: Body, unix_s: float 
     if hint is None or unix_s is None:
         return
     if not isinstance(hint, dict):
-        found.refuse()
+        yield MALFORMED
     elif (until := hint.get("lease_until")) is not None:
         until_unix_s = read_number(until)
         if until_unix_s is None:
-            found.refuse()
+            yield MALFORMED
         elif until_unix_s > unix_s:
-            found.ask(until_unix_s - unix_s)
+            yield until_unix_s - unix_s, None
 
 
-READERS: Mapping[str, Callable[[FoundWishes, Body, Body, float | None], None]] = {
+READERS: Mapping[str, Callable[[Body, Body, float | None], Iterator[Asked]]] = {
     "anthropic": _read_anthropic,
     "openai": _read_openai,
     "retention-directives": _read_retention_directives,
@@ -261,15 +269,18 @@ def read_wish(body: Mapping[str, Any], xargs: Mapping[str, Any], unix_s: float |
     found: dict[tuple[float, type], tuple[str, Place | int | None]] = {}
     malformed = []
     for dialect, read in READERS.items():
-        of_one = FoundWishes()
-        read(of_one, body, xargs, unix_s)
-        if of_one.num_malformed:
+        num_usable, is_malformed = 0, False
+        for keep_s, end in read(body, xargs, unix_s):
+            if keep_s is None or not 0 < keep_s < math.inf:
+                is_malformed = True
+            elif num_usable < MAX_MARKS:
+                num_usable += 1
+                key = min(keep_s, MAX_KEEP_S), type(end)
+                if key not in found or not isinstance(end, int) or end > found[key][1]:  # type: ignore[operator]
+                    # Places are in the order of the prompt.
+                    found[key] = dialect, end
+        if is_malformed:
             malformed.append(dialect)
-        for keep_s, end in of_one.asked:
-            key = keep_s, type(end)
-            if key not in found or not isinstance(end, int) or end > found[key][1]:  # type: ignore[operator]
-                # Places are in the order of the prompt.
-                found[key] = dialect, end
     if not found and not malformed:
         return None
     longest = sorted(found, key=lambda key: -key[0])

@@ -6,8 +6,7 @@ wanted. Tenuto never guarantees a wish:
     on the GPU    held for at most `limits.max_lease_s`, and revoked before any lease that the policy wants
     below it      evicted last for as long as asked, within `limits.max_wished_share` and the tenant's part
 
-The readers of dialects (`tenuto.core.wish_dialects`) fill a `FoundWishes` each; `read_wish` makes one wish of
-them.
+The readers of dialects (`tenuto.core.wish_dialects`) yield what they find; `read_wish` makes one wish of it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -112,25 +111,10 @@ class Wish:
 
 # For the readers.
 
-
-@dataclass
-class FoundWishes:
-    """The wishes that one reader found in a request."""
-
-    asked: list[tuple[float, Place | int | None]] = field(default_factory=list)
-    """Seconds, and the end of the wanted part: a place in the body, a number of tokens, or None for all."""
-    num_malformed: int = 0
-
-    def ask(self, keep_s: float | None, end: Place | int | None = None) -> None:
-        """Add a wish for this many seconds. None, or a time that is not positive, is malformed."""
-        if keep_s is None or not 0 < keep_s < math.inf:
-            self.num_malformed += 1
-        elif len(self.asked) < MAX_MARKS:
-            self.asked.append((min(keep_s, MAX_KEEP_S), end))
-
-    def refuse(self) -> None:
-        """The request has a malformed value."""
-        self.num_malformed += 1
+Asked = tuple[float | None, Place | int | None]
+"""What a reader finds: seconds, and the end of the wanted part, which is a place in the body, a number of
+tokens, or None for all. None, or a time that is not positive, is malformed."""
+MALFORMED: Asked = (None, None)
 
 
 def read_duration(value: Any) -> float | None:
