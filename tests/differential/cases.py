@@ -196,6 +196,10 @@ TIERS: dict[str, tuple[Setup, str]] = {
         Setup(layout="window blocks twice as large", num_blocks=60, num_host_chunks=LARGE),
         STOCK,
     ),
+    "unlike blocks, hold": (
+        Setup(layout="window blocks twice as large", num_blocks=36, num_host_chunks=LARGE, max_model_len=480),
+        KEEP_ALL,
+    ),
     "long prompts in parts": (
         Setup(num_blocks=60, num_host_chunks=LARGE, long_prefill_token_threshold=24),
         STOCK,

@@ -189,6 +189,7 @@ class EndSpares:
         self._add(-1)
         if self._windows:
             del self._coordinator.allocate_new_computed_blocks
+            del self._coordinator.get_num_blocks_to_allocate
         for manager in self._states:
             del manager.remove_skipped_blocks
         self._windows, self._states = {}, []
@@ -204,28 +205,41 @@ class EndSpares:
         return min(num_longest, most)
 
     def _add(self, sign: int) -> None:
+        self._retain(sign)
         for manager, num_blocks in self._windows.items():
-            manager.extra_retained_tokens += sign * num_blocks * manager.block_size
             name = _get_cap_name(manager)
             setattr(manager, name, getattr(manager, name) + sign * num_blocks)
 
+    def _retain(self, sign: int) -> None:
+        for manager, num_blocks in self._windows.items():
+            manager.extra_retained_tokens += sign * num_blocks * manager.block_size
+
     def _load_without_spares(self) -> None:
-        """Give a request that a connector loads no spare blocks.
+        """Give a request that a connector loads no spare blocks, and count none when it is admitted.
 
         The connector has not looked for their content. It would load it all the same, and end the engine if
         it is not there.
         """
         allocate = self._coordinator.allocate_new_computed_blocks
+        count = self._coordinator.get_num_blocks_to_allocate
 
         def allocate_new_computed_blocks(*args: Any, num_external_computed_tokens: int, **kwargs: Any) -> Any:
-            sign = -1 if num_external_computed_tokens else 0
-            self._add(sign)
+            kwargs["num_external_computed_tokens"] = num_external_computed_tokens
+            return call(allocate, args, kwargs, is_load=num_external_computed_tokens > 0)
+
+        def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> Any:
+            is_load = kwargs["total_computed_tokens"] > kwargs["num_local_computed_tokens"]
+            return call(count, args, kwargs, is_load=is_load)
+
+        def call(method: Any, args: Any, kwargs: Any, *, is_load: bool) -> Any:
+            self._retain(-is_load)
             try:
-                return allocate(*args, num_external_computed_tokens=num_external_computed_tokens, **kwargs)
+                return method(*args, **kwargs)
             finally:
-                self._add(-sign)
+                self._retain(is_load)
 
         self._coordinator.allocate_new_computed_blocks = allocate_new_computed_blocks
+        self._coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
 
     def _wrap(self, scheduler: Any, manager: Any) -> None:
         remove = manager.remove_skipped_blocks
