@@ -1006,8 +1006,8 @@ FAULTS = (
     Fault(
         "tiers: a load brings the block before a window, which nobody looked for",
         "vllm/compat/groups.py",
-        "sign = -1 if num_external_computed_tokens else 0",
-        "sign = 0",
+        "return call(allocate, args, kwargs, is_load=num_external_computed_tokens > 0)",
+        "return call(allocate, args, kwargs, is_load=False)",
         ("vllm/test_hybrid_tiers.py::test_a_load_brings_what_the_window_needs_and_no_block_before_it",),
     ),
     Fault(
