@@ -359,6 +359,17 @@ def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> N
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
+def test_an_operator_may_let_plain_requests_always_go_first() -> None:
+    policy = Tenuto(plain_share=1.0)
+    teach_steps(policy)
+    policy.on_tick(IDLE)
+    agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
+    policy.on_turn_finished(agent, 1.0)
+    for _ in range(40):
+        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
+
+
 def test_plain_requests_of_several_steps_are_no_flood() -> None:
     policy = Tenuto()
     teach_steps(policy)

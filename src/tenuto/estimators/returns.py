@@ -149,8 +149,8 @@ def _get_path(job: Job, tool: str | None, *, came_back: bool) -> _Path:
 
 
 FAIR_SHARE = 0.5
-"""Most of the work that a class may have and still go first: plain requests before jobs, and new jobs that do
-not come back before jobs that did."""
+"""Most of the work that a class may have and still go first: plain requests before jobs (the policy's
+`plain_share`), and new jobs that do not come back before jobs that did."""
 FEW = 0.3
 """A kind is an agent's if more than this share of its turns called a tool. (Agents' last turns call none, so
 agents of two turns have a share of half.) KV is not held if a smaller share of similar jobs comes back; it
@@ -203,6 +203,8 @@ class PlainKinds:
 class PlainShare:
     """The share of the engine's recent work that plain requests had that fit into one step."""
 
+    most: float = FAIR_SHARE
+    """The largest share that is no flood."""
     _plain: float = 0.0
     _all: float = 0.0
 
@@ -215,7 +217,7 @@ class PlainShare:
     @property
     def is_flood(self) -> bool:
         """Whether plain requests had more than their share. A few requests are never a flood."""
-        return self._plain > FAIR_SHARE * max(self._all, PRIOR_TOKENS)
+        return self._plain > self.most * max(self._all, PRIOR_TOKENS)
 
 
 # What follows for a job.
@@ -226,13 +228,14 @@ class Standing:
     """Which jobs go before all others, and whose KV is held, regardless of their remaining work.
 
     Plain requests that fit into one step go first, unless they recently had over half of the engine. Then
-    plain requests go after all jobs, because the jobs' KV would fill the memory while they wait. While most
-    new jobs do not come back, jobs that did come back go before new ones.
+    plain requests go after all jobs, because the jobs' KV would fill the memory while they wait: nothing
+    tells such a flood from people who ask. While most new jobs do not come back, jobs that did come back go
+    before new ones.
     """
 
     returns: Returns = field(default_factory=Returns)
+    plain_share: PlainShare = field(default_factory=PlainShare)
     _kinds: PlainKinds = field(default_factory=PlainKinds)
-    _share: PlainShare = field(default_factory=PlainShare)
 
     def is_plain(self, job: Job) -> bool:
         """See `PlainKinds`."""
@@ -242,7 +245,7 @@ class Standing:
         """By how many classes a job goes ahead. `goes_first`: a plain request that fits into one step."""
         is_ahead = self.returns.share_of_new < FAIR_SHARE and self.returns.came_back(job.job_id)
         lead = 1.0 if goes_first else 0.5 if is_ahead else 0.0
-        return lead - 2.0 if self._share.is_flood and self._kinds.is_plain(job) else lead
+        return lead - 2.0 if self.plain_share.is_flood and self._kinds.is_plain(job) else lead
 
     def is_expected_back(self, job: Job, tool: str | None, share_longer: float) -> bool:
         """Whether enough similar jobs come back after such a turn that the job's KV is worth holding.
@@ -264,7 +267,7 @@ class Standing:
         """Count a finished turn. `fits_step`: one step computed its prompt."""
         job, work = turn.job, get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
         self._kinds.observe(turn)
-        self._share.observe(work, is_plain=fits_step and self._kinds.is_plain(job))
+        self.plain_share.observe(work, is_plain=fits_step and self._kinds.is_plain(job))
         if turn.is_parted:
             self.returns.end(job.job_id)
         if not turn.is_last:

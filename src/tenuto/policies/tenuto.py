@@ -32,7 +32,7 @@ from tenuto.core.types import (
     Turn,
 )
 from tenuto.estimators.remaining_work import RemainingWork
-from tenuto.estimators.returns import Standing
+from tenuto.estimators.returns import FAIR_SHARE, Standing
 from tenuto.estimators.step_times import StepTimes
 from tenuto.estimators.tool_times import Pauses, ToolSamples
 
@@ -64,12 +64,18 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     stretch: float = setting(
         500.0, "seconds of delay in the order for each second of work that the job still needs", minimum=0
     )
+    plain_share: float = setting(
+        FAIR_SHARE, "largest share of recent work with which plain requests go first", minimum=0, maximum=1
+    )
     _steps: StepTimes = field(init=False, default_factory=StepTimes)
     _work: RemainingWork = field(init=False, default_factory=RemainingWork)
     _pauses: Pauses = field(init=False, default_factory=Pauses)
     _standing: Standing = field(init=False, default_factory=Standing)
     _step_tokens: int = field(init=False, default=0)
     """The engine's budget of a step."""
+
+    def __post_init__(self) -> None:
+        self._standing.plain_share.most = self.plain_share
 
     # The order.
 
