@@ -36,7 +36,8 @@ FEW = (
 )
 FACTORS = (0.25, 4.0)
 DEFAULTS = {"stretch": 500.0}
-"""The options of `tenuto`; a test holds them against the policy."""
+"""The options of `tenuto` that may be a quarter and four times as large; a test holds them against the
+policy. `plain_share` is at most 1, and matters where people ask: docs/tried.md."""
 OPTIONS = (
     "tenuto",
     *(f"tenuto?{key}={value * factor:g}" for key, value in DEFAULTS.items() for factor in FACTORS),

@@ -36,7 +36,7 @@ def make_records(times: dict[str, tuple[float, float]]) -> dict[tuple[str, str],
 
 def test_the_options_are_the_policys() -> None:
     own = {field.name: field.default for field in dataclasses.fields(Tenuto) if field.init}
-    assert own == DEFAULTS
+    assert own == {**DEFAULTS, "plain_share": 0.5}
     for policy in OPTIONS:
         setup, _ = ROWS[0].place(policy, 1)
         load_policy(setup.policy, setup.options)
