@@ -336,15 +336,21 @@ def test_plain_requests_that_fit_in_a_step_go_before_all_jobs_in_the_order_of_ar
     assert policy.may_reclaim(lease, second, IDLE)
 
 
-def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> None:
-    policy = Tenuto()
+def flood(policy: Tenuto, num_requests: int, num_tokens: int) -> tuple[Turn, Turn]:
+    """An agent's turn and a later plain request, after one turn of the agent and many plain requests."""
     teach_steps(policy)
     policy.on_tick(IDLE)
     agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
-    long = make_plain("long", 9000, arrival_s=10.0)
     policy.on_turn_finished(agent, 1.0)
-    for _ in range(40):
-        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
+    for _ in range(num_requests):
+        policy.on_turn_finished(make_plain("seen", num_tokens), 1.0)
+    return agent, plain
+
+
+def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> None:
+    policy = Tenuto()
+    agent, plain = flood(policy, 40, 2000)
+    long = make_plain("long", 9000, arrival_s=10.0)
     keys = [policy.queue_key(turn, 100.0) for turn in (agent, plain, long)]
     assert keys == sorted(keys)
     lease = Lease(agent, 1.0, 200.0, -policy._get_place(agent), 10, False)
@@ -359,25 +365,13 @@ def test_a_flood_of_plain_requests_lets_jobs_go_first_until_each_has_half() -> N
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
-def test_an_operator_may_let_plain_requests_always_go_first() -> None:
-    policy = Tenuto(plain_share=1.0)
-    teach_steps(policy)
-    policy.on_tick(IDLE)
-    agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
-    policy.on_turn_finished(agent, 1.0)
-    for _ in range(40):
-        policy.on_turn_finished(make_plain("seen", 2000), 1.0)
-    assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
-
-
-def test_plain_requests_of_several_steps_are_no_flood() -> None:
-    policy = Tenuto()
-    teach_steps(policy)
-    policy.on_tick(IDLE)
-    agent, plain = make_turn("old"), make_plain("new", 2000, arrival_s=50.0)
-    policy.on_turn_finished(agent, 1.0)
-    for _ in range(20):
-        policy.on_turn_finished(make_plain("seen", 100_000), 1.0)
+@pytest.mark.parametrize(
+    ("policy", "num_requests", "num_tokens"),
+    [(Tenuto(plain_share=1.0), 40, 2000), (Tenuto(), 20, 100_000)],
+    ids=["the operator lets them always go first", "of several steps"],
+)
+def test_such_plain_requests_are_no_flood(policy: Tenuto, num_requests: int, num_tokens: int) -> None:
+    agent, plain = flood(policy, num_requests, num_tokens)
     assert policy.queue_key(plain, 100.0) < policy.queue_key(agent, 100.0)
 
 
