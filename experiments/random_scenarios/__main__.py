@@ -3,6 +3,7 @@
     python -m experiments.random_scenarios --seed 11 --count 30          draw, run and report
     python -m experiments.random_scenarios --seed 11 --count 30 --report report what has run
     python -m experiments.random_scenarios --seed 11 --count 3 --list    what they are
+    python -m experiments.random_scenarios --seed people-11 --count 30   most jobs are people's
     python -m experiments.random_scenarios --seed 11 --count 30 --against OLD.jsonl   two codes of tenuto
 
 What has run is kept in --out and not run again, unless the code that decides in it has changed since. A
@@ -14,12 +15,13 @@ never reported.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
 from experiments.command_line import make_parser
 from experiments.decision_code import say_confirmed, take_last
-from experiments.random_scenarios.draw import draw_scenario
+from experiments.random_scenarios.draw import PEOPLE, Seed, draw_scenario
 from experiments.random_scenarios.report import (
     Found,
     draw_picture,
@@ -41,6 +43,15 @@ def read_chosen() -> set[str]:
     return {line.split()[0] for line in lines if line and not line.startswith("#")}
 
 
+def read_seed(text: str) -> Seed:
+    """A seed of scenarios."""
+    try:
+        number = int(text.removeprefix(PEOPLE))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor {PEOPLE}N") from None
+    return f"{PEOPLE}{number}" if text.startswith(PEOPLE) else number
+
+
 def read_step(text: str) -> Step:
     """A step size; `default` is what the policy wants, else the engine's whole budget."""
     return None if text == "default" else int(text)
@@ -55,7 +66,12 @@ def confirm_kept(book: Book, per_policy: int, workers: int | None) -> int:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--seed", type=int, required=True, help="a seed of scenarios: any number")
+    parser.add_argument(
+        "--seed",
+        type=read_seed,
+        required=True,
+        help=f"a seed of scenarios: any number; `{PEOPLE}N`: most jobs are people's and plain requests",
+    )
     parser.add_argument("--count", type=int, default=30, help="how many of them (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="draws of the jobs of each (%(default)s)")

@@ -1,7 +1,7 @@
 """The prior: how a scenario is drawn. docs/random_scenarios.md says it in a table.
 
 A scenario is a machine, a mixture of kinds of jobs, a way of arriving, and a load. Scenario `n` of a seed
-depends on these two numbers only, so a longer run of a seed begins as a shorter one did. Lengths and times
+depends on these two only, so a longer run of a seed begins as a shorter one did. Lengths and times
 are log-normal or log-uniform over what public traces of agents and chats span; no number is fitted to a
 policy. Where the drawn machine cannot serve the drawn jobs at all, machine and jobs are drawn again.
 """
@@ -26,6 +26,9 @@ from tenuto.workload.transform import arrival_times, scale_tools
 HALF_OF_THEM = "llama-3.1-8b", "qwen3-8b"
 """Half of the scenarios have a model of 8B, the size that most single cards serve."""
 AGENTS = ("agents", "other agents")
+Seed = int | str
+"""Of scenarios: a number; or `people-` and a number, where most jobs are people's and plain requests."""
+PEOPLE = "people-"
 MAX_TURNS = 60
 MAX_TOOL_S = 300.0
 RELEASE: Literal["0.32", "0.33"] = "0.33"
@@ -86,7 +89,7 @@ class Kind:
 class Scenario:
     """A machine under a mixture of jobs. The rate at which they arrive is found by probing."""
 
-    seed: int
+    seed: Seed
     number: int
     setup: Setup
     kinds: tuple[Kind, ...]
@@ -143,15 +146,16 @@ class Flow:
     engine."""
 
 
-def draw_scenario(seed: int, number: int) -> Scenario:
+def draw_scenario(seed: Seed, number: int) -> Scenario:
     """Scenario `number` of a seed."""
     # A text seeds the generator through SHA-512, which gives the same seed in every process.
     rng = random.Random(f"scenario/{seed}/{number}")
+    draw_shares = _draw_shares if isinstance(seed, int) else _draw_more_people
     while True:
         setup = _draw_machine(rng)
         cache = get_cache_tokens(setup)
         share = _log_uniform(rng, SMALLEST_CACHE, 1.0)
-        kinds = _draw_kinds(rng)
+        kinds = _draw_kinds(rng, *draw_shares(rng))
         arrival = rng.choice(("poisson", "poisson", f"gamma:{rng.uniform(2, 5):.1f}", "ramp"))
         hints = rng.choice(("none", "last", "tool"))
         load = rng.uniform(0.6, 1.5)
@@ -187,14 +191,26 @@ def _draw_machine(rng: random.Random) -> Setup:
     return Setup(gpu=gpu, model=model, tp=tp, host_gb=host_gb, vllm=RELEASE)
 
 
-def _draw_kinds(rng: random.Random) -> tuple[Kind, ...]:
+def _draw_shares(rng: random.Random) -> tuple[float, float]:
+    """Of the jobs, the share of plain requests, and that of people."""
     plain = 0.0 if rng.random() < 0.4 else rng.uniform(0.1, 0.6)
     people = 0.0 if rng.random() < 0.75 else rng.uniform(0.1, 0.5)
+    return plain, people * (1 - plain)
+
+
+def _draw_more_people(rng: random.Random) -> tuple[float, float]:
+    """The same where agents are the fewer."""
+    both = rng.uniform(0.5, 0.9)
+    plain = both * rng.choice((0.0, 1.0, rng.random(), rng.random()))
+    return plain, both - plain
+
+
+def _draw_kinds(rng: random.Random, plain: float, people: float) -> tuple[Kind, ...]:
     kinds = []
     if plain:
         kinds.append(_draw_plain(rng, plain))
     if people:
-        kinds.append(_draw_people(rng, people * (1 - plain)))
+        kinds.append(_draw_people(rng, people))
     rest = 1 - sum(each.share for each in kinds)
     num = rng.choice((1, 1, 2))
     first = rng.uniform(0.3, 0.7) if num == 2 else 1.0
@@ -268,7 +284,7 @@ def make_jobs(scenario: Scenario, flow: Flow, repeat: int = 0) -> Workload:
 
 
 def _get_arrivals(scenario: Scenario, flow: Flow, repeat: int) -> Iterator[float]:
-    seed = scenario.seed * 1_000_003 + scenario.number * 101 + repeat
+    seed = int(str(scenario.seed).removeprefix(PEOPLE)) * 1_000_003 + scenario.number * 101 + repeat
     if scenario.arrival != "ramp":
         return arrival_times(scenario.arrival, flow.rate, seed)
     return _ramp(arrival_times("poisson", 1.0, seed), flow.num_jobs, flow.rate)

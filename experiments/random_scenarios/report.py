@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.random_scenarios.draw import AGENTS, Scenario
+from experiments.random_scenarios.draw import AGENTS, Scenario, Seed
 from experiments.random_scenarios.runs import (
     CLAIRVOYANT,
     EXPLAINING,
@@ -46,7 +46,7 @@ MEAN = "mean job time"
 ABLATION = "experiments.ablation:"
 
 Record = Mapping[str, Any]
-Id = tuple[int, int]
+Id = tuple[Seed, int]
 """A scenario's seed and number."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from experiments.decision_code import Code, digest_code, draw_older, is_equal
 from experiments.json_lines import append_lines, read_lines
-from experiments.random_scenarios.draw import Flow, Scenario, draw_scenario, make_jobs
+from experiments.random_scenarios.draw import Flow, Scenario, Seed, draw_scenario, make_jobs
 from experiments.results.row import Row
 from experiments.results.runs import shorten
 from experiments.results.settings import SERVERS_LIMITS, Setting, Step
@@ -74,7 +74,7 @@ STATS = {
 class Place(NamedTuple):
     """One run."""
 
-    seed: int
+    seed: Seed
     number: int
     repeat: int
     setting: Setting
@@ -86,12 +86,12 @@ class Place(NamedTuple):
 
 
 @cache
-def get_scenario(seed: int, number: int) -> Scenario:
+def get_scenario(seed: Seed, number: int) -> Scenario:
     """The scenario; drawing one builds its machine, so it is kept."""
     return draw_scenario(seed, number)
 
 
-def probe(place: tuple[int, int]) -> Flow:
+def probe(place: tuple[Seed, int]) -> Flow:
     """Find what stock can do (see `KNEE`), and take the scenario's share of it.
 
     A flow is steady only with two generations of jobs at least. Where so many would be more than `MAX_TURNS`
@@ -231,7 +231,7 @@ def _is_of_people(job_id: str) -> bool:
     return any(f"{name}-" in job_id for name in ("plain", "people"))
 
 
-def get_code(seed: int, number: int, setting: Setting) -> Code:
+def get_code(seed: Seed, number: int, setting: Setting) -> Code:
     """The present code of a run."""
     scenario = get_scenario(seed, number)
     setup, _ = get_setup(scenario, setting)
@@ -290,9 +290,9 @@ class Book:
     is_closed: bool = False
     """The same for `Place.is_closed`."""
 
-    def read(self) -> tuple[dict[tuple[int, int], Flow], list[dict[str, Any]]]:
+    def read(self) -> tuple[dict[tuple[Seed, int], Flow], list[dict[str, Any]]]:
         """The flows by seed and number, and the records."""
-        flows: dict[tuple[int, int], Flow] = {}
+        flows: dict[tuple[Seed, int], Flow] = {}
         records = []
         for found in read_lines(self.path):
             if "policy" not in found:
@@ -304,7 +304,7 @@ class Book:
 
 
 def run_all(
-    scenarios: Sequence[tuple[int, int]],
+    scenarios: Sequence[tuple[Seed, int]],
     settings: Sequence[Setting],
     book: Book,
     *,
@@ -342,7 +342,7 @@ def run_all(
 
 def confirm(
     records: Sequence[Mapping[str, Any]],
-    flows: Mapping[tuple[int, int], Flow],
+    flows: Mapping[tuple[Seed, int], Flow],
     per_policy: int,
     workers: int | None = None,
 ) -> tuple[list[str], dict[str, str]]:
@@ -379,7 +379,7 @@ def get_setting(record: Mapping[str, Any]) -> Setting:
     return Setting(record["policy"], record["step"], record["interval"])
 
 
-def _key(record: Mapping[str, Any]) -> tuple[int, int, int, Setting]:
+def _key(record: Mapping[str, Any]) -> tuple[Seed, int, int, Setting]:
     return record["seed"], record["number"], record["repeat"], get_setting(record)
 
 

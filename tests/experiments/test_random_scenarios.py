@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,27 @@ def test_a_scenario_depends_on_its_seed_and_number_only() -> None:
     for job in jobs.jobs:
         assert job.turns[-1].tool is None
         assert all(turn.num_prompt_tokens + turn.num_output_tokens <= one.max_context for turn in job.turns)
+
+
+@pytest.mark.slow
+def test_a_seed_of_people_draws_more_of_them_than_agents() -> None:
+    for number in range(6):
+        kinds = draw_scenario("people-3", number).kinds
+        shares = {kind.name: kind.share for kind in kinds}
+        assert sum(shares.values()) == pytest.approx(1)
+        assert 0.5 <= shares.get("plain", 0.0) + shares.get("people", 0.0) <= 0.9
+    scenario = draw_scenario("people-3", 0)
+    assert scenario.name == "people-3/0"
+    assert scenario.kinds != draw_scenario(3, 0).kinds
+    assert make_jobs(scenario, Flow(2.0, 30)).jobs
+
+
+def test_a_seed_is_a_number_of_one_of_two_priors() -> None:
+    assert command.read_seed("7") == 7
+    assert command.read_seed("people-07") == "people-7"
+    for wrong in ("people-", "people", "agents-7", "7.5"):
+        with pytest.raises(ArgumentTypeError, match="neither a number nor people-N"):
+            command.read_seed(wrong)
 
 
 @pytest.mark.slow
