@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from experiments.command_line import make_parser
 from experiments.tool_times.accuracy import Call, Guess, Score, ToolMeans, get_speed, score, write_between
-from tenuto.estimators.tool_times import MeanTimes, ToolSamples
+from tenuto.estimators.tool_times import MeanTimes
+from tenuto.policies.published._continuum import ToolLadder
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.workload.formats.rounds import TOOL_TIMES
 from tenuto.workload.load import read_trace
@@ -55,7 +56,7 @@ class OfSamples:
     """The median of the tool's latest times, as `continuum` and `tenuto` keep them, else of all tools'."""
 
     def __init__(self) -> None:
-        self._samples = ToolSamples()
+        self._samples = ToolLadder()
 
     def guess(self, call: Call) -> Guess:
         times = self._samples.try_get(call.command) or self._samples.try_get_trusted("", 0)
@@ -98,7 +99,7 @@ def score_all(calls: list[Call]) -> list[Score]:
     """Every estimator, learning as it goes."""
     return [
         score("mean of the tool (`MeanTimes`)", OfMeans(), calls, learns=True),
-        score("median of the tool, else of all (`ToolSamples`)", OfSamples(), calls, learns=True),
+        score("median of the tool, else of all (`ToolLadder`)", OfSamples(), calls, learns=True),
         score(
             "geometric mean of the tool, else of all",
             ToolMeans(get_geometric_mean, first_word=True),

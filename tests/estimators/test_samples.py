@@ -1,4 +1,4 @@
-"""Recent times: the empirical distribution, the bounds on memory, the cold-start ladder."""
+"""Recent times: the empirical distribution, and the bounds on memory."""
 
 from __future__ import annotations
 
@@ -39,20 +39,6 @@ def test_what_is_no_time_is_refused_and_changes_nothing(bad: float) -> None:
     assert repr(samples) == before
 
 
-def test_the_ladder_climbs_from_nothing_to_all_tools_to_the_tool_itself() -> None:
-    samples = make_samples(ls=[1.0] * 100)
-    assert samples.try_get_trusted("ls") is None  # 100 in all: no more than K
-    samples.observe("make", 9.0)
-    for tool in ("ls", "make", "never seen"):  # 101 in all, none with more than 100 of its own
-        times = samples.try_get_trusted(tool)
-        assert times is not None and len(times) == 101
-    samples.observe("ls", 1.0)
-    own = samples.try_get_trusted("ls")
-    assert own is not None and own.get_sorted() == [1.0] * 101
-    everyones = samples.try_get_trusted("make")
-    assert everyones is not None and everyones.get_sorted() == [1.0] * 101 + [9.0]
-
-
 def test_of_too_many_tools_the_longest_unseen_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_times, "MAX_NAMES", 2)
     samples = ToolSamples()
@@ -81,7 +67,7 @@ def test_state_goes_through_json_and_back() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"all": [], "tools": []}, {"all": [1], "tools": {"ls": [-1.0]}}, {"all": ["x"], "tools": {}}],
+    [{}, {"tools": []}, {"tools": {"ls": [-1.0]}}, {"tools": {"ls": ["x"]}}],
 )
 def test_a_bad_state_changes_nothing(state: dict) -> None:
     samples = make_samples(ls=[1.0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tenuto.policies.published._continuum import get_best_ttl_s, get_default_ttl_s
+from tenuto.policies.published._continuum import ToolLadder, get_best_ttl_s, get_default_ttl_s
 
 
 def test_by_hand() -> None:
@@ -52,3 +53,47 @@ def test_the_default_is_that_of_an_exponential_tool_of_1_s() -> None:
     best_s = get_default_ttl_s(7.0)
     gain = [7.0 * (1 - math.exp(-s)) - s for s in (best_s - 0.01, best_s, best_s + 0.01)]
     assert max(gain) == gain[1]
+
+
+def make_ladder() -> ToolLadder:
+    samples = ToolLadder()
+    for _ in range(100):
+        samples.observe("ls", 1.0)
+    return samples
+
+
+def test_the_ladder_climbs_from_nothing_to_all_tools_to_the_tool_itself() -> None:
+    samples = make_ladder()
+    assert samples.try_get_trusted("ls") is None  # 100 in all: no more than K
+    samples.observe("make", 9.0)
+    for tool in ("ls", "make", "never seen"):  # 101 in all, none with more than 100 of its own
+        times = samples.try_get_trusted(tool)
+        assert times is not None and len(times) == 101
+    samples.observe("ls", 1.0)
+    own = samples.try_get_trusted("ls")
+    assert own is not None and own.get_sorted() == [1.0] * 101
+    everyones = samples.try_get_trusted("make")
+    assert everyones is not None and everyones.get_sorted() == [1.0] * 101 + [9.0]
+
+
+def test_the_ladders_state_goes_through_json_and_back() -> None:
+    samples = make_ladder()
+    samples.observe("make", 9.0)
+    again = ToolLadder()
+    again.set_state(json.loads(json.dumps(samples.get_state())))
+    assert repr(again) == repr(samples)
+    assert again.try_get_trusted("never seen") is not None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"all": [], "tools": []}, {"all": [1], "tools": {"ls": [-1.0]}}, {"all": ["x"], "tools": {}}],
+)
+def test_a_bad_state_of_the_ladder_changes_nothing(state: dict) -> None:
+    samples = make_ladder()
+    before = repr(samples)
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        samples.set_state(state)
+    with pytest.raises(ValueError, match="a time must be from 0"):
+        samples.observe("ls", -1.0)
+    assert repr(samples) == before

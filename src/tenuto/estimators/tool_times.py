@@ -46,23 +46,17 @@ class RecentTimes:
         return f"RecentTimes({list(self._recent)})"
 
 
-MIN_SAMPLES = 100
-"""K of the ladder: a sample is trusted if it has more than K values."""
-
-
 class ToolSamples:
-    """Recent times per tool and over all tools. Of too many tools, some are dropped: see `forget_some`."""
+    """Recent times per tool. Of too many tools, some are dropped: see `forget_some`."""
 
     def __init__(self) -> None:
         self._tools: OrderedDict[str, RecentTimes] = OrderedDict()
-        self._all = RecentTimes()
 
     def observe(self, tool: str, tool_s: float) -> None:
         """Count one call."""
-        self._all.observe(tool_s)
-        if tool not in self._tools:
-            self._tools[tool] = RecentTimes()
-        self._tools[tool].observe(tool_s)
+        times = self._tools.get(tool) or RecentTimes()
+        times.observe(tool_s)
+        self._tools[tool] = times
         self._tools.move_to_end(tool)
         if len(self._tools) > MAX_NAMES:
             forget_some(self._tools, len)
@@ -93,27 +87,17 @@ class ToolSamples:
         """The tool's own times; None for one not seen."""
         return self._tools.get(tool)
 
-    def try_get_trusted(self, tool: str, min_samples: int = MIN_SAMPLES) -> RecentTimes | None:
-        """The times to judge a tool by: its own if over `min_samples`, else all tools', else None."""
-        own = self._tools.get(tool)
-        if own is not None and len(own) > min_samples:
-            return own
-        return self._all if len(self._all) > min_samples else None
-
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        tools = {tool: times.get_state() for tool, times in self._tools.items()}
-        return {"all": self._all.get_state(), "tools": tools}
+        return {"tools": {tool: times.get_state() for tool, times in self._tools.items()}}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
-        own = [(str(tool), RecentTimes(times)) for tool, times in state["tools"].items()]
-        times_of_all = RecentTimes(state["all"])
-        self._tools = OrderedDict(own[-MAX_NAMES:])
-        self._all = times_of_all
+        tools = [(str(tool), RecentTimes(times)) for tool, times in state["tools"].items()]
+        self._tools = OrderedDict(tools[-MAX_NAMES:])
 
     def __repr__(self) -> str:
-        return f"ToolSamples({self._all}, {dict(self._tools)})"
+        return f"{type(self).__name__}({dict(self._tools)})"
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tenuto.core.policy import Key
 from tenuto.core.types import EngineView, Job, Lease, Turn
-from tenuto.estimators.tool_times import MIN_SAMPLES, RecentTimes, ToolSamples
+from tenuto.estimators.tool_times import RecentTimes, ToolSamples
 from tenuto.policies.published._prefill import LearnsPrefill, get_reload_s
 
 
@@ -39,6 +39,43 @@ def get_best_ttl_s(sorted_s: Sequence[float], benefit_s: float) -> float:
         if gain > best_gain:
             best_s, best_gain = sample_s, gain
     return best_s
+
+
+MIN_SAMPLES = 100
+"""K of the ladder: a sample is trusted if it has more than K values."""
+
+
+class ToolLadder(ToolSamples):
+    """Recent times per tool and over all tools. Those of all count for tools of which little is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all = RecentTimes()
+
+    def observe(self, tool: str, tool_s: float) -> None:
+        """Count one call."""
+        self._all.observe(tool_s)
+        super().observe(tool, tool_s)
+
+    def try_get_trusted(self, tool: str, min_samples: int = MIN_SAMPLES) -> RecentTimes | None:
+        """The times to judge a tool by: its own if over `min_samples`, else all tools', else None."""
+        own = self.try_get(tool)
+        if own is not None and len(own) > min_samples:
+            return own
+        return self._all if len(self._all) > min_samples else None
+
+    def get_state(self) -> dict[str, Any]:
+        """What was learned, as JSON values."""
+        return {"all": self._all.get_state(), **super().get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
+        times_of_all = RecentTimes(state["all"])
+        super().set_state(state)
+        self._all = times_of_all
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}, {self._all}"
 
 
 MAX_JOBS = 1000
@@ -115,7 +152,7 @@ RENEW_S = 600.0
 class LearnsTtl(LearnsPrefill):
     """Continuum's order of turns and leases, and τ* per tool. Subclasses observe tool times themselves."""
 
-    _tool_times: ToolSamples = field(init=False, default_factory=ToolSamples)
+    _tool_times: ToolLadder = field(init=False, default_factory=ToolLadder)
     _job_lengths: JobLengths = field(init=False, default_factory=JobLengths)
     _queue_delays: RecentTimes = field(init=False, default_factory=partial(RecentTimes, max_times=MAX_DELAYS))
     """Waits of turns that came back and found no lease. Pinned jobs go first, so all of it is extra."""
@@ -174,7 +211,7 @@ class LearnsTtl(LearnsPrefill):
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         job_lengths = JobLengths(state["job_lengths"])
         queue_delays = RecentTimes(state["queue_delay"], MAX_DELAYS)
-        tool_times = ToolSamples()
+        tool_times = ToolLadder()
         tool_times.set_state(state["tool_times"])
         super().set_state(state)
         self._job_lengths, self._queue_delays, self._tool_times = job_lengths, queue_delays, tool_times
@@ -182,7 +219,7 @@ class LearnsTtl(LearnsPrefill):
     def _get_ttl_s(self, tool: str, turn: Turn, view: EngineView, min_samples: int = MIN_SAMPLES) -> float:
         """τ* for the cache of a finished turn while a tool runs; 0 if it is not worth keeping.
 
-        From the tool's own times, from those of all tools, or the default: see `ToolSamples`.
+        From the tool's own times, from those of all tools, or the default: see `ToolLadder`.
         """
         delays_s = self._queue_delays.get_sorted()
         queue_delay_s = math.fsum(delays_s) / len(delays_s) if delays_s else 0.0

@@ -17,8 +17,7 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.tool_times import MIN_SAMPLES
-from tenuto.policies.published._continuum import RENEW_S, LearnsTtl
+from tenuto.policies.published._continuum import MIN_SAMPLES, RENEW_S, LearnsTtl
 from tenuto.policies.published._prefill import TakesPrefillProfile
 
 
