@@ -1,7 +1,7 @@
 """The prior: how a scenario is drawn. docs/random_scenarios.md says it in a table.
 
 A scenario is a machine, a mixture of kinds of jobs, a way of arriving, and a load. Scenario `n` of a seed
-depends on these two only, so a longer run of a seed begins as a shorter one did. Lengths and times
+depends on the seed and `n` only, so a longer run of a seed begins as a shorter one did. Lengths and times
 are log-normal or log-uniform over what public traces of agents and chats span; no number is fitted to a
 policy. Where the drawn machine cannot serve the drawn jobs at all, machine and jobs are drawn again.
 """
