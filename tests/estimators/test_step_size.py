@@ -377,3 +377,18 @@ def test_a_stretch_of_decodes_teaches_what_its_steps_do(is_full: bool) -> None:
     told_times.observe_decodes(durations_s, 12, is_full=is_full)
     assert repr(told) == repr(stepped)
     assert repr(told_times) == repr(stepped_times)
+
+
+@pytest.mark.parametrize(
+    ("num_again", "kind", "has_room"), [(500, "chat", False), (0, "chat", True), (500, "agent", True)]
+)
+def test_while_memory_is_short_a_flood_gets_no_extra_room(num_again: int, kind: str, has_room: bool) -> None:
+    """Of 60 turns, those of `kind` had 500 of 1,000 prompt tokens computed again, or none."""
+    chooser, _ = make_busy()
+    chooser.observe_turn(make_turn("first", 1000, kind="chat"), 0, None)
+    tool = ToolCall("ls") if kind == "agent" else None
+    for n in range(60):
+        chooser.observe_turn(make_turn(f"t{n}", 1000, kind=kind, tool=tool), num_again, 0.0)
+    without = chooser.choose(*BUSY)
+    arrive(chooser, "plain", 3000)
+    assert without is not None and (chooser.choose(*BUSY) != without) == has_room

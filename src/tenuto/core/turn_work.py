@@ -103,13 +103,12 @@ class KindCounts:
         """The counts of a kind; None if it was never seen or was forgotten."""
         return self._kinds.get(kind if tenant is None else (tenant, kind))
 
-    def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> bool:
-        """Count a turn of this kind. Returns whether the kind is new."""
+    def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> Counts:
+        """Count a turn of this kind. Returns the kind's counts; a new kind has one turn."""
         name = kind if tenant is None else (tenant, kind)
-        counts = self._kinds.pop(name, None)
-        is_new = counts is None
-        counts = self._kinds[name] = counts or Counts()
+        known = self._kinds.pop(name, None)
+        counts = self._kinds[name] = known or Counts()
         counts.observe(is_marked=is_marked)
         if len(self._kinds) > MAX_NAMES:
             forget_some(self._kinds, lambda counts: counts.turns)
-        return is_new
+        return counts

@@ -178,11 +178,13 @@ class PlainKinds:
         self._new_kinds = Counts()
         """The first turns of all kinds."""
 
-    def observe(self, turn: Turn) -> None:
-        """Count a finished turn."""
+    def observe(self, turn: Turn) -> bool:
+        """Count a finished turn. Returns whether such jobs call no tools, as `is_plain`."""
         job, has_tool = turn.job, turn.tool is not None
-        if self._kinds.observe(job.tenant, job.kind, is_marked=has_tool):
+        counts = self._kinds.observe(job.tenant, job.kind, is_marked=has_tool)
+        if counts.turns == 1:
             self._new_kinds.observe(is_marked=has_tool)
+        return counts.marked <= FEW * counts.turns
 
     def come_back(self, job: Job) -> None:
         """A job came back as agents do: its latest turn is an agent's, although no call was recognised."""
@@ -201,7 +203,7 @@ class PlainKinds:
 
 @dataclass(eq=False)
 class PlainShare:
-    """The share of the engine's recent work that plain requests had that fit into one step."""
+    """The share of the engine's recent work that plain requests had."""
 
     most: float = FAIR_SHARE
     """The largest share that is no flood."""
@@ -266,8 +268,8 @@ class Standing:
     def observe(self, turn: Turn, *, fits_step: bool) -> None:
         """Count a finished turn. `fits_step`: one step computed its prompt."""
         job, work = turn.job, get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
-        self._kinds.observe(turn)
-        self.plain_share.observe(work, is_plain=fits_step and self._kinds.is_plain(job))
+        is_plain = self._kinds.observe(turn)
+        self.plain_share.observe(work, is_plain=is_plain and fits_step)
         if turn.is_parted:
             self.returns.end(job.job_id)
         if not turn.is_last:

@@ -45,7 +45,9 @@ compute prompts at most PATIENCE times as fast. They do on an RTX 5090.
 
 Small steps must not delay plain requests, those of jobs that call no tools. The next step has extra room for
 all waiting plain requests that stock vLLM would compute in one step. No prompt may then take more than the
-longest of them or the chosen size, so that a long prompt does not use the extra room.
+longest of them or the chosen size, so that a long prompt does not use the extra room. There is none if
+a > AGAIN and plain requests recently had over half of the engine: most steps would be full, and turns that
+decode would hold memory for longer.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize
-from tenuto.core.turn_work import MAX_LOOKED_AT
+from tenuto.core.turn_work import MAX_LOOKED_AT, get_work
 from tenuto.core.types import DecodeSteps, StepView, Turn
-from tenuto.estimators.returns import PlainKinds
+from tenuto.estimators.returns import PlainKinds, PlainShare
 from tenuto.estimators.step_times import MIN_STEP_TOKENS, StepTimes
 
 SLACK = 1.1
@@ -176,6 +178,7 @@ class AdaptiveSteps:
     _now_s: float = 0.0
     _num_steps: int = 0
     _kinds: PlainKinds = field(default_factory=PlainKinds)
+    _plain_share: PlainShare = field(default_factory=PlainShare)
     _plain: dict[str, int] = field(default_factory=dict)
     """Waiting plain requests, with the number of tokens to compute for each."""
 
@@ -211,7 +214,8 @@ class AdaptiveSteps:
 
     def observe_turn(self, turn: Turn, num_missed_tokens: int, pause_s: float | None) -> None:
         """Learn how many prompt tokens arrive or are computed again, and which jobs call tools."""
-        self._kinds.observe(turn)
+        work = get_work(turn.num_prompt_tokens, turn.num_hit_tokens, turn.num_output_tokens)
+        self._plain_share.observe(work, is_plain=self._kinds.observe(turn))
         left, self._busy_s = self._decay()
         if left < 1:
             self._decayed_s, self._latest_s = self._now_s, 0.0
@@ -226,11 +230,14 @@ class AdaptiveSteps:
         num_decoding = num_running - 1
         if num_decoding < 0:
             return None
-        chosen = choose_step_tokens(self._times, num_decoding, self._get_work(), self.prompt_weight, budget)
+        work = self._get_work()
+        chosen = choose_step_tokens(self._times, num_decoding, work, self.prompt_weight, budget)
         if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
         chosen = max(chosen, min(num_decoding + block_size, budget))
+        if work.again > AGAIN and self._plain_share.is_flood:
+            return StepSize(chosen)
         return self._add_plain(chosen, budget, budget - num_running)
 
     def _begin(self, started_s: float) -> None:
