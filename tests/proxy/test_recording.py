@@ -460,6 +460,36 @@ def test_an_answer_that_is_too_large_to_be_read_has_a_line_however_large_it_is(
     assert (record.recorder.num_lost, record.said) == (0, [])
 
 
+@pytest.mark.parametrize("flags", [{}, {"ask_usage": True, "name_jobs": True}])
+def test_a_body_of_millions_of_values_passes_and_is_not_parsed(
+    recording: Any, monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool]
+) -> None:
+    """While it is parsed, no other thread runs: 64 MB of numbers would stop all traffic for seconds."""
+    monkeypatch.setattr(exchange_module, "MAX_COMMAS", 1_000)
+    parsed, bodies = [], []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda data: (parsed.append(len(data)), loads(data))[1])
+
+    async def handle(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.json_response({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+
+    async def run() -> Any:
+        async with (
+            serving_with(handle) as server,
+            recording(server, **flags) as record,
+            make_client() as client,
+        ):
+            body = b'{"stream": true, "messages": [' + b"1," * 1_001 + b"1]}"
+            await client.post(record.url + PATH, content=body)
+            assert bodies == [body]
+        return record
+
+    record = asyncio.run(run())
+    assert [failed["why"] for failed in record.failed] == ["its body has too many values"]
+    assert not [size for size in parsed if size > 1_000]
+
+
 def test_requests_under_way_share_the_room_for_their_bodies(
     recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from tenuto.core.console import count
 from tenuto.core.errors import ConfigError
 from tenuto.core.requests import SESSION_HEADER, get_header_id, read_hints
 from tenuto.proxy import RecordOptions
-from tenuto.proxy.exchange import Exchange, Room, is_recorded
+from tenuto.proxy.exchange import Exchange, Room, Unreadable, is_recorded, parse_object
 from tenuto.proxy.recorder import Recorder, RecordingFile
 from tenuto.wire import openai_chat, openai_completions
 from tenuto.wire.request import write_error
@@ -344,10 +344,9 @@ class UsageFilter:
 
 def _parse_object(data: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
+        return parse_object(data)
+    except Unreadable:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _drop(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
