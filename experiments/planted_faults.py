@@ -1232,6 +1232,20 @@ FAULTS = (
         ("vllm/test_pinned_prefixes.py::test_a_reset_drops_pins_and_so_does_a_live_change",),
     ),
     Fault(
+        "steps: turns behind a prompt that is computed in parts wait for it",
+        "vllm/scheduler.py",
+        "            put_decodes_first(self)\n",
+        "            pass\n",
+        ("vllm/test_step_budget.py::test_turns_that_decode_have_a_token_in_every_step",),
+    ),
+    Fault(
+        "simulator: turns behind a prompt that is computed in parts wait for it",
+        "sim/engine/scheduler.py",
+        'state.running.sort(key=attrgetter("is_prefill_chunk"))',
+        "pass",
+        ("sim/test_scheduler.py::test_turns_that_decode_have_a_token_in_every_step",),
+    ),
+    Fault(
         "simulator: a step that only preempts is taken for an idle engine",
         "sim/event_loop.py",
         "if not step.num_tokens and not step.preempted:",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from tenuto.core.engine import StepSize
 from tenuto.core.limits import Limits
 from tenuto.core.loader import load_policy
 from tenuto.core.policy import Policy
@@ -86,6 +89,25 @@ def test_the_threshold_bounds_long_prefills_unless_they_are_alone() -> None:
     assert step(scheduler) == {"a": 5, "b": 5}
     assert step(scheduler) == {"a": 5, "b": 5}
     assert step(scheduler) == {"b": 2}
+
+
+def test_turns_that_decode_have_a_token_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a prompt that is computed in parts, and while the rest of a plain request goes first."""
+    scheduler = make_scheduler(num_blocks=200, max_num_batched_tokens=60, step_tokens="adaptive")
+    size = StepSize(60, 40)
+    monkeypatch.setattr(scheduler.driver, "get_step_size", lambda *_, **__: size)
+    scheduler.add_request(make_request("decodes", 8, 30), 0.0)
+    assert step(scheduler) == {"decodes": 8}
+    scheduler.add_request(make_request("long", 300, 3), 0.0)
+    scheduler.add_request(make_request("short", 9, 30), 0.0)
+    assert step(scheduler) == {"decodes": 1, "long": 40, "short": 9}
+    scheduler.add_request(make_request("asks", 50, 30), 0.0)
+    assert step(scheduler) == {"decodes": 1, "short": 1, "long": 40, "asks": 18}
+    size = StepSize(20)
+    assert step(scheduler) == {"decodes": 1, "short": 1, "asks": 18}
+    assert step(scheduler) == {"decodes": 1, "short": 1, "asks": 14, "long": 4}
+    assert step(scheduler) == {"decodes": 1, "short": 1, "asks": 1, "long": 17}
+    run(scheduler)
 
 
 def test_the_next_turn_hits_all_full_blocks_but_the_last_token() -> None:

@@ -88,6 +88,26 @@ def test_what_is_left_of_a_plain_request_goes_before_other_prompts(
     engine.run()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_turns_that_decode_have_a_token_in_every_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a prompt that is computed in parts, and while the rest of a plain request goes first."""
+    engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}, is_async=depth > 1))
+    size = StepSize(60, 40)
+    monkeypatch.setattr(engine.scheduler.driver, "get_step_size", lambda *_, **__: size)
+    engine.scheduler.add_request(make_request("decodes", [4] * 8, max_tokens=30))
+    engine.step()
+    engine.scheduler.add_request(make_request("long", [5] * 300, max_tokens=3))
+    engine.scheduler.add_request(make_request("short", [6] * 9, max_tokens=30))
+    assert engine.step().num_scheduled_tokens == {"decodes": 1, "long": 40, "short": 9}
+    engine.scheduler.add_request(make_request("asks", [7] * 50, max_tokens=30))
+    assert engine.step().num_scheduled_tokens == {"decodes": 1, "short": 1, "long": 40, "asks": 18}
+    size = StepSize(20)
+    assert engine.step().num_scheduled_tokens == {"decodes": 1, "short": 1, "asks": 18}
+    assert engine.step().num_scheduled_tokens == {"decodes": 1, "short": 1, "asks": 14, "long": 4}
+    assert engine.step().num_scheduled_tokens == {"decodes": 1, "short": 1, "asks": 1, "long": 17}
+    engine.run()
+
+
 def test_only_steps_that_may_have_prefill_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(make_config(tenuto={"policy": "stock", "step_tokens": "adaptive"}))
     only_decodes = []

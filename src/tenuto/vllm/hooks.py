@@ -69,6 +69,8 @@ class Hooks:
         self.engine = engine = ShadowEngine(scheduler) if self._is_shadow else VllmEngine(scheduler)
         self._step_tokens, self.asks_budget = self._find_step_tokens()
         prompt_weight = get_prompt_weight(self._step_tokens)
+        self.chooses_steps = prompt_weight is not None
+        """Whether steps are adaptive."""
         self.driver = Driver(
             asked,
             engine,

@@ -43,6 +43,7 @@ from tenuto.vllm.compat.scheduler import (
     get_tokens_per_prompt,
     is_by_priority,
     load_tokenizer,
+    put_decodes_first,
     serve_by_priority,
     set_tokens_per_prompt,
 )
@@ -349,6 +350,9 @@ class _DrivenScheduler(PrivateHooks):
             hooks.steps.schedule(output, now_s, is_full=output.total_num_scheduled_tokens >= max_tokens)
         hooks.driver.settle()
         hooks.start(list(get_started(output)), now_s)
+        if hooks.chooses_steps and self._has_partial_prompt:
+            # Turns behind a prompt that a step cuts would get nothing from the next ones, if these are small.
+            put_decodes_first(self)
         hooks.look(output)
         hooks.tick(now_s)
         self.short_hits.found.clear()

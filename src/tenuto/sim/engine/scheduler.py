@@ -74,6 +74,8 @@ class Scheduler:
         self._by_priority = config.order == "priority"
         self._is_fork = config.scheduler == "continuum-fork"
         self._has_drafts = config.num_draft_tokens > 0
+        self._prompt_weight = get_prompt_weight(config.step_tokens)
+        """Of adaptive steps; None if steps have a fixed size."""
         self._has_states = config.kv.has_states
         self._is_async = config.max_steps_in_flight > 1
         self.kv = kv = KvCache(
@@ -102,7 +104,7 @@ class Scheduler:
         self._follow(self._make_driver(policy, limits))
 
     def _make_driver(self, policy: Policy, limits: Limits, stats: DriverStats | None = None) -> Driver:
-        prompt_weight = get_prompt_weight(self.config.step_tokens)
+        prompt_weight = self._prompt_weight
         return Driver(
             policy,
             self._port,
@@ -185,6 +187,9 @@ class Scheduler:
             short_hit = _get_short_hit(state.requests[turn_id], num_hit_tokens)
             if driver.start(turn_id, now_s, num_hit_tokens, short_hit):
                 self._put_first(state.requests[turn_id])
+        if self._prompt_weight is not None and step.chunks:
+            # Turns behind a prompt that a step cuts would get nothing from the next ones, if these are small.
+            state.running.sort(key=attrgetter("is_prefill_chunk"))
         return step
 
     def _put_first(self, request: Request) -> None:

@@ -115,7 +115,7 @@ PUBLIC = {
 
 FIELDS = {
     # class: fields that are used in this package
-    "vllm.v1.request:Request": "prefill_stats status",
+    "vllm.v1.request:Request": "is_prefill_chunk prefill_stats status",
     _BLOCK: "_block_hash is_null",
     _POOL: "num_gpu_blocks enable_caching enable_kv_cache_events",
     _MANAGER: "coordinator enable_caching num_kv_cache_groups watermark_blocks",

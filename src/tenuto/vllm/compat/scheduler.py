@@ -215,6 +215,11 @@ def put_first(scheduler: Any, request_id: str) -> None:
         scheduler.running.insert(0, request)
 
 
+def put_decodes_first(scheduler: Any) -> None:
+    """Let the next steps serve turns that decode before prompts; otherwise the order stays."""
+    scheduler.running.sort(key=attrgetter("is_prefill_chunk"))
+
+
 def get_end(request: Any) -> str:
     """How a request ended: stopped (by a token), cut (by a limit), aborted (from outside) or failed."""
     return _ENDS.get(request.status, "failed")
