@@ -46,9 +46,9 @@ compute prompts at most PATIENCE times as fast. They do on an RTX 5090.
 In a small step, a prompt would leave nothing for the turns behind it. So the engine serves turns that decode
 before all prompts. Nor must small steps delay plain requests, those of jobs that call no tools: the next step
 has extra room for all waiting plain requests that stock vLLM would compute in one step. No prompt may then
-take more than the longest of them or the chosen size, so that a long prompt does not use the extra room. There
-is none if a > AGAIN and plain requests recently had over half of the engine: most steps would be full, and
-turns that decode would hold memory for longer.
+take more than the longest of them or the chosen size, so that a long prompt does not use the extra room.
+There is none if a > AGAIN and plain requests recently had over half of the engine: most steps would be full,
+and turns that decode would hold memory for longer.
 """
 
 from __future__ import annotations
