@@ -68,13 +68,14 @@ SLACK = 1.1
 """Speeds within this factor count as equal, and sums of waits. If answers go first, prompts are computed this
 much faster than they arrive, so that their queue empties."""
 PATIENCE = 1.5
-"""If prompts go first, they wait at most this many times as long as with full steps. If answers go first only
-because memory is short, the fastest size is at most this many times as fast as the step. Slower steps would
-make a queue of prompts, and so make memory shorter still."""
+"""If prompts go first, they wait at most this many times as long as with full steps."""
 RATE_S = 30.0
 """Seconds over which the engine's work is averaged."""
 AGAIN = 0.02
 """Share of the prompt tokens that are computed again, at which a decoding turn's wait counts twice."""
+LEAST_SPEED = 0.5
+"""If answers go first only because memory is short, a step has at least this share of the fastest size's
+speed. Slower steps would make a queue of prompts, and so make memory shorter still."""
 LOOK_EVERY = 64
 """One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 
@@ -132,7 +133,7 @@ def choose_step_tokens(
         enough = min(SLACK * rate, best_speed / SLACK**2)
         if share < usual_weight * (work.busy - share):
             # Only because memory is short.
-            enough = max(enough, best_speed / PATIENCE)
+            enough = max(enough, LEAST_SPEED * best_speed)
         delays = {size: delay for size, (speed, delay) in zip(sizes, looks, strict=True) if speed >= enough}
         longest = SLACK * min(delays.values())
         return next(size for size, delay in delays.items() if delay <= longest)
