@@ -73,8 +73,14 @@ def test_ctrl_c_is_not_lost_where_python_drops_what_is_raised(monkeypatch: pytes
         return 0
 
     monkeypatch.setattr(tenuto.cli, "_run", wait)
-    before = sys.unraisablehook
-    assert tenuto.cli.main([]) == 130
+    before, begun_s = sys.unraisablehook, time.monotonic()
+    # In a shell's background Ctrl-C is ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert tenuto.cli.main([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert time.monotonic() - begun_s < 20, "it slept on"
     assert sys.unraisablehook is before
 
 

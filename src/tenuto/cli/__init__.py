@@ -6,13 +6,13 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
-from _thread import interrupt_main
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from threading import Timer
+from threading import Timer, main_thread
 from typing import TYPE_CHECKING, Any
 
 from tenuto.core import __version__
@@ -106,7 +106,7 @@ def _repeat_interrupt(ignored: Any, otherwise: Callable[[Any], object]) -> None:
     """Python drops what weak references' callbacks and `__del__` raise. A Ctrl-C there comes again."""
     if ignored.exc_type is KeyboardInterrupt:
         # By then the callback has ended, as it is short.
-        Timer(0.05, interrupt_main).start()
+        Timer(0.05, signal.pthread_kill, (main_thread().ident, signal.SIGINT)).start()
     else:
         otherwise(ignored)
 
