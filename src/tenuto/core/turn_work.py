@@ -41,9 +41,9 @@ MEMORY = 500
 a time is then known to 2.2 % (one standard error)."""
 FADE = 1 - 1 / MEMORY
 """What is left of one's weight after the next one."""
-MAX_SUM = 1e15
-"""More than any time in seconds, and than any decayed sum of turns or steps. Beyond it, what a damaged state
-has would make means that are no numbers."""
+MAX_SUM = 1e12
+"""More than any time in seconds, and than any decayed sum of turns, steps or tokens. Beyond it, what a
+damaged state has would make means that are no numbers."""
 MAX_NAMES = 4096
 """Most kinds, tools or classes that are remembered, because clients can invent them: see `forget_some`."""
 MAX_LOOKED_AT = 64

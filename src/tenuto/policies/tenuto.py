@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from tenuto.core.engine import ADAPTIVE
 from tenuto.core.policy import EngineSettings, Key, Learns, LearnsDecodes, Needs, Policy, Reports, setting
-from tenuto.core.turn_work import MAX_LOOKED_AT
+from tenuto.core.turn_work import MAX_LOOKED_AT, MAX_SUM
 from tenuto.core.types import (
     Decision,
     DecodeSteps,
@@ -38,8 +38,8 @@ from tenuto.estimators.tool_times import Pauses, ToolSamples
 
 LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
-return."""
-AHEAD_S = 1e9
+return. Waiting turns are ordered anew after the longer one."""
+AHEAD_S = MAX_SUM
 """Seconds by which one class of jobs goes before another: more than any job's work takes."""
 NOT_WORTH = -3 * AHEAD_S
 """Value of KV that stays idle for longer than it is worth. Any turn may reclaim it: `Standing.get_lead` puts
@@ -55,7 +55,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     """
 
     needs: ClassVar[Needs] = Needs(
-        reorder_s=2.0,
+        reorder_s=LOOK_S[1],
         max_waiting_with_hits=MAX_LOOKED_AT,
         steady_reclaim=True,
         engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),
