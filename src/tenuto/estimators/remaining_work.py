@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 from tenuto.core.turn_work import FADE, MAX_NAMES, MAX_SUM, MEMORY, PRIOR_CASES, forget_some, get_work
@@ -30,12 +29,12 @@ class Left(NamedTuple):
 class _Turns:
     """Statistics of turns of one number: their work, and whether a turn followed. All values decay."""
 
-    count: float = 0.0
-    work: float = 0.0
-    new: float = 0.0
+    count: float
+    work: float
+    new: float
     """The part of `work` that is new prompt tokens."""
-    num_ended: float = 0.0
-    num_followed: float = 0.0
+    num_ended: float
+    num_followed: float
 
     def end(self) -> None:
         """Count a turn of this number as its job's last."""
@@ -78,7 +77,7 @@ class TurnTable:
         """Count the next turn of a job. `is_last`: it is the job's last, as far as is known."""
         index = min(past.num_turns, MAX_ROWS - 1)
         if index == len(self._turns):
-            self._turns.append(_Turns())
+            self._turns.append(_Turns(0.0, 0.0, 0.0, 0.0, 0.0))
         turns = self._turns[index]
         turns.count = FADE * turns.count + 1
         turns.work = FADE * turns.work + work
@@ -124,8 +123,7 @@ class TurnTable:
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        turns = [[each.count, each.work, each.new, each.num_ended, each.num_followed] for each in self._turns]
-        return {"turns": turns}
+        return {"turns": [list(astuple(each)) for each in self._turns]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TurnTable:
@@ -134,12 +132,11 @@ class TurnTable:
         Raises ValueError, TypeError or KeyError if it is malformed.
         """
         table = cls()
-        rows = [get_numbers(row, 5) for row in state["turns"]]
+        table._turns = [_Turns(*map(float, row)) for row in state["turns"]]
         # A row begins with one turn, and sums decay. Others would make means and shares that are no numbers.
-        are_sums = all(row[0] >= 1 and min(row) >= 0 and max(row) <= MAX_SUM for row in rows)
-        if len(rows) > MAX_ROWS or not are_sums:
+        sums = [value for row in table._turns for value in (row.count - 1, *astuple(row))]
+        if len(table._turns) > MAX_ROWS or not all(0 <= value <= MAX_SUM for value in sums):
             raise ValueError(f"no more than {MAX_ROWS} kinds of turns expected, each seen, none negative")
-        table._turns = [_Turns(*row) for row in rows]
         table._num_new = MAX_ROWS
         table._sum_up()
         return table
@@ -168,14 +165,6 @@ class TurnTable:
 
     def __repr__(self) -> str:
         return f"TurnTable({self._turns!r})"
-
-
-def get_numbers(values: Any, count: int) -> list[float]:
-    """Read `count` finite numbers. Raises ValueError."""
-    numbers = [float(value) for value in values]
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{count} numbers expected, got {values!r}")
-    return numbers
 
 
 @dataclass(slots=True)
