@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tenuto.core.turn_work import FADE, MAX_NAMES, MAX_SUM, MEMORY, PRIOR_CASES, forget_some, get_work
@@ -29,20 +30,26 @@ class Left(NamedTuple):
 class _Turns:
     """Statistics of turns of one number: their work, and whether a turn followed. All values decay."""
 
-    count: float
-    work: float
-    new: float
+    count: float = 0.0
+    work: float = 0.0
+    new: float = 0.0
     """The part of `work` that is new prompt tokens."""
-    num_ended: float
-    num_followed: float
+    num_ended: float = 0.0
+    num_followed: float = 0.0
+    by_size: dict[int, list[float]] = field(default_factory=dict)
+    """The same two counts by size class, at most 32."""
 
-    def end(self) -> None:
+    def end(self, size: int) -> None:
         """Count a turn of this number as its job's last."""
+        counts = self.by_size.setdefault(size, [0.0, 0.0])
+        counts[:] = FADE * counts[0] + 1, FADE * counts[1]
         self.num_ended = FADE * self.num_ended + 1
         self.num_followed *= FADE
 
-    def follow(self, *, was_last: bool) -> None:
+    def follow(self, size: int, *, was_last: bool) -> None:
         """Count a turn of this number as followed by another. `was_last`: it counted as its job's last."""
+        counts = self.by_size.setdefault(size, [0.0, 0.0])
+        counts[:] = FADE * max(0.0, counts[0] - was_last), FADE * counts[1] + 1
         self.num_ended = FADE * max(0.0, self.num_ended - was_last)
         self.num_followed = FADE * self.num_followed + 1
 
@@ -55,8 +62,9 @@ class TurnTable:
 
     A turn's new prompt tokens are known when it arrives. Its output is predicted as the mean of turns with
     its number. Probabilities and means come from all jobs of the table, unfinished ones included: each i-th
-    turn either ended its job or was followed by another. A turn without a tool call counts as its job's last
-    until the job comes back, because most clients never say that a job has ended.
+    turn either ended its job or was followed by another. Whether another follows also depends on this turn's
+    own size. A turn without a tool call counts as its job's last until the job comes back, because most
+    clients never say that a job has ended.
 
     O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
@@ -77,23 +85,23 @@ class TurnTable:
         """Count the next turn of a job. `is_last`: it is the job's last, as far as is known."""
         index = min(past.num_turns, MAX_ROWS - 1)
         if index == len(self._turns):
-            self._turns.append(_Turns(0.0, 0.0, 0.0, 0.0, 0.0))
+            self._turns.append(_Turns())
         turns = self._turns[index]
         turns.count = FADE * turns.count + 1
         turns.work = FADE * turns.work + work
         turns.new = FADE * turns.new + num_new_tokens
         if past.num_turns:
-            self._get_latest(past).follow(was_last=past.is_last)
+            self._get_latest(past).follow(past.size, was_last=past.is_last)
         else:
             self.num_jobs = turns.count
         if is_last:
-            turns.end()
+            turns.end(_get_size(num_new_tokens))
         self._sum_up()
 
     def end(self, past: Past) -> None:
         """A job of at least one turn has no more turns."""
         if not past.is_last:
-            self._get_latest(past).end()
+            self._get_latest(past).end(past.size)
             self._sum_up()
 
     def _get_latest(self, past: Past) -> _Turns:
@@ -113,17 +121,21 @@ class TurnTable:
                 return after, after, self._share
             return num_new_tokens + after, num_new_tokens, self._share
         turns = self._turns[index]
-        # The share that ended their job, shrunk towards the share of all turns.
-        ends = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
+        share = (turns.num_ended + self._share) / (turns.num_ended + turns.num_followed + 1)
         if num_new_tokens is None:
-            return self._work_after[index], turns.work / turns.count, ends
+            return self._work_after[index], turns.work / turns.count, share
         this = num_new_tokens + (turns.work - turns.new) / turns.count
+        # The share that ended their job, shrunk towards the share of all turns.
+        ended, followed = turns.by_size.get(_get_size(num_new_tokens), (0.0, 0.0))
+        ends = (ended + PRIOR_CASES * share) / (ended + followed + PRIOR_CASES)
         after = self._work_after[index + 1 if index < last else last]
         return this + (1 - ends) * after, this, ends
 
     def get_state(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
-        return {"turns": [list(astuple(each)) for each in self._turns]}
+        turns = [[each.count, each.work, each.new, each.num_ended, each.num_followed] for each in self._turns]
+        sizes = [[[size, *counts] for size, counts in sorted(each.by_size.items())] for each in self._turns]
+        return {"turns": turns, "sizes": sizes}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TurnTable:
@@ -132,11 +144,17 @@ class TurnTable:
         Raises ValueError, TypeError or KeyError if it is malformed.
         """
         table = cls()
-        table._turns = [_Turns(*map(float, row)) for row in state["turns"]]
+        rows = [get_numbers(row, 5) for row in state["turns"]]
+        sizes = [[get_numbers(row, 3) for row in each] for each in state["sizes"]]
+        counts = [count for row in (*rows, *(row for each in sizes for row in each)) for count in row]
         # A row begins with one turn, and sums decay. Others would make means and shares that are no numbers.
-        sums = [value for row in table._turns for value in (row.count - 1, *astuple(row))]
-        if len(table._turns) > MAX_ROWS or not all(0 <= value <= MAX_SUM for value in sums):
+        are_sums = min(counts, default=0) >= 0 and max(counts, default=0) <= MAX_SUM
+        if len(rows) > MAX_ROWS or any(row[0] < 1 for row in rows) or not are_sums:
             raise ValueError(f"no more than {MAX_ROWS} kinds of turns expected, each seen, none negative")
+        for row, each in zip(rows, sizes, strict=True):
+            count, work, new, num_ended, num_followed = row
+            by_size = {int(size): counts for size, *counts in each}
+            table._turns.append(_Turns(count, work, new, num_ended, num_followed, by_size))
         table._num_new = MAX_ROWS
         table._sum_up()
         return table
@@ -167,6 +185,19 @@ class TurnTable:
         return f"TurnTable({self._turns!r})"
 
 
+def get_numbers(values: Any, count: int) -> list[float]:
+    """Read `count` finite numbers. Raises ValueError."""
+    numbers = [float(value) for value in values]
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{count} numbers expected, got {values!r}")
+    return numbers
+
+
+def _get_size(num_tokens: float) -> int:
+    """The class of a prompt's new tokens: the next power of two."""
+    return min(31, max(1, int(num_tokens)).bit_length())
+
+
 @dataclass(slots=True)
 class Past:
     """What is known about one unfinished job."""
@@ -176,6 +207,8 @@ class Past:
     num_turns: int = 0
     context: int = 0
     """Tokens of its latest turn."""
+    size: int = 0
+    """Size class of the latest turn's new tokens: see `_get_size`."""
     is_last: bool = False
     """Whether its latest turn counts as its last."""
 
@@ -225,7 +258,7 @@ class RemainingWork:
             past = self._jobs[job.job_id] = Past(self._get_table(job))
         for table in (self._all, past.table):
             table.observe(past, num_new_tokens, work, is_last=is_last)
-        past.num_turns, past.is_last = past.num_turns + 1, is_last
+        past.num_turns, past.size, past.is_last = past.num_turns + 1, _get_size(num_new_tokens), is_last
 
     def end_job(self, job_id: str) -> None:
         """A job will have no more turns."""
