@@ -63,8 +63,8 @@ class TurnTable:
     A turn's new prompt tokens are known when it arrives. Its output is predicted as the mean of turns with
     its number. Probabilities and means come from all jobs of the table, unfinished ones included: each i-th
     turn either ended its job or was followed by another. Whether another follows also depends on this turn's
-    own size. A turn without a tool call counts as its job's last until the job comes back, because most
-    clients never say that a job has ended.
+    own size, which tells a flood of jobs from agents. A turn without a tool call counts as its job's last
+    until the job comes back, because most clients never say that a job has ended.
 
     O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
