@@ -7,10 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tenuto.core.turn_work import FADE, MAX_NAMES, MAX_SUM, MEMORY, PRIOR_CASES, forget_some, get_work
+from tenuto.core.turn_work import FADE, MAX_NAMES, MAX_SUM, PRIOR_CASES, forget_some, get_work
 from tenuto.core.types import Job, Turn
 
-MAX_ROWS = MEMORY
+MAX_ROWS = 256
 """Most kinds with a table, because clients can invent kinds. Also the largest turn number with statistics of
 its own: later turns count as this one."""
 
