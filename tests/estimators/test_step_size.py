@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize, get_prompt_weight
-from tenuto.core.turn_work import MEMORY
 from tenuto.core.types import DecodeSteps, Job, StepView, ToolCall, Turn
 from tenuto.estimators import step_size
 from tenuto.estimators.step_size import (
     AGAIN,
+    LOOK_EVERY,
     MIN_STEP_TOKENS,
     PATIENCE,
     SLACK,
@@ -288,10 +288,10 @@ def test_if_nobody_else_runs_nobody_is_delayed() -> None:
 def test_a_step_in_many_is_larger_to_see_what_tokens_cost() -> None:
     chooser = make_chooser(prompt_weight=0.0)
     chosen = []
-    for n in range(4 * MEMORY):
+    for n in range(4 * LOOK_EVERY):
         chooser.observe_step(StepView(5 + 0.05 * n, 0.051, 1010, 10))
         chosen.append(chooser.choose(*STATE))
-    assert chosen.count(StepSize(1024)) == 4 and chosen.count(StepSize(512)) == 4 * MEMORY - 4
+    assert chosen.count(StepSize(1024)) == 4 and chosen.count(StepSize(512)) == 4 * LOOK_EVERY - 4
 
 
 def test_only_adaptive_steps_have_a_weight_which_the_operator_may_choose() -> None:

@@ -59,7 +59,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tenuto.core.engine import PROMPT_WEIGHT, StepSize
-from tenuto.core.turn_work import MAX_LOOKED_AT, MEMORY, get_work
+from tenuto.core.turn_work import MAX_LOOKED_AT, get_work
 from tenuto.core.types import DecodeSteps, StepView, Turn
 from tenuto.estimators.returns import PlainKinds, PlainShare
 from tenuto.estimators.step_times import MIN_STEP_TOKENS, StepTimes
@@ -76,6 +76,8 @@ AGAIN = 0.02
 LEAST_SPEED = 0.5
 """If answers go first only because memory is short, a step has at least this share of the fastest size's
 speed. Slower steps would make a queue of prompts, and so make memory shorter still."""
+LOOK_EVERY = 64
+"""One step in this many is twice as large as chosen, to learn what tokens cost in larger steps."""
 
 
 class Work(NamedTuple):
@@ -231,8 +233,7 @@ class AdaptiveSteps:
             return None
         work = self._get_work()
         chosen = choose_step_tokens(self._times, num_decoding, work, self.prompt_weight, budget)
-        if self._num_steps % MEMORY == 0:
-            # To learn what tokens cost in larger steps, before it is forgotten.
+        if self._num_steps % LOOK_EVERY == 0:
             chosen = min(2 * chosen, budget)
         # Models with recurrent states compute prompts in whole blocks, and their blocks are large.
         chosen = max(chosen, min(num_decoding + block_size, budget))

@@ -17,6 +17,8 @@ from tenuto.core.types import EngineView
 
 MIN_STEP_TOKENS = 512
 """On most GPUs, such as an H100, smaller steps compute prompts much more slowly."""
+MIN_PREFILL_TOKENS = 64
+"""Fewer prefill tokens add no time to a step that decodes."""
 ADDED_DECAY = 0.99
 """What is left of a step's weight after the next one, in the fit of the time that prefill adds: contexts
 change with each prompt, so it is of some hundred steps."""
@@ -124,7 +126,7 @@ class StepTimes:
         if duration_s <= 0 or num_requests < 1:
             return
         num_prefill_tokens = num_tokens - num_requests
-        if num_prefill_tokens < 1:
+        if num_prefill_tokens < MIN_PREFILL_TOKENS:
             self._decode.observe(num_requests, [duration_s])
         else:
             self._token_s = None

@@ -38,7 +38,7 @@ from tenuto.estimators.tool_times import Pauses, ToolSamples
 
 LOOK_S = 1.0, 5.0
 """Bounds of the time until a lease is reconsidered, in seconds. Within them it is when the tool should
-return. Waiting turns are ordered anew after the longer one."""
+return."""
 AHEAD_S = MAX_SUM
 """Seconds by which one class of jobs goes before another: more than any job's work takes."""
 NOT_WORTH = -3 * AHEAD_S
@@ -55,7 +55,7 @@ class Tenuto(Policy, Learns, LearnsDecodes, Reports):
     """
 
     needs: ClassVar[Needs] = Needs(
-        reorder_s=LOOK_S[1],
+        reorder_s=2.0,
         max_waiting_with_hits=MAX_LOOKED_AT,
         steady_reclaim=True,
         engine=EngineSettings(offload="async", step_tokens=ADAPTIVE),
