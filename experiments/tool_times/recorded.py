@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from experiments.command_line import make_parser
 from experiments.tool_times.accuracy import Call, Guess, Score, ToolMeans, get_speed, score, write_between
-from tenuto.estimators.tool_times import MeanTimes
 from tenuto.policies.published._continuum import ToolLadder
+from tenuto.policies.published.continuum_fixed import MeanTimes
 from tenuto.records.metrics import get_geometric_mean
 from tenuto.workload.formats.rounds import TOOL_TIMES
 from tenuto.workload.load import read_trace

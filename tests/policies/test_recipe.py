@@ -33,7 +33,7 @@ def test_the_recipe_makes_a_policy(module: types.ModuleType) -> None:
     policy = load_policy("keep_quick:KeepQuick", {"quick_s": 2.0})
     turn = Turn("t1", Job("j", 0.0, 1), 0.0, 100, tool=ToolCall("make"))
     view = EngineView(10.0, 16, 100, 50, 0, 0, 2048)
-    # Unseen counts as 0 s: kept for twice 2 s. One call of 5 s is a mean above 2 s.
+    # Unseen counts as 1 s: kept for twice 2 s. One call of 5 s is a mean above 2 s.
     assert policy.retain(turn, view) == Keep(14.0)
     policy.on_tool_returned(turn, ToolCall("make"), 5.0)
     assert policy.retain(turn, view) == Release()

@@ -31,8 +31,8 @@ from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import NOBODY, UNVERIFIED, TurnState
 from tenuto.core.limits import Limits
 from tenuto.core.policy import Key, Policy
-from tenuto.core.stock_queue import StockQueue
-from tenuto.core.turn_work import MAX_NAMES, MovingMean, get_work
+from tenuto.core.stock_queue import MovingMean, StockQueue
+from tenuto.core.turn_work import MAX_NAMES, get_work
 from tenuto.core.types import LeaseRefusal
 
 UNVERIFIED_WEIGHT = 0.1

@@ -49,7 +49,7 @@ from operator import itemgetter
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.jobs import JobState, TurnState
 from tenuto.core.limits import Limits
-from tenuto.core.turn_work import MIN_WEIGHT, Counts, KindCounts, MovingMean, get_work
+from tenuto.core.turn_work import MIN_WEIGHT, Counts, KindCounts, get_work
 
 SHORT = 0.25
 """A turn whose prompt is shorter than this share of the mean gets less extra time."""
@@ -68,6 +68,19 @@ PRIOR_ENDS = 0.5
 one job that came back counts as one of three turns."""
 MAX_TURNS = 32.0
 """Most turns that a job is expected to send. It bounds the cost of a wrong estimate."""
+
+
+@dataclass(slots=True, eq=False)
+class MovingMean:
+    """The mean of the latest values; 0 before the first."""
+
+    value: float = 0.0
+    num_values: int = 0
+
+    def observe(self, value: float) -> None:
+        """Add a value."""
+        self.num_values += 1
+        self.value += max(MIN_WEIGHT, 1 / self.num_values) * (value - self.value)
 
 
 @dataclass(slots=True)

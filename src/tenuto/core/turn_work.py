@@ -1,9 +1,9 @@
-"""A turn's work for the engine, in prefill tokens, and running means for what is not known yet."""
+"""A turn's work for the engine, in prefill tokens, and what all that is learned of turns shares."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,19 +12,6 @@ DECODE_TOKENS = 8.0
 be exact, because work is only compared with work."""
 MIN_WEIGHT = 0.05
 """Smallest weight of the latest value in a moving mean; the first values weigh more."""
-
-
-@dataclass(slots=True, eq=False)
-class MovingMean:
-    """The mean of the latest values; 0 before the first."""
-
-    value: float = 0.0
-    num_values: int = 0
-
-    def observe(self, value: float) -> None:
-        """Add a value."""
-        self.num_values += 1
-        self.value += max(MIN_WEIGHT, 1 / self.num_values) * (value - self.value)
 
 
 def get_work(num_prompt_tokens: int, num_hit_tokens: int, num_output_tokens: float) -> float:
@@ -57,8 +44,6 @@ _Value = TypeVar("_Value")
 def forget_some(table: dict[Any, _Value], get_evidence: Callable[[_Value], float]) -> None:
     """Make room in a full table, which has the least recently seen first; O(1) amortised for each new name.
 
-    The table is a plain dict, which takes less memory than an `OrderedDict`.
-
     Of the least recently seen, the half with the least evidence goes; the rest count as seen now. So whoever
     invents names pushes out only those that have as little evidence.
     """
@@ -86,15 +71,15 @@ class Counts:
         self.marked = min(self.turns, self.marked + 1)
 
 
+@dataclass(eq=False)
 class KindCounts:
     """Counts turns, and marked turns, by tenant and kind of job. Memory is bounded; O(1) time per turn.
 
     Jobs of one tenant whose prompts begin alike are of one kind. The caller decides what a mark means.
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[Hashable, Counts] = {}
-        """By tenant and kind. Without a tenant by the kind alone, because a pair would take memory."""
+    _kinds: dict[Hashable, Counts] = field(default_factory=dict)
+    """By tenant and kind. Without a tenant by the kind alone, because a pair would take memory."""
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -106,8 +91,8 @@ class KindCounts:
     def observe(self, tenant: str | None, kind: str | None, *, is_marked: bool = False) -> Counts:
         """Count a turn of this kind. Returns the kind's counts; a new kind has one turn."""
         name = kind if tenant is None else (tenant, kind)
-        known = self._kinds.pop(name, None)
-        counts = self._kinds[name] = known or Counts()
+        counts = self._kinds.pop(name, None) or Counts()
+        self._kinds[name] = counts
         counts.observe(is_marked=is_marked)
         if len(self._kinds) > MAX_NAMES:
             forget_some(self._kinds, lambda counts: counts.turns)

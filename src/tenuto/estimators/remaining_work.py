@@ -54,6 +54,7 @@ class _Turns:
         self.num_followed = FADE * self.num_followed + 1
 
 
+@dataclass(eq=False)
 class TurnTable:
     """Turns by their number: their work, and whether another follows. From it, the work that a job has left.
 
@@ -69,17 +70,16 @@ class TurnTable:
     O(1) amortised: the sums over N turn numbers are computed again only after N/16 observations.
     """
 
-    def __init__(self) -> None:
-        self._turns: list[_Turns] = []
-        self._share = 0.5
-        """Share of all turns that are the last of their job."""
-        self._work_after: list[float] = []
-        """Item k: expected remaining work of a job after k turns, if one more turn follows."""
-        self._num_new = 0
-        """Number of turns and jobs observed since `_work_after` was computed."""
-        self.num_jobs = 0.0
-        """Jobs that the table has seen; they decay."""
-        self._sum_up()
+    _turns: list[_Turns] = field(default_factory=list)
+    _share: float = 0.5
+    """Share of all turns that are the last of their job."""
+    _work_after: list[float] = field(default_factory=lambda: [2.0])
+    """Item k: expected remaining work of a job after k turns, if one more turn follows. Before any was seen,
+    of two turns of one token."""
+    _num_new: int = 0
+    """Number of turns and jobs observed since `_work_after` was computed."""
+    num_jobs: float = 0.0
+    """Jobs that the table has seen; they decay."""
 
     def observe(self, past: Past, num_new_tokens: float, work: float, *, is_last: bool) -> None:
         """Count the next turn of a job. `is_last`: it is the job's last, as far as is known."""
@@ -181,9 +181,6 @@ class TurnTable:
         work_after.reverse()
         self._work_after, self._num_new, self._share = work_after, 0, share
 
-    def __repr__(self) -> str:
-        return f"TurnTable({self._turns!r})"
-
 
 def get_numbers(values: Any, count: int) -> list[float]:
     """Read `count` finite numbers. Raises ValueError."""
@@ -213,20 +210,20 @@ class Past:
     """Whether its latest turn counts as its last."""
 
 
+@dataclass(eq=False)
 class RemainingWork:
     """Predicts jobs' remaining work from earlier jobs of their tenant and kind, and from all jobs.
 
     What all jobs show counts as `PRIOR_CASES` jobs of the kind. Jobs whose kind nobody else has count as one.
     """
 
-    def __init__(self) -> None:
-        self._all = TurnTable()
-        self._kinds: OrderedDict[tuple[str | None, str | None], TurnTable | None] = OrderedDict()
-        """By tenant and kind, the least recently seen first. A kind has a table from its second job on; the
-        table of None is that of a tenant's other jobs."""
-        self._jobs: dict[str, Past] = {}
-        self._known: dict[tuple[int, TurnTable, float | None], Left] = {}
-        """What was looked up since a turn finished: turns that wait are looked up again and again."""
+    _all: TurnTable = field(default_factory=TurnTable)
+    _kinds: OrderedDict[tuple[str | None, str | None], TurnTable | None] = field(default_factory=OrderedDict)
+    """By tenant and kind, the least recently seen first. A kind has a table from its second job on; the table
+    of None is that of a tenant's other jobs."""
+    _jobs: dict[str, Past] = field(default_factory=dict)
+    _known: dict[tuple[int, TurnTable, float | None], Left] = field(default_factory=dict, repr=False)
+    """What was looked up since a turn finished: turns that wait are looked up again and again."""
 
     def count_new_tokens(self, turn: Turn) -> int:
         """Prompt tokens of a turn that neither its job's latest turn nor the cache has; at least 1."""
@@ -323,6 +320,3 @@ class RemainingWork:
             self._kinds.move_to_end(key)
         if len(self._kinds) > MAX_ROWS:
             forget_some(self._kinds, lambda table: table.num_jobs if table else 0.0)
-
-    def __repr__(self) -> str:
-        return f"RemainingWork({self._jobs!r}, {self._all!r}, {self._kinds!r})"

@@ -49,14 +49,14 @@ class _Away(NamedTuple):
     came_back: bool = False
 
 
+@dataclass(eq=False)
 class Returns:
     """Shares of jobs that come back, and which jobs are away. O(1) per turn."""
 
-    def __init__(self) -> None:
-        self._classes: dict[_Class, _Counts] = {}
-        self._jobs: dict[str, _Away] = {}
-        self.share_of_new = 1.0
-        """The share of new jobs that come back from a tool call, over all tenants."""
+    _classes: dict[_Class, _Counts] = field(default_factory=dict)
+    _jobs: dict[str, _Away] = field(default_factory=dict)
+    share_of_new: float = 1.0
+    """The share of new jobs that come back from a tool call, over all tenants."""
 
     def leave(self, job: Job, tool: str | None, work: float) -> None:
         """Count a finished turn of a job that has not ended. `work`: tokens computed for the turn.
@@ -71,8 +71,8 @@ class Returns:
         self._jobs[job.job_id] = away
         decay = math.exp(-work * MIN_WEIGHT / PRIOR_TOKENS)
         for name in away.path:
-            known = self._classes.pop(name) if name in self._classes else None
-            counts = self._classes[name] = known or _Counts()
+            counts = self._classes.pop(name, None) or _Counts()
+            self._classes[name] = counts
             counts.left = decay * counts.left + work
             counts.back *= decay
         if len(self._classes) > MAX_NAMES:
@@ -128,9 +128,6 @@ class Returns:
             own = inner
         return share
 
-    def __repr__(self) -> str:
-        return f"Returns({dict(self._classes)}, {self._jobs})"
-
 
 _NEW = _Away()
 _BACK = _Away(came_back=True)
@@ -155,11 +152,11 @@ FEW = 0.3
 """A kind is an agent's if more than this share of its turns called a tool. (Agents' last turns call none, so
 agents of two turns have a share of half.) KV is not held if a smaller share of similar jobs comes back; it
 may still be in vLLM's prefix cache."""
-
 PERSON_S = 5.0
 """Seconds. Whoever is back sooner is no person, who reads an answer and writes the next message."""
 
 
+@dataclass(eq=False)
 class PlainKinds:
     """Which requests are plain: those of jobs that call no tool, such as a person's question.
 
@@ -172,11 +169,10 @@ class PlainKinds:
     O(1) per turn.
     """
 
-    def __init__(self) -> None:
-        self._kinds = KindCounts()
-        """Finished turns by kind; agents' turns are marked."""
-        self._new_kinds = Counts()
-        """The first turns of all kinds."""
+    _kinds: KindCounts = field(default_factory=KindCounts)
+    """Finished turns by kind; agents' turns are marked."""
+    _new_kinds: Counts = field(default_factory=Counts)
+    """The first turns of all kinds."""
 
     def observe(self, turn: Turn) -> bool:
         """Count a finished turn. Returns whether such jobs call no tools, as `is_plain`."""
@@ -196,9 +192,6 @@ class PlainKinds:
         """Whether such jobs call no tools."""
         counts = self._kinds.get(job.tenant, job.kind) or self._new_kinds
         return counts.marked <= FEW * counts.turns
-
-    def __repr__(self) -> str:
-        return f"PlainKinds({len(self._kinds)} kinds)"
 
 
 @dataclass(eq=False)

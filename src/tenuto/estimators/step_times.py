@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from tenuto.core.turn_work import FADE, MIN_WEIGHT, PRIOR_CASES
 from tenuto.core.types import EngineView
@@ -24,11 +25,15 @@ ADDED_DECAY = 0.99
 change with each prompt, so it is of some hundred steps."""
 
 
+@dataclass(slots=True, eq=False)
 class _Moments:
     """Decaying sums for a least-squares line through (tokens, seconds)."""
 
-    def __init__(self) -> None:
-        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
 
     def observe(self, x: float, ys: Iterable[float]) -> None:
         """Add steps with x tokens that took these seconds."""
@@ -51,10 +56,8 @@ class _Moments:
         intercept = (self.y - slope * self.x) / self.weight
         return (intercept, slope) if intercept >= 0 else (0.0, self.xy / self.xx)
 
-    def __repr__(self) -> str:
-        return f"({self.weight!r}, {self.x!r}, {self.y!r}, {self.xx!r}, {self.xy!r})"
 
-
+@dataclass(slots=True, eq=False)
 class _Added:
     """The time that prefill adds to a step: a line over its tokens, fitted to about the last hundred steps.
 
@@ -68,10 +71,13 @@ class _Added:
     `MIN_STEP_TOKENS`.
     """
 
-    def __init__(self) -> None:
-        self.weight = self.tokens = self.added_s = self.decode_s = 0.0
-        self.xx = self.xy = 0.0
-        self.last: tuple[float, float, int] | None = None
+    weight: float = 0.0
+    tokens: float = 0.0
+    added_s: float = 0.0
+    decode_s: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    last: tuple[float, float, int] | None = None
 
     def observe(self, num_tokens: float, added_s: float, decode_s: float, num_requests: int) -> None:
         if num_tokens < MIN_STEP_TOKENS // 2:
@@ -99,21 +105,17 @@ class _Added:
         slope = max(0.0, (self.xy + prior_xx * guess) / (self.xx + prior_xx))
         return mean_s - slope * mean_tokens, slope
 
-    def __repr__(self) -> str:
-        sums = (self.weight, self.tokens, self.added_s, self.decode_s, self.xx, self.xy)
-        return f"_Added({sums!r}, {self.last!r})"
 
-
+@dataclass(eq=False)
 class StepTimes:
     """Fits over the latest steps. O(1) per step."""
 
-    def __init__(self) -> None:
-        self._decode = _Moments()
-        self._prefill = _Moments()
-        self._added = _Added()
-        self._token_s: float | None = None
-        """Seconds per prefill token; None if a step with prefill was observed since."""
-        self._full_share = 0.0
+    _decode: _Moments = field(default_factory=_Moments)
+    _prefill: _Moments = field(default_factory=_Moments)
+    _added: _Added = field(default_factory=_Added)
+    _token_s: float | None = field(default=None, repr=False)
+    """Seconds per prefill token; None if a step with prefill was observed since."""
+    _full_share: float = 0.0
 
     def observe(
         self, num_tokens: int, num_requests: int, duration_s: float, *, is_full: bool = False
@@ -198,6 +200,3 @@ class StepTimes:
         has a cost of its own. (0, 0) before any prefill was seen.
         """
         return self._added.get_line() if self._added.weight > PRIOR_CASES else (0.0, self.get_token_s())
-
-    def __repr__(self) -> str:
-        return f"StepTimes({self._decode!r}, {self._prefill!r}, {self._added!r}, {self._full_share!r})"

@@ -46,11 +46,11 @@ class RecentTimes:
         return f"RecentTimes({list(self._recent)})"
 
 
+@dataclass(eq=False)
 class ToolSamples:
     """Recent times per tool. Of too many tools, some are dropped: see `forget_some`."""
 
-    def __init__(self) -> None:
-        self._tools: OrderedDict[str, RecentTimes] = OrderedDict()
+    _tools: OrderedDict[str, RecentTimes] = field(default_factory=OrderedDict)
 
     def observe(self, tool: str, tool_s: float) -> None:
         """Count one call."""
@@ -64,8 +64,7 @@ class ToolSamples:
     def get_left_s(self, tool: str, elapsed_s: float, said_s: float | None) -> float:
         """Expected seconds until the call returns: the mean over earlier calls that took longer.
 
-        Without such calls: the time that the client said, or as long again as the call has taken, at least 1
-        s.
+        Without such calls: what the client said, or as long again as it has taken, at least 1 s.
         """
         times = self._tools[tool].get_sorted() if tool in self._tools else ()
         longer = times[bisect_right(times, elapsed_s) :]
@@ -95,9 +94,6 @@ class ToolSamples:
         """Restore what an earlier run learned. If `state` is malformed, this raises and changes nothing."""
         tools = [(str(tool), RecentTimes(times)) for tool, times in state["tools"].items()]
         self._tools = OrderedDict(tools[-MAX_NAMES:])
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self._tools)})"
 
 
 @dataclass(eq=False)
@@ -132,21 +128,3 @@ class Pauses:
         if tool is None:
             return self._kinds, (repr((job.tenant,)), repr((job.tenant, job.kind)))
         return self.tools, (repr((job.tenant, tool)),)
-
-
-@dataclass(eq=False)
-class MeanTimes:
-    """Mean time per tool, over all its calls."""
-
-    _means: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
-
-    def observe(self, tool: str, tool_s: float) -> None:
-        """Count one call."""
-        count, mean = self._means.pop(tool, (0, 0.0))
-        self._means[tool] = (count + 1, mean + (tool_s - mean) / (count + 1))
-        if len(self._means) > MAX_NAMES:
-            self._means.popitem(last=False)
-
-    def get_mean_s(self, tool: str) -> float:
-        """Mean seconds of the tool; 0 for one not seen yet."""
-        return self._means.get(tool, (0, 0.0))[1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tenuto.core.policy import Key, Policy, setting
+from tenuto.core.turn_work import MAX_NAMES
 from tenuto.core.types import (
     Decision,
     EngineView,
@@ -15,10 +17,27 @@ from tenuto.core.types import (
     Turn,
     Yields,
 )
-from tenuto.estimators.tool_times import MeanTimes
 
 RENEW_S = 3600.0
 """How far variant A moves a pin's deadline once a turn of its job waits. That turn's start ends the pin."""
+
+
+@dataclass(eq=False)
+class MeanTimes:
+    """Mean time per tool, over all its calls."""
+
+    _means: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
+
+    def observe(self, tool: str, tool_s: float) -> None:
+        """Count one call."""
+        count, mean = self._means.pop(tool, (0, 0.0))
+        self._means[tool] = (count + 1, mean + (tool_s - mean) / (count + 1))
+        if len(self._means) > MAX_NAMES:
+            self._means.popitem(last=False)
+
+    def get_mean_s(self, tool: str) -> float:
+        """Mean seconds of the tool; 0 for one not seen yet."""
+        return self._means.get(tool, (0, 0.0))[1]
 
 
 @dataclass

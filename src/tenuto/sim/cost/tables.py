@@ -120,10 +120,12 @@ class _Curve:
         return values
 
     def at(self, length: float) -> float:
-        i = min(max(bisect_right(LENGTHS, length) - 1, 0), len(LENGTHS) - 2)
-        left, right = self._value(i), self._value(i + 1)
-        position = max(length, LENGTHS[0])
-        return left + (right - left) * (position - LENGTHS[i]) / (LENGTHS[i + 1] - LENGTHS[i])
+        if length < LENGTHS[0]:
+            length = LENGTHS[0]
+        # Beyond the last length, in the last part.
+        i = bisect_right(LENGTHS, length, 0, len(LENGTHS) - 1) - 1
+        left, start = self._value(i), LENGTHS[i]
+        return left + (self._value(i + 1) - left) * (length - start) / (LENGTHS[i + 1] - start)
 
 
 # Pinned, because another version may have other measurements.

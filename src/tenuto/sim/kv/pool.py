@@ -175,6 +175,8 @@ class Path:
 
     def get_ranges(self, first: int, end: int) -> list[tuple[Segment, int, int]]:
         """The blocks from `first` to before `end`, as (segment, first block, end) of each segment."""
+        if first >= self.first_blocks[-1]:
+            return [(self.segments[-1], first, end)] if first < end else []
         ranges: list[tuple[Segment, int, int]] = []
         index = bisect_right(self.first_blocks, first)
         for stop in self.first_blocks[index : bisect_left(self.first_blocks, end, index)]:
