@@ -265,12 +265,23 @@ def test_what_was_compiled_is_kept_and_gives_the_same_times(
         ]
 
     compiled = read()
-    (kept,) = (tmp_path / "tenuto").iterdir()
+    kept, times = sorted((tmp_path / "tenuto").iterdir())
     with monkeypatch.context() as patch:
         patch.setattr("aiconfigurator_core.sdk.EngineHandle.compile", None)
+        times.unlink()
         assert read() == compiled
-    spec = kept.read_bytes()
+        # What was read before is not read again.
+        patch.setattr("aiconfigurator_core.sdk.EngineHandle.run_static_per_op", None)
+        assert read() == compiled
+    spec, rows = kept.read_bytes(), times.read_bytes()
+    assert rows.count(b"\n") == 5
+    unlike = b"[1, 2]\n", b'[["prefill"], 1, 1, 0, 1, 1]\n', b'["prefill", 1, 1, 0, "a", 1]\n', b"\xff"
+    for damage in (rows[:-5], rows[:-5] + rows, rows + b"]\n", *unlike):
+        times.write_bytes(damage)
+        assert read() == compiled
+        assert times.read_bytes() == rows
     for damage in (b"", spec[:100]):
+        times.unlink()
         kept.write_bytes(damage)
         assert read() == compiled
         assert len(kept.read_bytes()) > 100

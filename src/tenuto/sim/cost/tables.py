@@ -140,60 +140,91 @@ class NoTablesError(ConfigError):
 
 
 class AiconfiguratorTables:
-    """aiconfigurator's measurements of one model on one kind of GPU. A read takes about 15 us."""
+    """aiconfigurator's measurements of one model on one kind of GPU.
+
+    To open them takes about a second for the first time on a machine, and half of it from then on. So what
+    was read is kept for later processes, which open them only for what is missing.
+    """
 
     def __init__(self, gpu: Gpu, model: Model, tp: int) -> None:
-        """Read the tables: about a second for the first time, and half of it from then on.
+        """Raises NoTablesError if aiconfigurator-core has no tables for this GPU, model, data type or `tp`.
 
-        Raises NoTablesError if aiconfigurator-core has no tables for this GPU, model, data type or `tp`, and
-        ConfigError if it is missing or has another version.
+        Raises ConfigError if it is missing or has another version.
         """
-        self._engine = _compile(gpu, model, model.check_tp(tp))
+        config, options = model.config_path.read_bytes(), _get_options(gpu, model, model.check_tp(tp))
+        path = _get_cache_path(config, options)
+        self._get_engine = cache(lambda: _compile(path, config, options))
+        # A row with another meaning needs another name.
+        self._path = path.with_name(f"{path.name}.jsonl")
+        self._times = _read_times(self._path)
+        """By phase, batch size, new and cached tokens: two times in seconds. The second is attention. The
+        first is all but attention and the output head; of a decoding step, the output head."""
         try:
-            self._prefill_ops(1, 1, 0)
-            self._decode_ops(1, 1)
+            self._read("prefill", 1, 1, 0)
+            self._read("decode", 1, 1)
         except Exception as error:
-            raise _no_tables(gpu, model, tp, error) from error
+            # Its errors have no common base class. Any error before the first step means that there are none.
+            raise NoTablesError(
+                f"no measured tables for {model.name} on {gpu.name}, tp {tp}; choose the roofline: {error}"
+            ) from error
 
     def linear_s(self, num_tokens: int) -> float:
         """Everything but attention and the output head, for that many tokens in a step."""
-        ops = self._prefill_ops(1, num_tokens, 0)
-        return sum(s for name, s in ops if not name.endswith(("_attention", "_logits_gemm")))
+        return self._read("prefill", 1, num_tokens, 0)[0]
 
     def head_s(self, num_requests: int) -> float:
         """The output head for that many requests."""
-        return sum(s for name, s in self._decode_ops(num_requests, 1) if name.endswith("_logits_gemm"))
+        return self._read("decode", num_requests, 1)[0]
 
     def prefill_attention_s(self, num_chunks: int, num_tokens: int, num_context_tokens: int) -> float:
         """Attention of equal prefill chunks: their tokens, each after that much context."""
-        ops = self._prefill_ops(num_chunks, num_tokens, num_context_tokens)
-        return sum(s for name, s in ops if name.endswith("_attention"))
+        return self._read("prefill", num_chunks, num_tokens, num_context_tokens)[1]
 
     def decode_attention_s(self, num_decodes: int, num_context_tokens: int) -> float:
         """Attention of decodes at equal contexts."""
-        return sum(
-            s for name, s in self._decode_ops(num_decodes, num_context_tokens) if name.endswith("_attention")
-        )
+        return self._read("decode", num_decodes, num_context_tokens)[1]
 
-    def _prefill_ops(
-        self, num_chunks: int, num_tokens: int, num_context_tokens: int
-    ) -> list[tuple[str, float]]:
-        # aiconfigurator counts the cached prefix into the input length.
-        ops, _ = self._engine.run_static_per_op(
-            batch_size=num_chunks,
-            isl=num_context_tokens + num_tokens,
-            osl=1,
-            prefix=num_context_tokens,
-            mode="static_ctx",
-        )
-        return [(name, milliseconds / 1000) for name, milliseconds, *_ in ops]
+    def _read(self, phase: str, batch_size: int, num_tokens: int, num_cached: int = 0) -> tuple[float, float]:
+        row = phase, batch_size, num_tokens, num_cached
+        known = self._times.get(row)
+        if known is None:
+            known = self._times[row] = self._measure(*row)
+            with suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # it only saves time
+                file.write(json.dumps([*row, *known]) + "\n")
+        return known
 
-    def _decode_ops(self, num_decodes: int, num_context_tokens: int) -> list[tuple[str, float]]:
-        # The first decode follows the first output token, so it attends to one token more than the input.
-        _, ops = self._engine.run_static_per_op(
-            batch_size=num_decodes, isl=max(1, num_context_tokens - 1), osl=2, mode="static_gen"
-        )
-        return [(name, milliseconds / 1000) for name, milliseconds, *_ in ops]
+    def _measure(self, phase: str, batch_size: int, num_tokens: int, num_cached: int) -> tuple[float, float]:
+        read = partial(self._get_engine().run_static_per_op, batch_size=batch_size)
+        if phase == "prefill":
+            # aiconfigurator counts the cached prefix into the input length.
+            ops, _ = read(isl=num_cached + num_tokens, osl=1, prefix=num_cached, mode="static_ctx")
+            others = [each for each in ops if not each[0].endswith(("_attention", "_logits_gemm"))]
+        else:
+            # The first decode follows the first output token, so it attends to one token more than the input.
+            _, ops = read(isl=max(1, num_tokens - 1), osl=2, mode="static_gen")
+            others = [each for each in ops if each[0].endswith("_logits_gemm")]
+        attention = [each for each in ops if each[0].endswith("_attention")]
+        others_s, attention_s = (sum(ms / 1000 for _, ms, *_ in some) for some in (others, attention))
+        return others_s, attention_s
+
+
+_Times = dict[tuple[str, int, int, int], tuple[float, float]]
+
+
+def _read_times(path: Path) -> _Times:
+    """What earlier processes read. A damaged file is removed."""
+    try:
+        rows = json.loads(f"[{','.join(path.read_text(encoding='utf-8').splitlines())}]")
+        return {
+            (phase, batch_size, num_tokens, num_cached): (float(others_s), float(attention_s))
+            for phase, batch_size, num_tokens, num_cached, others_s, attention_s in rows
+        }
+    except OSError:
+        return {}
+    except (ValueError, TypeError):
+        with suppress(OSError):
+            path.unlink()
+        return {}
 
 
 def installed_version() -> str | None:
@@ -210,7 +241,8 @@ def load_table_step_cost(gpu: Gpu, model: Model, tp: int) -> TableStepCost:
     return TableStepCost(AiconfiguratorTables(gpu, model, tp))
 
 
-def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
+def _get_options(gpu: Gpu, model: Model, tp: int) -> dict[str, Any]:
+    """What aiconfigurator compiles a model for."""
     if gpu.table_system is None:
         measured = ", ".join(other.name for other in GPUS.values() if other.table_system)
         raise NoTablesError(f"no measured tables for {gpu.name}; choose one of {measured}, or the roofline")
@@ -221,12 +253,7 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
             f"measured tables need aiconfigurator-core=={AICONFIGURATOR_VERSION}, not {installed_version()}; "
             "install it, or choose the roofline"
         )
-    from aiconfigurator_core.sdk import EngineHandle
-
-    # Its loader warns about every table that the model does not use.
-    logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
-    config = model.config_path.read_bytes()
-    options = {
+    return {
         "system": gpu.table_system,
         "backend": "vllm",
         "backend_version": _VLLM_VERSION_A100 if gpu.table_system == "a100_sxm" else _VLLM_VERSION,
@@ -235,15 +262,19 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
         "gemm_quant_mode": "fp8" if model.attention_dtype == "fp8" else None,
         "kvcache_quant_mode": "fp8" if model.kv_cache_dtype == "fp8" else None,
     }
-    path = _get_spec_path(config, options)
+
+
+def _compile(path: Path, config: bytes, options: dict[str, Any]) -> Any:
+    """Compile a model, or load what was compiled. `path`: where it is kept."""
+    from aiconfigurator_core.sdk import EngineHandle
+
+    # Its loader warns about every table that the model does not use.
+    logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
     with suppress(Exception):  # none is kept yet, or it is damaged
         return EngineHandle(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config)
-        try:
-            engine = EngineHandle.compile(folder, **options)
-        except Exception as error:
-            raise _no_tables(gpu, model, tp, error) from error
+        engine = EngineHandle.compile(folder, **options)
     with suppress(OSError):  # it only saves time
         path.parent.mkdir(parents=True, exist_ok=True)
         # Other processes may write or read the same file now.
@@ -253,15 +284,8 @@ def _compile(gpu: Gpu, model: Model, tp: int) -> Any:
     return engine
 
 
-def _get_spec_path(config: bytes, options: dict[str, Any]) -> Path:
-    """Where the result of compiling a model is kept: compiling takes longer than loading what it made."""
+def _get_cache_path(config: bytes, options: dict[str, Any]) -> Path:
+    """Where what is known of a model is kept: compiling takes longer than loading what it made."""
     key = hashlib.sha256(config + json.dumps(options).encode()).hexdigest()
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "tenuto" / f"aiconfigurator-{AICONFIGURATOR_VERSION}-{key[:32]}"
-
-
-def _no_tables(gpu: Gpu, model: Model, tp: int, error: Exception) -> NoTablesError:
-    # Its errors have no common base class. Any error before the first step means that it has no such tables.
-    return NoTablesError(
-        f"no measured tables for {model.name} on {gpu.name}, tp {tp}; choose the roofline: {error}"
-    )
