@@ -87,7 +87,7 @@ def simulate(*options: str) -> tuple[Spent, dict[str, Any]]:
 
 
 def measure_sweep() -> dict[str, Any]:
-    """The whole published sweep, one run after the other on one core."""
+    """The whole published sweep, a run on each core at a time."""
     spent = spend([sys.executable, "-m", "experiments.tables.fidelity", "--machines", "H200", "--json"])
     rows = json.loads(spent.output)["rows"]
     policies = sorted({row["policy"] for row in rows})

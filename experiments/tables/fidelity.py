@@ -9,17 +9,17 @@ GPU's time of every step: how much a result hangs on it.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from experiments.results.published import PUBLISHED
 from experiments.results.tables import format_markdown
+from tenuto.sim.compare import run_each
 from tenuto.sim.cost import batch as step_batch
-from tenuto.sim.run import GC_THRESHOLD, get_versions, run
+from tenuto.sim.run import get_versions, run
 from tenuto.sim.setup import Setup
 from tenuto.workload.load import LoadOptions
 
@@ -37,16 +37,29 @@ SYSTEMS: dict[str, dict[str, dict[str, Any]]] = {
 """What simulates each published system; the first is meant to be it, others show what a mechanism does."""
 
 
+PREFILL_SCALE, DECODE_SCALE = step_batch.PREFILL_SCALE, step_batch.DECODE_SCALE
+
+
+class Cell(NamedTuple):
+    """One published figure, and what simulates it."""
+
+    gpu: str
+    system: str
+    simulated: str
+    jps: float
+    published_s: float
+    scale: float
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--machines", default=",".join(PUBLISHED), help="GPUs, of those published")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the GPU's time of every step")
+    parser.add_argument("--workers", type=int, help="processes; default: one per core")
     parser.add_argument("--json", action="store_true", help="print the rows instead of the tables")
     parsed = parser.parse_args()
-    gc.set_threshold(*GC_THRESHOLD)
-    step_batch.PREFILL_SCALE *= parsed.scale
-    step_batch.DECODE_SCALE *= parsed.scale
-    rows = [row for gpu in parsed.machines.split(",") for row in make_rows(PUBLISHED[gpu])]
+    cells = [cell for gpu in parsed.machines.split(",") for cell in list_cells(gpu, parsed.scale)]
+    rows = make_rows(cells, parsed.workers)
     if parsed.json:
         print(json.dumps({"versions": get_versions(), "rows": rows}, indent=1))
     else:
@@ -56,33 +69,51 @@ def main() -> int:
     return 0
 
 
-def make_rows(published: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for system, figures in published["avg_duration_s"].items():
-        for simulated, settings in SYSTEMS[system].items():
-            for jps, expected_s in zip(published["jps"], figures, strict=True):
-                if expected_s is None:
-                    continue
-                # The sweeps were made with vLLM 0.10.2, which scheduled a step after the one before.
-                setup = Setup(gpu=published["gpu"], async_scheduling=False, **settings)
-                record = run(setup, LoadOptions(jps=jps)).record
-                mean_s = record["job_s"]["mean"]
-                print(f"{published['gpu']} {simulated} {jps}/s: {mean_s:.2f} s", file=sys.stderr, flush=True)
-                turns = published.get("turn_latency_ms", {}).get(str(jps), {}).get(system, {})
-                yield {
-                    "gpu": published["gpu"],
-                    "policy": simulated,
-                    "jps": jps,
-                    "published_s": expected_s,
-                    "simulated_s": mean_s,
-                    "error": mean_s / expected_s - 1,
-                    "p95_s": record["job_s"]["p95"],
-                    "ttft_s": record["ttft_s"]["mean"],
-                    "ttft_p95_s": record["ttft_s"]["p95"],
-                    "published_turn_ms": turns,
-                    "turn_latency_ms": {
-                        turn: 1000 * means["latency_s"] for turn, means in record["by_turn"].items()
-                    },
-                }
+def list_cells(machine: str, scale: float) -> list[Cell]:
+    """All figures of a machine, each for everything that simulates its system."""
+    published = PUBLISHED[machine]
+    return [
+        Cell(machine, system, simulated, jps, expected_s, scale)
+        for system, figures in published["avg_duration_s"].items()
+        for simulated in SYSTEMS[system]
+        for jps, expected_s in zip(published["jps"], figures, strict=True)
+        if expected_s is not None
+    ]
+
+
+def make_rows(cells: Sequence[Cell], workers: int | None = None) -> list[dict[str, Any]]:
+    rows = {}
+    for cell, row in run_each(make_row, cells, workers, get_length=lambda cell: cell.jps):
+        rows[cell] = row
+        print(
+            f"{row['gpu']} {cell.simulated} {cell.jps}/s: {row['simulated_s']:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [rows[cell] for cell in cells]
+
+
+def make_row(cell: Cell) -> dict[str, Any]:
+    published = PUBLISHED[cell.gpu]
+    step_batch.PREFILL_SCALE = PREFILL_SCALE * cell.scale
+    step_batch.DECODE_SCALE = DECODE_SCALE * cell.scale
+    # The sweeps were made with vLLM 0.10.2, which scheduled a step after the one before.
+    setup = Setup(gpu=published["gpu"], async_scheduling=False, **SYSTEMS[cell.system][cell.simulated])
+    record = run(setup, LoadOptions(jps=cell.jps)).record
+    mean_s = record["job_s"]["mean"]
+    return {
+        "gpu": published["gpu"],
+        "policy": cell.simulated,
+        "jps": cell.jps,
+        "published_s": cell.published_s,
+        "simulated_s": mean_s,
+        "error": mean_s / cell.published_s - 1,
+        "p95_s": record["job_s"]["p95"],
+        "ttft_s": record["ttft_s"]["mean"],
+        "ttft_p95_s": record["ttft_s"]["p95"],
+        "published_turn_ms": published.get("turn_latency_ms", {}).get(str(cell.jps), {}).get(cell.system, {}),
+        "turn_latency_ms": {turn: 1000 * means["latency_s"] for turn, means in record["by_turn"].items()},
+    }
 
 
 def format_job_times(rows: list[dict[str, Any]]) -> str:
