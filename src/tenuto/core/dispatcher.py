@@ -22,7 +22,7 @@ from typing import Any
 
 from tenuto.core.errors import PolicyError
 from tenuto.core.indexed_heap import IndexedHeap
-from tenuto.core.jobs import IdleJobs
+from tenuto.core.jobs import MAX_TRIED, IdleJobs
 from tenuto.core.policy import Key
 from tenuto.core.policy_caller import is_key
 from tenuto.core.requests import drop_mark, get_messages, read_hints, read_parts
@@ -194,15 +194,21 @@ class Contents:
 
     def find(self, arrival: Arrival) -> str | None:
         """The job that a prompt continues, the latest one if there are several; None if there is none."""
-        mark, found = hash(arrival.tenant), None
-        for number, part in enumerate(arrival.parts):
-            for length in sorted(self._lengths.get(mark, ()), reverse=True):
-                key = hash((mark, _write(_get_piece(arrival.text, number)[:length])))
+        marks = [hash(arrival.tenant)]
+        for part in arrival.parts:
+            marks.append(hash((marks[-1], part)))
+        num_tried = 0
+        for number in reversed(range(len(arrival.parts))):
+            piece = _get_piece(arrival.text, number)
+            for length in sorted(self._lengths.get(marks[number], ()), reverse=True):
+                # A client's prompts may end at every length.
+                num_tried += 1
+                if num_tried > MAX_TRIED:
+                    return None
+                key = hash((marks[number], _write(piece[:length])))
                 if key in self._jobs:
-                    found = key
-                    break
-            mark = hash((mark, part))
-        return None if found is None else next(reversed(self._jobs[found]))
+                    return next(reversed(self._jobs[key]))
+        return None
 
     def remember(self, job_id: str, job: JobBook, arrival: Arrival) -> None:
         """Remember a job's latest prompt, unless it has no parts: all prompts would continue it."""

@@ -728,15 +728,20 @@ class Retention:
 
     def get_num_reclaimable_blocks(self, turn: TurnState | None) -> int:
         """Upper bound on the leased blocks that `reclaim` could free for a turn while others run."""
-        lease = self.get_claimed(turn)
+        lease = self._get_spared(turn)
         return self._engine.get_num_leased_blocks() - (len(lease.blocks) if lease is not None else 0)
+
+    def _get_spared(self, turn: TurnState | None) -> LeaseState | None:
+        """The lease that a turn will hit. One that cannot be kept may read no cache, so it spares none."""
+        return self.get_claimed(turn) if turn is not None and turn.arrival.is_supported else None
 
     def reclaim(
         self, num_blocks: int, turn: TurnState | None, now_s: float, *, stalled: bool
     ) -> Iterator[LeaseTruncated | LeaseEnded]:
         """Free at least `num_blocks` leased blocks, or as many as possible; see `Driver.reclaim`.
 
-        Pinned prefixes are released first.
+        Pinned prefixes are released first. The lease of the turn's own job yields last: to a turn that can be
+        kept, only if it is stalled; to another whatever the policy says.
         """
         lease = self.get_claimed(turn)
         own = None if lease is None else lease.job_id
@@ -756,6 +761,9 @@ class Retention:
                     num_cut = self._engine.count_tail(lease.blocks, num_cut)
                 yield self._shrink(lease, num_cut, taken_by, now_s)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
+        lease = self.get_claimed(turn)
+        if lease is not None and self._get_spared(turn) is None and num_freed < num_blocks:
+            yield self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
 
     def refuses_steadily(self, turn: TurnState, now_s: float) -> bool:
         """Whether `reclaim` frees nothing for a waiting turn, now and in each step that only decodes.
@@ -765,6 +773,8 @@ class Retention:
         if len(self.pins) or not self._caller.refuses_steadily:
             return False
         lease = self.get_claimed(turn)
+        if lease is not self._get_spared(turn):
+            return False
         spare = None if lease is None else lease.job_id
         return all(
             self._yielding.choose(yields, spare, turn, now_s, stalled=False) is None

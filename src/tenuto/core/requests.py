@@ -44,6 +44,8 @@ from tenuto.core.wishes import Wish, write_wish
 
 MAX_ID_CHARS = 128
 """Longer ids are replaced by a digest, so that a 10 KB id costs no more than a short one."""
+MAX_DIGESTED = 4096
+"""Of a much longer id, so many first and last characters count, and its length: the engine waits."""
 MAX_TOOL_CHARS = 64
 MAX_EXPECTED_TOOL_S = 3600.0
 
@@ -192,6 +194,8 @@ def get_bounded_id(value: Any) -> str | None:
     # Python refuses to convert an int of thousands of digits to a string.
     if isinstance(value, int) and abs(value) >= 10**MAX_ID_CHARS:
         return None
+    if isinstance(value, str) and len(value) > 2 * MAX_DIGESTED:
+        value = f"{value[:MAX_DIGESTED]}{len(value)}{value[-MAX_DIGESTED:]}"
     text = str(value).strip()
     if not text:
         return None

@@ -15,7 +15,7 @@ MAX_CHARS = 2000
 """Characters of a command that are read; the beginning shows what a longer command does."""
 _MAX_IMPORTS = 8
 
-_HEREDOC = re.compile(r"(<<-?[ \t]*(['\"]?)(\w{1,40})\2[^\n]*)\n(.*?)(?:\n[ \t]*\3(?!\w)|\Z)", re.DOTALL)
+_HEREDOC = re.compile(r"(<<-?[ \t]*(['\"]?)(\w{1,40}+)\2[^\n]*+)\n(.*?)(?:\n[ \t]*\3(?!\w)|\Z)", re.DOTALL)
 _TOKEN = re.compile(
     r"\d?>&\d?|&?\d?>>?|<<<|<<-?|<|\$\(|\|\|?|&&?|;+|\n|[()`]"
     r"|(?:[^\s|&;<>()\"'`\\$]|\$(?!\()|\\.|\"(?:[^\"\\]|\\.)*(?:\"|\Z)|'[^']*(?:'|\Z))++",

@@ -56,6 +56,8 @@ from tenuto.workload.schema import Span
 
 MAX_JOBS = 100_000
 """Number of jobs remembered between turns; the oldest are forgotten first."""
+MAX_NAMES = 1_000_000
+"""Most names of sessions that are remembered."""
 MAX_HASH_BYTES = 2**27
 """Most hashes of last prompts that are remembered: those of 9,000 prompts of 30,000 tokens."""
 
@@ -92,7 +94,9 @@ class Sessions:
         self._hashed: OrderedDict[str, Lane] = OrderedDict()
         """The lanes that have their last hashes, by session, in the order of their last turns."""
         self._num_hash_bytes = 0
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
+        """The names of sessions, each with the number of the next one of this name."""
+        self._num_unnamed = MAX_NAMES
         self._num_inferred = 0
         self._by_tokens = Lineage(BLOCK_TOKENS, MAX_JOBS)
         self._by_texts: OrderedDict[tuple[str | None, bytes], str] = OrderedDict()
@@ -171,10 +175,16 @@ class Sessions:
         self, key: str, lanes: list[Lane], job_id: str, tenant: str | None, arrival_s: float
     ) -> Lane:
         name = base = lanes[0].session if lanes else job_id
-        number = len(lanes) + 1
-        while name in self._names:
-            name, number = f"{base}~{max(2, number)}", number + 1
-        self._names.add(name)
+        if len(self._names) >= MAX_NAMES:
+            # No more are remembered, and no other name has such a number.
+            self._num_unnamed += 1
+            name = f"{base}~{self._num_unnamed}"
+        else:
+            number = max(2, len(lanes) + 1, self._names.get(base, 2))
+            while name in self._names:
+                name, number = f"{base}~{number}", number + 1
+            self._names[base] = number
+            self._names.setdefault(name, 2)
         if not lanes:
             return Lane(key, name, tenant)
         first = lanes[0]

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -34,6 +34,10 @@ MAX_DEPTH = 32
 """Levels of lists and objects in a value that is passed on as it is. Pickle and our writers fail at some
 hundreds."""
 
+MAX_VALUES = 1_000_000
+"""Most values of one level. More count as too deep, because the engine waits while they are looked at. A
+prompt of ten million tokens has 625,000 blocks."""
+
 _CONTAINERS = frozenset({dict, list, tuple})
 _SHOWN_CHARS = 60
 
@@ -46,7 +50,10 @@ def is_deep(value: Any) -> bool:
         if _CONTAINERS.isdisjoint(map(type, level)):
             return False
         containers = [each for each in level if type(each) in _CONTAINERS]
-        level = [*chain.from_iterable(each.values() if type(each) is dict else each for each in containers)]
+        values = chain.from_iterable(each.values() if type(each) is dict else each for each in containers)
+        level = [*islice(values, MAX_VALUES + 1)]
+        if len(level) > MAX_VALUES:
+            return True
     return not _CONTAINERS.isdisjoint(map(type, level))
 
 

@@ -109,6 +109,8 @@ class _Reader:
     """Whether the whole file is held in memory, and not one line after the other."""
     _longest: int = field(default_factory=lambda: MAX_FILE_BYTES)
     """Limit of what is held in memory: the whole file, or one line."""
+    _most_bytes: float = math.inf
+    """Limit of all lines of a compressed file."""
     number: int = 0
     """Number of the line that was read last; the first line is 1."""
     _num_bytes: int = 0
@@ -118,8 +120,8 @@ class _Reader:
         try:
             with _open(self.path) as file:
                 if isinstance(file, gzip.GzipFile):
-                    longest = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.path.stat().st_size)
-                    self._longest = min(MAX_FILE_BYTES, longest)
+                    self._most_bytes = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.path.stat().st_size)
+                    self._longest = min(MAX_FILE_BYTES, self._most_bytes)
                 yield from self._read_file(file)
         except (EOFError, zlib.error) as error:
             if self.note is None or not self.number:
@@ -153,9 +155,11 @@ class _Reader:
         while line := file.readline(self._longest + 1):
             self.number += 1
             self._num_bytes += len(line)
-            if (self._num_bytes if self.is_whole else len(line)) > self._longest:
-                advice = "split it" if self._longest == MAX_FILE_BYTES else "unpack it first"
-                raise DataError(f"{self.path}: holds more than {self._longest} bytes; {advice}")
+            most = self._longest if self.is_whole else self._most_bytes
+            if len(line) > self._longest or self._num_bytes > most:
+                most = min(most, self._longest) if len(line) > self._longest else most
+                advice = "split it" if most == MAX_FILE_BYTES else "unpack it first"
+                raise DataError(f"{self.path}: holds more than {most} bytes; {advice}")
             if self.number % _LINES_PER_LOOK == 0:
                 self._say_progress(file)
             yield line.removeprefix(_BYTE_ORDER_MARK) if self.number == 1 else line

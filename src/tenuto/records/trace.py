@@ -26,7 +26,7 @@ import math
 import os
 import stat
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -414,7 +414,7 @@ class _TraceReader:
     """The last preemption of each turn that has not resumed, by the turn's id."""
     finished: dict[str, _TracedTurn] = field(default_factory=dict)
     """Each job's last finished turn."""
-    computed: list[tuple[int, _TracedTurn]] = field(default_factory=list)
+    computed: deque[tuple[int, _TracedTurn]] = field(default_factory=deque)
     """Turns whose prompt a step completed that may still run, with the number of that step."""
     num_steps: int = 0
     """Steps with tokens so far."""
@@ -610,7 +610,7 @@ class _TraceReader:
     def _end_steps(self, num_ended: int, now_s: float) -> None:
         """`num_ended` steps have ended by now: turns whose prompt they completed have their first token."""
         while self.computed and self.computed[0][0] <= num_ended:
-            _, turn = self.computed.pop(0)
+            _, turn = self.computed.popleft()
             if turn.last_token_s is None:
                 turn.first_token_s = now_s
 

@@ -169,9 +169,13 @@ def count_before(mark: Mark, parts: Sequence[str], tokenizer: Tokenizer) -> int:
     found: tuple[float, int, int] | None = None
     start = 0
     for number, part in enumerate(parts):
-        for match in re.finditer(re.escape(mark.tail), part) if mark.tail else ():
-            far = abs(start + match.end() - mark.share * num_chars)
-            found = min(found or (far, number, match.end()), (far, number, match.end()))
+        # The last one that ends before the place, and the first one that ends after it.
+        place = min(max(0, int(mark.share * num_chars) - start), len(part))
+        for at in (part.rfind(mark.tail, 0, place), part.find(mark.tail, max(0, place - len(mark.tail) + 1))):
+            end = at + len(mark.tail)
+            far = abs(start + end - mark.share * num_chars)
+            if at >= 0 and mark.tail:
+                found = min(found or (far, number, end), (far, number, end))
         start += len(part)
     if found is None:
         return 0

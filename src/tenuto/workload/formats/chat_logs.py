@@ -53,7 +53,7 @@ def read_chat_logs(records: Sequence[Fields]) -> list[Job]:
             name = next((each for each in known if each is not None), None)
         if name is None:
             name = next(free_names)
-        asked = LoggedTurn(record, pieces, answer, usage, sent_s)
+        asked = LoggedTurn(record, pieces, len(pieces), answer, usage, sent_s)
         conversations.setdefault(name, _Conversation()).add_row(messages, hashes, asked)
         if not is_whole:
             by_prompt[hashes[-1]] = name
@@ -80,21 +80,21 @@ class _Conversation:
 
         `asked` is the answer to the whole row, `hashes` are those of its prompt's pieces.
         """
-        shift = len(asked.prompt) - len(messages)
+        shift = asked.num_pieces - len(messages)
         for index, message in enumerate(messages):
             num_pieces = index + shift
             if message.get("role") != "assistant" or num_pieces == 0:
                 continue
             known = self._indices.get(hashes[num_pieces - 1])
             if known is None:
-                self._add(LoggedTurn(asked.place, asked.prompt[:num_pieces], message, {}), hashes)
+                self._add(LoggedTurn(asked.place, asked.pieces, num_pieces, message, {}), hashes)
             elif self.turns[known].message is None:
                 self.turns[known] = replace(self.turns[known], message=message)
         if messages[-1].get("role") != "assistant" or asked.message is not None:
             self._add(asked, hashes)
 
     def _add(self, turn: LoggedTurn, hashes: Sequence[bytes]) -> None:
-        self._indices[hashes[len(turn.prompt) - 1]] = len(self.turns)
+        self._indices[hashes[turn.num_pieces - 1]] = len(self.turns)
         self.turns.append(turn)
 
 

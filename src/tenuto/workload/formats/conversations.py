@@ -58,7 +58,9 @@ CHARS_PER_TOKEN = 4
 """Used if token counts are missing. About the average for English and code in the common vocabularies."""
 _TAIL_CHARS = 65_536
 """A tool call is searched for only in this many characters at the end of an output."""
-_ASSIGNMENT = re.compile(r"\s*[A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|\S*)\s+")
+_ASSIGNMENT = re.compile(r"\s*[A-Za-z_]\w*=(?:\"[^\"\\$`]*\"|'[^'\\]*'|[^\s\"'\\$`()<>|&;]*)\s+")
+"""Of one plain word, or of quoted text. After another, nothing tells where the value ends, and the command
+begins."""
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.:+-]{0,63}")
 
 
@@ -68,8 +70,10 @@ class LoggedTurn:
 
     place: Fields
     """Its place in the file, for error messages."""
-    prompt: tuple[str, ...]
-    """The pieces before it."""
+    pieces: Sequence[str]
+    """The conversation in pieces. Its turns share them: copies would have the square of its length."""
+    num_pieces: int
+    """How many of them are before it."""
     message: Mapping[str, Any] | None
     """The answer; None where the log ends before it."""
     usage: Mapping[str, Any]
@@ -104,13 +108,14 @@ class JobMaker:
         return Job(job_id, start or 0.0, tuple(turns))
 
     def _make_turn(self, output_id: str, logged: LoggedTurn, at_s: float | None) -> TurnSpec:
-        pieces = self.hash_prompt(logged.prompt)
+        texts = tuple(logged.pieces[: logged.num_pieces])
+        pieces = self.hash_prompt(texts)
         num_prompt, num_output = _get_counts(logged)
         answer = read_message({"role": "assistant", **(logged.message or {})})
         is_guessed = num_prompt is None or num_output is None
-        num_chars = sum(map(len, logged.prompt))
+        num_chars = sum(map(len, texts))
         beginning = self._contents.resolve(
-            pieces, max(len(logged.prompt), num_prompt or num_chars // CHARS_PER_TOKEN)
+            pieces, max(len(texts), num_prompt or num_chars // CHARS_PER_TOKEN)
         )
         prompt = beginning.prompt
         check_growth(prompt, logged.place)

@@ -69,7 +69,7 @@ def _read_turns(record: Fields) -> Iterator[LoggedTurn]:
             sent_s = _get_seconds(response.get("created")) if ended_s is None else ended_s
             answer = message.values if is_answer else read_choice(response) or {}
             usage, calls = as_object(response.get("usage")), _get_calls(extra)
-            pending = LoggedTurn(message, tuple(pieces), answer, usage, sent_s, calls=calls)
+            pending = LoggedTurn(message, pieces, len(pieces), answer, usage, sent_s, calls=calls)
             answered_s = now_s
         elif pending is not None and now_s is not None and answered_s is not None:
             pending = replace(pending, tool_s=max(0.0, now_s - answered_s))

@@ -78,6 +78,8 @@ class _Span:
     """The outermost tool of its agent that contains it, or itself."""
     conversation: str = ""
     job_id: str = ""
+    outermost: str = ""
+    """The job of the outermost agent that contains an agent, or its own."""
 
 
 class _Tool(NamedTuple):
@@ -214,10 +216,13 @@ def _make_job_id(span: _Span) -> str:
     if span.agent is not span:
         return span.agent.job_id if span.agent else span.conversation or span.key[0]
     if span.outer is not None and span.outer.agent is not None:
-        return f"{span.outer.agent.job_id}/{span.key[1]}"
+        # Not after all agents around it: names of nested ones would have the square of their number.
+        span.outermost = span.outer.agent.outermost
+        return f"{span.outermost}/{span.key[1]}"
     name = span.attributes.values.get("gen_ai.agent.name")
     whole = span.conversation or span.key[0]
-    return f"{whole}/{name}" if isinstance(name, str) and name else whole
+    span.outermost = f"{whole}/{name}" if isinstance(name, str) and name else whole
+    return span.outermost
 
 
 def _calls_model(span: _Span) -> bool:

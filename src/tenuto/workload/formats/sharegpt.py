@@ -54,6 +54,6 @@ def _read_answers(record: Fields) -> list[LoggedTurn]:
         if not isinstance(text, str):
             raise part.error("value", "must be text")
         if role == "assistant" and text and any(pieces):
-            logged.append(LoggedTurn(part, tuple(pieces), {"content": text}, {}))
+            logged.append(LoggedTurn(part, pieces, len(pieces), {"content": text}, {}))
         pieces.append(write_piece(Message(role, [text])))
     return logged
