@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tenuto.core.dispatcher import Dispatcher, FleetLimits
+from tenuto.core import dispatcher as dispatcher_module
+from tenuto.core.dispatcher import Contents, Dispatcher, FleetLimits, JobBook
 from tenuto.core.errors import PolicyError
+from tenuto.core.jobs import MAX_TRIED
 from tenuto.core.requests import get_bounded_id
 from tenuto.core.router import (
     Arrival,
@@ -303,3 +305,23 @@ def test_nothing_is_lost_or_served_twice_in_a_storm(seed: int) -> None:
             assert seen.num_open == sum(engine == seen.name for engine in where.values())
     assert len(done) == len(set(done)) > 100
     assert not dispatcher.faults
+
+
+def test_a_client_whose_prompts_end_everywhere_does_not_make_look_ups_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contents, ids = Contents(), list(range(2000))
+
+    def make_arrival(length: int) -> Arrival:
+        return Arrival(
+            "turn", None, length, parts=tuple(dispatcher_module._cut(ids[:length])), text=ids[:length]
+        )
+
+    for length in range(130, 1500):
+        contents.remember(str(length), JobBook(None), make_arrival(length))
+    assert contents.find(make_arrival(1900)) == "1499"
+    looked: list[object] = []
+    arrival = make_arrival(1400)
+    monkeypatch.setattr(dispatcher_module, "_write", lambda value: looked.append(value) or "other")
+    assert contents.find(arrival) is None
+    assert len(looked) == MAX_TRIED

@@ -222,3 +222,10 @@ def test_subagents_of_one_session_are_jobs_of_their_own() -> None:
 def test_a_header_may_say_that_the_job_ends() -> None:
     assert get_header_fields({"x-dynamo-session-final": "true"}) == {"is_last_step": True}
     assert get_header_fields({"x-dynamo-session-final": "perhaps"}) == {}
+
+
+def test_of_an_id_of_megabytes_both_ends_and_the_length_count() -> None:
+    long = "a" * 10**6
+    bounded = get_bounded_id(long)
+    assert bounded == get_bounded_id(long) and bounded is not None and len(bounded) <= MAX_ID_CHARS
+    assert len({bounded, *map(get_bounded_id, (f"b{long[1:]}", f"{long[1:]}b", f"{long}a"))}) == 4

@@ -353,6 +353,16 @@ def test_jobs_beside_each_other_count_among_those_remembered(
     assert [turn["session"] for turn in exchanges.end()] == ["a", "a~2", "b", "a~3"]
 
 
+def test_names_of_sessions_are_unique_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_JOBS", 1)
+    monkeypatch.setattr(recorder_module, "MAX_NAMES", 4)
+    exchanges = Exchanges(tmp_path / "t.jsonl")
+    for number, session in enumerate(["a", "b", "a", "b", "a", "c", "a~2", "b"]):
+        exchanges.add(session, number, number + 0.5)
+    sessions = [turn["session"] for turn in exchanges.end()]
+    assert sessions[:4] == ["a", "b", "a~2", "b~2"] and len(set(sessions)) == 8
+
+
 @pytest.mark.parametrize(
     ("usage", "complaint"),
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tenuto.core.errors import DataError, clean
 from tenuto.records import codec
-from tenuto.records.codec import Fields, LeftOut, Range
+from tenuto.records.codec import MAX_VALUES, Fields, LeftOut, Range, is_deep
 from tenuto.records.load import read_run, read_sample, read_turn
 from tenuto.records.schema import (
     Failure,
@@ -210,3 +210,9 @@ def test_optional_fields_may_be_missing():
 
 def test_text_from_outside_is_printable():
     assert clean("a\x00b\n\u202ec\ud800\ufffe ") == "a b c"
+
+
+def test_a_list_of_millions_of_values_counts_as_deep() -> None:
+    assert not is_deep([0] * MAX_VALUES) and not is_deep([[0]] * 10)
+    assert is_deep([0] * (MAX_VALUES + 1))
+    assert is_deep({"a": [[[]] * (MAX_VALUES + 1), []]})

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from tenuto.client.metrics import parse_page
 from tenuto.core.types import Yields
-from tenuto.core.wishes import WISH_HEADER
+from tenuto.core.wishes import WISH_HEADER, Mark
+from tenuto.sim.server.request import count_before
 from tests.sim_server.live import Live, serve
 
 HOUR = {"type": "ephemeral", "ttl": "1h"}
@@ -143,3 +147,30 @@ def test_usage_says_what_was_read_from_the_cache_and_written_to_it(live: Live, s
         assert details["cached_tokens"] + details["created_cache_tokens"] == full
         assert (details["cached_tokens"] == 0) == is_first
         assert details["created_cache_tokens"] > 0
+
+
+@given(
+    st.lists(st.text("ab", max_size=12), min_size=1, max_size=3),
+    st.text("ab", min_size=1, max_size=3),
+    st.floats(0, 0.99),
+)
+def test_a_mark_is_where_its_tail_ends_nearest_to_its_place(
+    parts: list[str], tail: str, share: float
+) -> None:
+    class Characters:
+        def encode(self, text: str) -> list[str]:
+            return list(text)
+
+    found = count_before(Mark(share, tail), parts, Characters())  # type: ignore[arg-type]
+    starts = itertools.accumulate(map(len, parts), initial=0)
+    ends = [
+        start + end
+        for start, part in zip(starts, parts, strict=False)
+        for end in range(len(tail), len(part) + 1)
+        if part[:end].endswith(tail)
+    ]
+    place = share * sum(map(len, parts))
+    if not ends:
+        assert found == 0
+    else:
+        assert abs(found - place) == min(abs(end - place) for end in ends) and found in ends

@@ -570,3 +570,30 @@ def test_as_many_blocks_are_released_as_make_the_wanted_number_free() -> None:
         enough = [tail for tail in tails if sum(block.ref_cnt == 1 for block in tail) == wanted]
         released = vllm_engine.VllmEngine.count_tail(None, blocks, wanted)
         assert released == len(min(enough, key=len) if enough else blocks)
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, "tenuto"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_turn_that_reads_no_cache_takes_its_own_jobs_lease(clock: Clock, depth: int, policy: str) -> None:
+    config = make_config(is_async=depth > 1, tenuto={"policy": policy})
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=101), depth=depth)
+    add = engine.scheduler.add_request
+    prompt = [7] * 16 * 60
+    add(make_request("a1", prompt, max_tokens=2, xargs={"job_id": "a", "tool": "ls"}))
+    engine.run()
+    assert len(engine.scheduler.driver.leases) == 1
+    add(make_request("running", [50] * 16 * 10, max_tokens=300, xargs={"is_last_step": 1}))
+    for _ in range(3):
+        engine.step()
+    late = make_request("a2", [*prompt, *[8] * 16], max_tokens=2, xargs={"job_id": "a"})
+    late.skip_reading_prefix_cache = True  # as with the prompt's log probabilities
+    add(late)
+    add(make_request("other", [60] * 16 * 3, max_tokens=2, xargs={"is_last_step": 1}))
+    started: set[str] = set()
+    for _ in range(12):
+        clock.now_s += 0.05
+        started |= {each.req_id for each in engine.step().scheduled_new_reqs}
+        check(engine)
+    assert started == {"a2", "other"}
+    engine.run()
+    check(engine, idle=True)

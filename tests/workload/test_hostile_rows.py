@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import tracemalloc
 
 import pytest
 
 from tenuto.cli import main
 from tenuto.core.errors import DataError
+from tenuto.records import files
 from tenuto.workload.load import load_workload
 
 MOONCAKE = {"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}
@@ -38,3 +42,41 @@ def test_one_hostile_field_refuses_the_whole_file(write_rows, row, field, value)
     path = write_rows(first, row | {field: value}, last)
     with pytest.raises(DataError, match=re.escape(f"{path}:2: {field}: ")):
         load_workload(path)
+
+
+@pytest.mark.parametrize("kind", ["chat", "sharegpt", "mini-swe-agent"])
+def test_a_long_conversation_is_in_memory_once(tmp_path, kind):
+    roles = [("user", "assistant")[number % 2] for number in range(8000)]
+    messages = [{"role": role, "content": "x"} for role in roles]
+    rows = {
+        "chat": {"messages": messages},
+        "sharegpt": {
+            "conversations": [{"from": {"user": "human"}.get(role, "gpt"), "value": "x"} for role in roles]
+        },
+        "mini-swe-agent": {"trajectory_format": "mini-swe-agent-1", "info": {}, "messages": messages},
+    }
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps(rows[kind]) + "\n")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="grows over more than 2048 turns"):
+            load_workload(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Each answer with a copy of what is before it would take 128 MB.
+    assert peak_bytes < 64e6
+
+
+def test_lines_of_a_gzip_bomb_count_together(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        file.writelines([json.dumps(TENUTO).encode() + b"\n"] * 10_000)
+    monkeypatch.setattr(files, "MAX_UNPACKED_BYTES", 100_000)
+    monkeypatch.setattr(files, "MAX_RATIO", 2)
+    with pytest.raises(DataError, match=r"bomb.jsonl.gz: holds more than 100000 bytes; unpack it first"):
+        load_workload(path)
+    # A plain file's lines count one by one.
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps(TENUTO) + "\n")
+    assert len(load_workload(plain).jobs) == 1

@@ -11,7 +11,8 @@ import pytest
 from tenuto.cli import main
 from tenuto.core.errors import DataError
 from tenuto.core.reuse import count_shared_tokens
-from tenuto.workload.formats.conversations import Contents, Pieces
+from tenuto.core.types import ToolCall
+from tenuto.workload.formats.conversations import Contents, Pieces, get_plain_tool
 from tenuto.workload.load import load_workload
 from tenuto.workload.schema import Span
 
@@ -292,3 +293,28 @@ def test_notes_of_a_recording_are_passed_over(write_rows):
     assert len(load_workload(path).jobs[0].turns) == 1
     with pytest.raises(DataError, match="has a recording's notes, but no turn"):
         load_workload(write_rows({"kind": "recording"}, failed))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        r"PASSWORD=correct\ horse make",
+        r'TOKEN="x\" s3cret y" make',
+        "TOKEN=$(echo hunter2 | base64) curl x",
+        "TOKEN=`cat key` curl x",
+        'TOKEN="`cat key` s3cret" curl x',
+        r"PW='it'\''s mypass ok' make",
+        'API_KEY="abc def\nmake',
+        "A=1 PW=it\\ is make",
+        "KEYS=(one two) make",
+        "PW=$'a b' make",
+    ],
+)
+def test_no_part_of_an_assignment_becomes_a_tools_name(command):
+    name = command.split(None, 1)[0]
+    assert get_plain_tool(ToolCall(name, command)) == "other"
+
+
+def test_the_command_after_a_plain_assignment_is_the_tool():
+    for command in ("A=1 make x", "A= make", "A=\"b c\" B='d $e' /usr/bin/make", "A=~/x:y,z make"):
+        assert get_plain_tool(ToolCall(command.split(None, 1)[0], command)) == "make"

@@ -265,3 +265,16 @@ def test_deep_and_wide_trees_are_read(write_rows):
         spans.chat(index, index + 0.5, 10, 1, outer)
     [job] = load_workload(write_rows(spans.export())).jobs
     assert len(job.turns) == 3000
+
+
+def test_names_of_nested_agents_do_not_grow_with_their_depth(tmp_path):
+    spans, outer = Spans(), ""
+    for depth in range(200):
+        outer = spans.add(depth, 1000 - depth, "invoke_agent", outer, agent__name="a" * 100)
+        spans.chat(depth + 0.1, depth + 0.2, 100, 20, outer)
+    path = tmp_path / "spans.json"
+    path.write_text(json.dumps(spans.export()))
+    jobs = load_workload(path).jobs
+    assert len({job.job_id for job in jobs}) == 200
+    assert max(len(job.job_id) for job in jobs) < 200
+    assert [job.parent for job in jobs[1:]] == [job.job_id for job in jobs[:-1]]
