@@ -787,3 +787,35 @@ def test_output_that_nobody_reads_or_can_show(encoding: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(30) == 1
+
+
+def test_a_simulation_replaces_simulated_runs_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["simulate", "--jps", "1", "--window", "2", "--step-cost", "roofline", "--no-beside-stock"]
+    for _ in range(2):
+        assert cli.main([*command, "--out", str(out)]) == 0
+    record = json.loads((out / "result.json").read_text())
+    measured = json.dumps({**record, "simulated": False})
+    for text in (measured, "cut off"):
+        (out / "result.json").write_text(text)
+        (out / "turns.jsonl").write_text("turns\n")
+        assert cli.main([*command, "--out", str(out)]) == 2
+        assert "holds a run that was not simulated; name another folder" in capsys.readouterr().err
+        assert (out / "result.json").read_text() == text and (out / "turns.jsonl").read_text() == "turns\n"
+
+
+def test_a_simulation_whose_trace_is_cut_says_so_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--jps", "1", "--window", "2", "--step-cost", "roofline", "--no-beside-stock"]
+    assert cli.main([*command, "--trace", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "job time" in printed.out
+    assert "--trace /dev/full ends early: it could not be written" in printed.err
+
+
+def test_without_host_memory_any_block_size_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--jps", "1", "--window", "2", "--step-cost", "roofline", "--block-size", "48"]
+    assert cli.main([*command, "--no-beside-stock"]) == 0
+    assert cli.main([*command, "--host-gb", "10"]) == 2
+    assert "offload_chunk_tokens must be whole blocks of 48, got 256" in capsys.readouterr().err

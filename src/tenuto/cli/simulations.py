@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tenuto.cli.command import Command, Given, Part, needing, policy_options
 from tenuto.core.console import Progress, count
+from tenuto.core.errors import ConfigError
 from tenuto.core.loader import load_policy
 from tenuto.core.settings import Options, option, parse_policy_options
 from tenuto.sim.hardware.gpus import GPUS
@@ -109,12 +110,14 @@ def _run_simulate(given: Given) -> int:
     from tenuto.records.trace import TraceOptions, TraceWriter
     from tenuto.sim.compare import make_stock
     from tenuto.sim.fidelity import get_error
-    from tenuto.sim.run import GC_THRESHOLD, Extras, Occupancy, run, write_run
+    from tenuto.sim.run import GC_THRESHOLD, Extras, Occupancy, check_replaceable, run, write_run
 
     gc.set_threshold(*GC_THRESHOLD)
     options = given.read(SimulateOptions)
     setup = given.read(PolicyOptions).read_setup(given)
     load = given.read(LoadOptions)
+    if options.out:
+        check_replaceable(options.out)
     occupancy = Occupancy() if options.out else None
     watch = occupancy if setup.fleet is None else None  # several engines have no common KV cache
     policy = load_policy(setup.policy, setup.options)
@@ -163,6 +166,8 @@ def _run_simulate(given: Given) -> int:
             write_csv(options.ledger, join_ranks(outcome.ledgers)[0], without=())
         if options.csv:
             write_csv(options.csv, [record])
+    if trace and trace.has_failed:
+        raise ConfigError(f"--trace {options.trace} ends early: it could not be written")
     return 0
 
 

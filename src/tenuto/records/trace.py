@@ -96,6 +96,8 @@ class TraceWriter:
         policy. `facts` go into the header too.
         """
         self._step = 0
+        self.has_failed = False
+        """Whether the trace stopped because it could not be written."""
         self._path = path
         self._policy, self._name, self._facts = policy, name, facts or {}
         self._options = options or TraceOptions()
@@ -202,6 +204,7 @@ class TraceWriter:
 
     def _give_up(self, error: Exception) -> None:
         logger.error("the trace ends here, %s cannot be written: %s", self._path, error)
+        self.has_failed = True
         file, self._file = self._file, None
         with contextlib.suppress(OSError):
             if file is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,7 +26,7 @@ from tenuto.records.metrics import get_known_mean, group_by, summarise
 from tenuto.records.prototype import write_prototype
 from tenuto.records.run_data import Gauge, RunData
 from tenuto.records.schema import RunRecord, Sample, Stats, get_stat
-from tenuto.records.text import explain_faults, format_table
+from tenuto.records.text import explain_faults, format_table, group_invalid
 from tenuto.records.text import format_count as _n
 from tenuto.records.text import format_share as _p
 from tenuto.records.text import format_time_s as _s
@@ -116,7 +116,7 @@ def _summarise(data: RunData, jobs: Sequence[JobStory]) -> dict[str, Any]:
         "source": data.source,
         "kind": data.kind,
         "labels": _get_labels(data.record) if data.record else {"policy": data.policy} if data.policy else {},
-        "notes": data.notes,
+        "notes": [*data.notes, *_say_invalid([data.record] if data.record else [])],
         "jobs": _get_job_counts(own),
         "job_s": describe(job.duration_s for job in own),
         "turns": {"total": len(turns), "aborted": sum(turn.record.status != "ok" for turn in turns)},
@@ -178,6 +178,19 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
         "num_jobs": len(jobs),
         "jobs": dict(jobs.most_common(5)),
     }
+
+
+def _say_invalid(records: Sequence[RunRecord]) -> Iterator[str]:
+    """Why figures do not describe the server, or lack a part of the run."""
+    runs = [(_get_labels(record), record.client or {}) for record in records]
+    named = [
+        (", ".join(f"{name} {value}" for name, value in labels.items()), client) for labels, client in runs
+    ]
+    for names, why in group_invalid((name, {"client": client}) for name, client in named):
+        yield f"INVALID, {'; '.join(names)}: {why}" if len(records) > 1 else f"INVALID: {why}"
+    for name, client in named:
+        if client.get("interrupted"):
+            yield "interrupted" + (f", {name}" if len(records) > 1 else "") + ": turns after that are missing"
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:
@@ -371,7 +384,7 @@ def _summarise_results(source: str, records: Sequence[RunRecord], notes: list[st
     return {
         "source": source,
         "kind": "results",
-        "notes": notes,
+        "notes": [*notes, *_say_invalid(records)],
         "records": [
             _describe(each, light.get(_get_series(each)), stock.get(_get_load(each))) for each in records
         ],

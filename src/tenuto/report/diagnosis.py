@@ -138,17 +138,21 @@ def make_stories(data: RunData) -> list[JobStory]:
         JobStory(
             job_id,
             tuple(_make_story(data, turns, n, leases, offloads, block_size) for n in range(len(turns))),
-            _get_duration_s(data.record, job_id, turns),
+            _get_duration_s(data.record, job_id, turns, leases.get((job_id, turns[-1].turn))),
         )
         for job_id, turns in data.jobs.items()
     ]
 
 
-def _get_duration_s(record: RunRecord | None, job_id: str, turns: Sequence[TurnRecord]) -> float | None:
+def _get_duration_s(
+    record: RunRecord | None, job_id: str, turns: Sequence[TurnRecord], last_lease: LeaseRecord | None
+) -> float | None:
     # Only the run's record tells whether turns are missing that were never sent.
     is_told = record is not None and (record.job_times_s or record.jobs == 0)
     if record is not None and is_told and turns[0].root is None:
         return record.job_times_s.get(job_id)
+    if record is None and last_lease is not None and last_lease.ended_s is None:
+        return None  # a trace that ends while the KV waits for the job's next turn
     return get_job_times_s(turns).get(job_id)
 
 

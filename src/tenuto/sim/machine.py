@@ -118,9 +118,12 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
         max_steps_in_flight=2 if setup.async_scheduling and wanted.scheduler == "vllm" else 1,
         read_tool_calls=setup.read_tool_calls,
         offload=offload,
-        # Where layers differ, and in vLLM's own host memory, tiers hold single blocks.
+        # Where layers differ, and in vLLM's own host memory, tiers hold single blocks. Without a tier it does
+        # not matter.
         offload_chunk_tokens=(
-            block_size if any(model.windows) or offload == "native" else setup.offload_chunk_tokens
+            block_size
+            if any(model.windows) or offload == "native" or not host_gb
+            else setup.offload_chunk_tokens
         ),
     )
     step_cost, step_cost_name = _load_step_cost(

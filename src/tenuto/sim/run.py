@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 import time
@@ -18,7 +19,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.reuse import count_shared_tokens
-from tenuto.records.files import OCCUPANCY, TURNS, RunFiles
+from tenuto.records.files import OCCUPANCY, RESULT, TURNS, RunFiles
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import StepState, TraceWriter
@@ -315,8 +316,25 @@ class Occupancy:
         )
 
 
+def check_replaceable(folder: Path) -> None:
+    """Raise ConfigError if a folder holds a run that was not simulated: nobody can make that again."""
+    result = folder / RESULT
+    if not result.exists() and not (folder / TURNS).exists():
+        return
+    try:
+        is_simulated = json.loads(result.read_text(encoding="utf-8"))["simulated"] is True
+    except (OSError, ValueError, LookupError, TypeError):
+        is_simulated = False
+    if not is_simulated:
+        raise ConfigError(f"--out {folder} holds a run that was not simulated; name another folder")
+
+
 def write_run(folder: Path, outcome: Outcome, occupancy: Occupancy) -> None:
-    """Write result.json, turns.jsonl and occupancy.jsonl. Raises ConfigError if they cannot be written."""
+    """Write result.json, turns.jsonl and occupancy.jsonl in place of those of an earlier simulation.
+
+    Raises ConfigError if they cannot be written.
+    """
+    check_replaceable(folder)
     with RunFiles(folder, replaces=True) as files:
         for turn in outcome.turns:
             files.add(TURNS, turn.to_json())

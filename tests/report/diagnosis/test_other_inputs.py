@@ -617,3 +617,17 @@ def test_failed_hooks_of_one_run_are_told(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "result.json").write_text(json.dumps(make_result(6, {}, policy="mine", policy_faults=7)))
     assert main(["analyze", str(tmp_path)]) == 0
     assert "  faults     hooks of the policy failed (7 times in all)" in capsys.readouterr().out
+
+
+def test_figures_that_are_invalid_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    command = ["simulate", "--jps", "1", "--window", "2", "--step-cost", "roofline", "--no-beside-stock"]
+    assert main([*command, "--out", str(out)]) == 0
+    record = json.loads((out / "result.json").read_text())
+    client = {"invalid": ["this client sent turns late: by 3 ms"], "interrupted": True}
+    (out / "result.json").write_text(json.dumps({**record, "client": client}))
+    for path in (out, out / "result.json"):
+        capsys.readouterr()
+        assert main(["analyze", str(path)]) == 0
+        text = capsys.readouterr().out
+        assert "INVALID: this client sent turns late: by 3 ms" in text and "interrupted" in text

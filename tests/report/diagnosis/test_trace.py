@@ -290,3 +290,17 @@ def test_prompts_that_change_earlier_text(two_turns: TraceFile) -> None:
         "turns": 1, "at_tokens": 32, "turns_there": 1, "num_jobs": 1, "jobs": {"a": 1}
     }  # fmt: skip
     assert "the change is at about token 32" in format_report(report)
+
+
+def test_a_job_whose_kv_waits_for_it_at_the_traces_end_is_unfinished(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "t.jsonl")
+    for at_s, job in enumerate(("ended", "away", "back")):
+        trace.arrive(job, 1, at_s, 100)
+        trace.start(job, 1, at_s, 0)
+        trace.finish(job, 1, at_s + 0.5, 5)
+        if job != "ended":
+            trace.grant(job, 1, at_s + 0.5, 6)
+    trace.end("back", 1, 5.0, "expired", 6)
+    trace.path.write_text("\n".join(trace.lines) + "\n")
+    report = analyze(trace.path)
+    assert report["jobs"] == {"total": 3, "finished": 2, "aborted": 0, "unfinished": 1}

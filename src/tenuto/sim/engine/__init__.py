@@ -62,8 +62,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_step_tokens(self.step_tokens, "step_tokens")
         if self.offload is not None and self.offload_chunk_tokens % self.kv.block_size:
-            raise ConfigError(f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}: {self}")
+            raise ConfigError(
+                f"offload_chunk_tokens must be whole blocks of {self.kv.block_size}, got "
+                f"{self.offload_chunk_tokens}"
+            )
         if self.long_prefill_token_threshold < 0:
-            raise ConfigError(f"long_prefill_token_threshold must not be negative: {self}")
+            raise ConfigError("long_prefill_token_threshold must not be negative")
         if self.kv.has_states and self.num_draft_tokens:
-            raise ConfigError(f"drafts are not simulated for models with recurrent states: {self}")
+            raise ConfigError("drafts are not simulated for models with recurrent states")
