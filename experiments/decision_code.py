@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, Self
 
+from tenuto.core.console import count
 from tenuto.core.engine import get_prompt_weight
 from tenuto.core.errors import ConfigError
 from tenuto.core.loader import PRESETS, get_engine_settings, load_policy, load_router
@@ -152,7 +153,7 @@ def say_confirmed(differ: Sequence[str], pairs: Mapping[str, str], per_policy: i
         print("These runs differ with the present code:", *differ, sep="\n")
         return 1
     how = (
-        f"{per_policy} runs and the latest first tokens of each policy, and one run of each place, "
+        f"{count(per_policy, 'run')} and the latest first tokens of each policy, and one run of each place, "
         f"of {name}, are equal"
     )
     if pairs:
