@@ -626,3 +626,19 @@ def test_a_client_ends_its_own_job_only(monkeypatch: pytest.MonkeyPatch) -> None
         assert "the tenant cannot be verified" in answer["error"]
     assert call(engine, do="release", fields={**fields, "job_id": " "})["ok"] is False
     assert len(engine.scheduler.driver.leases) == 1
+
+
+def test_switching_on_serves_more_running_turns_than_a_fixed_step_has_tokens(clock: Clock) -> None:
+    settings = {"policy": "tenuto", "step_tokens": 8, "mode": "off"}
+    config = make_config(tenuto=settings, max_num_seqs=32, max_num_batched_tokens=2048)
+    engine = Engine(make_scheduler(tenuto.vllm.Scheduler, config, num_blocks=500))
+    names = [f"r{number}" for number in range(24)]
+    for number, name in enumerate(names):
+        engine.scheduler.add_request(make_request(name, [50 + number] * 20, max_tokens=100))
+    for _ in range(10):
+        engine.step()
+    before = [len(engine.outputs[name]) for name in names]
+    change(engine, mode="on")
+    for _ in range(10):
+        engine.step()
+    assert [len(engine.outputs[name]) for name in names] == [num + 10 for num in before]
