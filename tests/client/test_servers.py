@@ -228,5 +228,7 @@ def test_wrong_servers_and_routers_are_refused() -> None:
         BenchOptions(urls=("http://a", "http://a/v1"))
     with pytest.raises(ConfigError, match="address"):
         BenchOptions(urls=("http://a", "b"))
+    with pytest.raises(ConfigError, match="--router round-robin is for several engines"):
+        BenchOptions(urls=("http://a",), router="round-robin")
     with pytest.raises(PolicyError, match="did you mean round-robin"):
         RoutedServers([], "round-robbin", HINTS["job"])

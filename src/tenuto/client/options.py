@@ -125,6 +125,8 @@ class BenchOptions(RequestOptions):
             check_url(url)
         if len({get_base_url(url) for url in self.urls}) < len(self.urls):
             raise ConfigError(f"--url names an engine twice: {', '.join(self.urls)}")
+        if len(self.urls) == 1 and self.router != type(self).router:
+            raise ConfigError(f"--router {self.router} is for several engines: say --url for each")
         for url in self.engine_urls:
             check_url(url, "--engine-url")
         super().__post_init__()
