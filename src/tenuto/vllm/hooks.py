@@ -129,10 +129,9 @@ class Hooks:
         The scheduler's `driver` must be this object's. Waiting requests keep waiting, in the new order.
         """
         scheduler = self._scheduler
-        # Every turn that runs needs a token in each step.
-        least = max(1, len(scheduler.running))
         size = get_max_step_tokens(self._step_tokens, scheduler.max_step_tokens)
-        scheduler.max_num_scheduled_tokens = min(max(least, size), scheduler.max_step_tokens)
+        # Every turn that runs needs a token in each step.
+        scheduler.max_num_scheduled_tokens = max(size, len(scheduler.running))
         for each in () if before is None else (before._pressure, before._spares, before._checkpoints):
             if each is not None:
                 each.remove()

@@ -53,7 +53,7 @@ def drop_deep_fields(request: Any, complaints: Complaints) -> None:
     names = [name[:40] for name in deep[:4]]
     # The Responses API lets clients choose the id, of any length and with any characters.
     name = get_bounded_id(request.request_id)
-    complaints.add(f"{name}: {names} nested over {MAX_DEPTH} levels deep, dropped")
+    complaints.add(f"{name}: {names} over {MAX_DEPTH} levels deep, or with over a million values, dropped")
     replace_fields(request, {name: value for name, value in fields.items() if name not in deep})
 
 
