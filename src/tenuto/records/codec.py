@@ -43,7 +43,7 @@ _SHOWN_CHARS = 60
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested in it over `MAX_DEPTH` levels deep."""
+    """Whether it has over `MAX_DEPTH` levels of lists and objects, or a level of over `MAX_VALUES` values."""
     level = [value]
     for _ in range(MAX_DEPTH):
         # Mostly in C, because a client can send millions of values, and the engine waits.

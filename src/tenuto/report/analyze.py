@@ -182,15 +182,15 @@ def _find_changed_prompts(data: RunData) -> dict[str, Any] | None:
 
 def _say_invalid(records: Sequence[RunRecord]) -> Iterator[str]:
     """Why figures do not describe the server, or lack a part of the run."""
-    runs = [(_get_labels(record), record.client or {}) for record in records]
-    named = [
-        (", ".join(f"{name} {value}" for name, value in labels.items()), client) for labels, client in runs
+    runs = [
+        (", ".join(f"{name} {value}" for name, value in _get_labels(record).items()), record.client or {})
+        for record in records
     ]
-    for names, why in group_invalid((name, {"client": client}) for name, client in named):
-        yield f"INVALID, {'; '.join(names)}: {why}" if len(records) > 1 else f"INVALID: {why}"
-    for name, client in named:
+    for names, why in group_invalid((name, {"client": client}) for name, client in runs):
+        yield f"INVALID ({'; '.join(names)}): {why}"
+    for name, client in runs:
         if client.get("interrupted"):
-            yield "interrupted" + (f", {name}" if len(records) > 1 else "") + ": turns after that are missing"
+            yield f"interrupted ({name}): later turns are missing"
 
 
 def _get_labels(record: RunRecord) -> dict[str, object]:

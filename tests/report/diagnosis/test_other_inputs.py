@@ -630,4 +630,5 @@ def test_figures_that_are_invalid_are_called_so(tmp_path: Path, capsys: pytest.C
         capsys.readouterr()
         assert main(["analyze", str(path)]) == 0
         text = capsys.readouterr().out
-        assert "INVALID: this client sent turns late: by 3 ms" in text and "interrupted" in text
+        assert "note: INVALID (policy tenuto" in text and "): this client sent turns late: by 3 ms" in text
+        assert "note: interrupted (policy tenuto" in text
