@@ -77,13 +77,23 @@ def test_a_path_that_leads_nowhere(path: str, problem: str) -> None:
     assert repr(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("code", ["class Broken(:", "1 / 0", "import nothing_of_this_name"])
-def test_a_module_that_cannot_be_run(tmp_path: Path, monkeypatch, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("class Broken(:", r"SyntaxError\('invalid syntax', .*, 1, 14"),
+        ("\n1 / 0", "line 2: ZeroDivisionError"),
+        ("\n\nimport nothing_of_this_name", "line 3: ModuleNotFoundError"),
+        ("import json\njson.loads('')", "line 2: JSONDecodeError"),
+    ],
+)
+def test_a_module_that_cannot_be_run(tmp_path: Path, monkeypatch, code: str, problem: str) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     module = f"broken_policy_{len(code)}"
-    (tmp_path / f"{module}.py").write_text(code)
-    with pytest.raises(PolicyError, match="cannot be imported"):
-        load_policy(f"{module}:Broken")
+    path = tmp_path / f"{module}.py"
+    path.write_text(code)
+    for name in (module, str(path)):
+        with pytest.raises(PolicyError, match=f"cannot be imported: {problem}"):
+            load_policy(f"{name}:Broken")
 
 
 @pytest.mark.parametrize(

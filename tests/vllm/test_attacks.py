@@ -221,6 +221,26 @@ def test_requests_that_cannot_start_yet_keep_their_keys(
     assert scheduler.get_request_counts() == (1, 40)
 
 
+@pytest.mark.parametrize("more", [{}, {"canary": {"share": 1.0}}])
+def test_a_turn_that_waits_for_its_grammar_holds_nobody_back(clock: Clock, more: dict[str, Any]) -> None:
+    """Nothing runs, so admission may hold nobody back, though one job is on."""
+    settings = {"policy": "tests.vllm.policies:OneJobAtATime", **more}
+    scheduler = make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=settings), num_blocks=200)
+    engine = Engine(scheduler)
+    grammar = StructuredOutputsParams(json="{}")
+    scheduler.add_request(make_request("waits", [5] * 20, structured_outputs=grammar))
+    engine.step()
+    scheduler.add_request(make_request("other", [6] * 20, max_tokens=9))
+    scheduler.add_request(make_request("third", [7] * 20, max_tokens=9))
+    for _ in range(3):
+        engine.step()
+    # One at a time, as the policy wants.
+    assert [each.request_id for each in scheduler.running] == ["other"]
+    for _ in range(30):
+        engine.step()
+    assert scheduler.get_request_counts() == (0, 1)
+
+
 def test_everybody_is_asked_once_a_step_however_many_have_to_yield(clock: Clock) -> None:
     engine = start("tests.vllm.policies:Preempting", num_blocks=33, max_num_seqs=16)
     scheduler = engine.scheduler

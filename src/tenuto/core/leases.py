@@ -743,9 +743,9 @@ class Retention:
         Pinned prefixes are released first. The lease of the turn's own job yields last: to a turn that can be
         kept, only if it is stalled; to another whatever the policy says.
         """
-        lease = self.get_claimed(turn)
-        own = None if lease is None else lease.job_id
-        spares = [own] if own is None or not stalled else [own, None]
+        own = self.get_claimed(turn)
+        own_id = None if own is None else own.job_id
+        spares = [own_id] if own is None or not stalled else [own_id, None]
         num_free_before = self._engine.get_num_free_blocks()
         num_freed = 0
         while num_freed < num_blocks and self.pins.demote():
@@ -761,9 +761,8 @@ class Retention:
                     num_cut = self._engine.count_tail(lease.blocks, num_cut)
                 yield self._shrink(lease, num_cut, taken_by, now_s)
                 num_freed = self._engine.get_num_free_blocks() - num_free_before
-        lease = self.get_claimed(turn)
-        if lease is not None and self._get_spared(turn) is None and num_freed < num_blocks:
-            yield self.leases.end(lease, LeaseEnd.SUPERSEDED, now_s)
+        if num_freed < num_blocks and self._get_spared(turn) is None and (own := self.get_claimed(turn)):
+            yield self.leases.end(own, LeaseEnd.SUPERSEDED, now_s)
 
     def refuses_steadily(self, turn: TurnState, now_s: float) -> bool:
         """Whether `reclaim` frees nothing for a waiting turn, now and in each step that only decodes.

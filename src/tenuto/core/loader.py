@@ -15,6 +15,7 @@ import json
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,7 +133,8 @@ class ClassLoader(Generic[T]):
         except Exception as error:  # importing runs the module, so any error is possible
             is_missing = isinstance(error, ModuleNotFoundError) and _is_or_contains(error.name, module_name)
             kind = NotFoundError if is_missing else PolicyError
-            raise kind(f"{self.noun} {path!r} cannot be imported: {error!r}") from error
+            where = _find_line(error, find_file(path))
+            raise kind(f"{self.noun} {path!r} cannot be imported: {where}{error!r}") from error
         cls = getattr(module, class_name, None)
         if cls is None:
             known = [each.__name__ for each in self._get_classes(module)]
@@ -176,6 +178,13 @@ def _get_name_of_class(cls: type) -> str:
 def _is_or_contains(package: str | None, module: str) -> bool:
     """Whether this is the module's name, or that of a package around it."""
     return package is not None and f"{module}.".startswith(f"{package}.")
+
+
+def _find_line(error: Exception, file: str) -> str:
+    """The last line of a file that was running, to be put before the error; empty if none was."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if file and Path(frame.filename) == Path(file).resolve()]
+    return f"line {lines[-1]}: " if lines else ""
 
 
 def _import_module(name: str) -> ModuleType:

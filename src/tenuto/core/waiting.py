@@ -29,6 +29,8 @@ class WaitingTurns(Generic[Request]):
         self._requests: dict[str, Request] = {}
         """By turn id."""
         self._ready, self._parked = make_order(), make_order()
+        self._num_skipped = 0
+        """How many requests may go, but the last step could not start them."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -67,7 +69,9 @@ class WaitingTurns(Generic[Request]):
     def admit(self, driver: Driver, now_s: float, *, idle: bool) -> None:
         """Unpark the turns that may start now. `idle`: nothing runs."""
         while self._parked:
-            admitted = driver.admit(self._parked.get_first(), now_s, idle=idle and not self)
+            # Turns that wait for something else, such as a grammar, do not make others wait.
+            is_idle = idle and len(self) - self.num_parked <= self._num_skipped
+            admitted = driver.admit(self._parked.get_first(), now_s, idle=is_idle)
             if not admitted:
                 return
             for turn_id in admitted:

@@ -100,7 +100,8 @@ class Fields:
     def anything(self, field: str) -> object:
         """Read a value to be written again as it is."""
         if is_deep(self.values[field]):
-            raise self.error(field, f"must have at most {MAX_DEPTH} levels of lists and objects")
+            limits = f"{MAX_DEPTH} levels of lists and objects, and {MAX_VALUES:,} values on a level"
+            raise self.error(field, f"must have at most {limits}")
         return self.values[field]
 
     def string(self, field: str) -> str:

@@ -233,9 +233,9 @@ class Hooks:
         if self.driver.tick(now_s) and self.order is not None:
             self._ask_all_keys(self.order, now_s)
         if self.order is not None:
-            self.order.begin_step()
             if self.asks_admission:
                 self.order.admit(self.driver, now_s, idle=not self._scheduler.running)
+            self.order.begin_step()
         if self.shadow is not None:
             self.shadow.begin_step(now_s)
 

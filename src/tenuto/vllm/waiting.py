@@ -44,7 +44,7 @@ class TurnQueue(WaitingTurns[Any], RequestQueue):  # type: ignore[misc]
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
         """Add requests that return to the queue, because they were skipped in this step."""
-        for request in requests:
+        for self._num_skipped, request in enumerate(requests, 1):
             self._requests[request.request_id] = request
             self._make_ready(request.request_id, self._popped.pop(request.request_id, None))
 
@@ -96,8 +96,9 @@ class TurnQueue(WaitingTurns[Any], RequestQueue):  # type: ignore[misc]
         return set(firsts)
 
     def begin_step(self) -> None:
-        """A step is about to be scheduled."""
+        """A step is about to be scheduled, and admission was asked."""
         self._popped.clear()
+        self._num_skipped = 0
 
     def _make_ready(self, turn_id: str, key: Key | None = None) -> None:
         self._ready.push(turn_id, self._get_key(turn_id) if key is None else key)
