@@ -665,9 +665,16 @@ FAULTS = (
     Fault(
         "policies: admission is not asked",
         "core/waiting.py",
-        "idle=idle and not self",
-        "idle=True",
+        "is_idle = idle and",
+        "is_idle = True or",
         ("vllm/test_scheduler.py::test_admission_holds_new_jobs_back_and_never_idles",),
+    ),
+    Fault(
+        "policies: a turn that waits for its grammar holds others back",
+        "core/waiting.py",
+        "<= self._num_skipped",
+        "<= 0",
+        ("vllm/test_attacks.py::test_a_turn_that_waits_for_its_grammar_holds_nobody_back",),
     ),
     Fault(
         "control: unknown settings are taken",
@@ -911,8 +918,8 @@ FAULTS = (
     Fault(
         "leases: a turn that reads no cache waits for its own job's lease",
         "core/leases.py",
-        "self._get_spared(turn) is None and num_freed < num_blocks",
-        "self._get_spared(turn) is None and num_freed < 0",
+        "if num_freed < num_blocks and self._get_spared(turn) is None",
+        "if num_freed < 0 and self._get_spared(turn) is None",
         ("vllm/test_leases.py::test_a_turn_that_reads_no_cache_takes_its_own_jobs_lease",),
     ),
     Fault(

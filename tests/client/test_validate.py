@@ -85,6 +85,13 @@ def test_too_little_time_is_said_before_any_run() -> None:
         make_plan(1500, 300, 3, 5.0)
 
 
+def test_too_little_time_for_any_machine_is_said_before_a_server_starts(tmp_path: Path) -> None:
+    command = ["validate", "llama-3.1-8b", "--engine", "sim", "--minutes", "3", "--out", str(tmp_path / "v")]
+    options = parse(command)[1].read(ValidateOptions)
+    with pytest.raises(ConfigError, match="too few even if servers start at once; give --minutes 2 more"):
+        run_validate(options)
+
+
 def choose_for(
     path: Path, monkeypatch: pytest.MonkeyPatch, num_jobs: int, *, long_job: int | None = None
 ) -> tuple[LoadOptions, Workload]:

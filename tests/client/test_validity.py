@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.client import result as validity
 from tenuto.client.bench import INVALID, get_status
-from tenuto.client.metrics import try_get_sim_speed
+from tenuto.client.metrics import try_get_policy, try_get_sim_speed
 from tenuto.client.result import SimulatedServer, find_invalid, format_result, read_simulated_server
 from tenuto.records.schema import TurnRecord
 
@@ -87,6 +87,28 @@ def test_what_a_simulated_server_says() -> None:
     assert read_simulated_server(20.0, growth) == SimulatedServer(20.0, 0.03)
     assert read_simulated_server(20.0, {"tenuto:sim_lag_seconds_count": 0.0}) == SimulatedServer(20.0, None)
     assert read_simulated_server(None, growth) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "policy"),
+    [
+        ('tenuto:info{policy="a.py:Mine",version="1"} 1.0\n', "a.py:Mine"),
+        (
+            'tenuto:info{policy="tenuto",version="1"} 1.0\ntenuto:info{policy="stock",version="1"} 0.0\n',
+            "tenuto",
+        ),
+        ('tenuto:info{policy="a",version="1"} 1.0\ntenuto:info{policy="b",version="1"} 1.0\n', None),
+        ('tenuto:info{policy="a",version="1"} 1.0\ntenuto:mode{mode="off"} 1.0\n', None),
+        (
+            'tenuto:info{policy="a",version="1"} 1.0\ntenuto:mode{mode="on"} 1\ntenuto:mode{mode="off"} 0\n',
+            "a",
+        ),
+        ('tenuto:info{policy="a', None),
+        ("", None),
+    ],
+)
+def test_the_policy_that_a_page_names(page: str, policy: str | None) -> None:
+    assert try_get_policy(page) == policy
 
 
 def test_a_result_begins_with_it(bench: Any, monkeypatch: pytest.MonkeyPatch, trace: Path) -> None:

@@ -29,6 +29,7 @@ from tenuto.client.metrics import (
     parse_engines,
     parse_totals,
     try_get_block_size,
+    try_get_policy,
     try_get_sim_speed,
 )
 from tenuto.client.options import BenchOptions
@@ -136,7 +137,7 @@ async def measure(options: BenchOptions, workload: Workload, files: RunFiles) ->
         _get_settings(setup),
         server_version=setup.server.version,
         model=setup.server.model,
-        policy=options.policy,
+        policy=options.policy or setup.engines.try_get_policy(),
         gpu=options.gpu,
         jps=options.load.jps,
         seed=options.load.seed,
@@ -389,6 +390,11 @@ class Engines:
     def text(self) -> str:
         """The last pages of all engines."""
         return "\n".join(self.pages.values())
+
+    def try_get_policy(self) -> str | None:
+        """The policy of all engines, if their pages name the same, and it is on."""
+        policies = {*map(try_get_policy, self.pages.values())}
+        return policies.pop() if len(policies) == 1 else None
 
     @property
     def has_metrics(self) -> bool:

@@ -223,7 +223,8 @@ def _explain(error: Exception, timeout_s: float) -> RequestFailed:
         return RequestFailed("malformed", f"not HTTP: {error.message}")
     if isinstance(error, aiohttp.InvalidURL):
         return RequestFailed("connect", f"not a URL: {error}", can_retry=False)
-    return RequestFailed(kind, str(error) or type(error).__name__)
+    # aiohttp names its default for TLS, also without TLS.
+    return RequestFailed(kind, str(error).replace(" ssl:default", "") or type(error).__name__)
 
 
 class AnswerStream:

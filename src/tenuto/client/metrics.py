@@ -153,6 +153,16 @@ def try_get_sim_speed(text: str) -> float | None:
     return value if value > 0 else None
 
 
+def try_get_policy(text: str) -> str | None:
+    """The policy that decides, if a metrics page names one, and it is on in all engines."""
+    try:
+        page = parse_page(text, at_s=0.0)
+    except DataError:
+        return None
+    policies, modes = page.active("tenuto:info", "policy"), page.active("tenuto:mode", "mode")
+    return policies[0] if len(policies) == 1 and modes in ([], ["on"]) else None
+
+
 def is_counter(name: str) -> bool:
     """Whether a metric only grows, by its name."""
     return name.endswith(_COUNTERS)

@@ -110,7 +110,12 @@ class BenchOptions(RequestOptions):
     run_id: str | None = option(
         None, "part of all content and job ids, so that no run hits another's cache", shown_default="random"
     )
-    policy: str | None = option(None, "label in the result: the server's policy", metavar="NAME")
+    policy: str | None = option(
+        None,
+        "label in the result: the server's policy",
+        metavar="NAME",
+        shown_default="the policy that /metrics names, if it is on",
+    )
     gpu: str | None = option(None, "label in the result", metavar="NAME")
     out: Path | None = option(
         None,

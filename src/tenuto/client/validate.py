@@ -287,9 +287,9 @@ def make_plan(left_s: float, start_s: float, num_arms: int, burst_s: float, *, q
     least_s = LEAST_RUN_S / 2 if quick else LEAST_RUN_S
     if plan.run_s < least_s:
         missing_s = (least_s - plan.run_s) * plan.pairs * num_arms
+        start = f"if a server takes {start_s:.0f} s to start" if start_s else "even if servers start at once"
         raise ConfigError(
-            f"there is too little time: a server takes {start_s:.0f} s to start, and {left_s / 60:.0f} "
-            f"minutes are left; give --minutes {math.ceil(missing_s / 60)} more"
+            f"{left_s / 60:.0f} minutes are too few {start}; give --minutes {math.ceil(missing_s / 60)} more"
         )
     return plan._replace(run_s=min(plan.run_s, LONG_RUN_S))
 
@@ -557,10 +557,10 @@ class _Validation:
                 self.say(f"continuing with {options.out}")
                 return
         num_arms = 3
+        runs_s = self.left_s * (1 - PROFILE_SHARE)
+        make_plan(runs_s, 0.0, num_arms, 0.0, quick=options.quick)
         with contextlib.suppress(ConfigError):  # printed again once the start has been timed
-            plan = make_plan(
-                self.left_s * (1 - PROFILE_SHARE) - START_S, START_S, num_arms, 5, quick=options.quick
-            )
+            plan = make_plan(runs_s - START_S, START_S, num_arms, 5, quick=options.quick)
             self.say(
                 f"plan for {options.limit_s / 60:g} minutes, if a server starts in {START_S:.0f} s: noise "
                 f"and profile {PROFILE_SHARE * options.limit_s / 60:.0f} min, {plan.describe(num_arms)}, page"

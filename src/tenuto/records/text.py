@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from tenuto.core.console import count
@@ -29,6 +30,8 @@ _SLOWED = 1.25
 """Jobs waited for each other if their mean slowdown is at least this."""
 _MIN_JOBS = 12
 """Fewer jobs show neither a rate nor a trend."""
+_MIN_ERRORS = 2.0
+"""The mean times of the first and last jobs differ if they do so by this many standard errors."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
 _LOSSES = {
     "ok_after_retries": "after retries",
@@ -151,7 +154,10 @@ def is_overloaded(record: Mapping[str, Any]) -> bool:
     if not offered or not finished or finished >= OVERLOADED * offered or len(times_s) < _MIN_JOBS:
         return False
     third = len(times_s) // 3
-    return fmean(times_s[-third:]) > _GROWTH * fmean(times_s[:third])
+    first_s, last_s = times_s[:third], times_s[-third:]
+    error_s = math.sqrt((variance(first_s) + variance(last_s)) / third)
+    growth_s = fmean(last_s) - fmean(first_s)
+    return growth_s > max((_GROWTH - 1) * fmean(first_s), _MIN_ERRORS * error_s)
 
 
 def _format_rates(record: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -215,6 +215,8 @@ def _get_gauges(data: RunData) -> dict[str, Gauge]:
     gauges: defaultdict[str, Gauge] = defaultdict(Gauge)
     names = [each.name for each in fields(Sample) if each.name not in ("now_s", "num_blocks")]
     for sample in data.samples:
+        # Free blocks with content count as free, as in traces.
+        sample = replace(sample, free_blocks=sample.free_blocks + (sample.cached_blocks or 0))
         for name in names:
             if (value := getattr(sample, name)) is not None:
                 gauges[f"num_{name}"].add(value)
@@ -617,7 +619,9 @@ def _format_results(report: Mapping[str, Any]) -> list[str]:
         )
         for cell in cells
     ]
-    head = (*labels, "job time", "T1", "T2", "T8", "T8/T1", "hit", "diagnosis")
+    lasts = {f"T{cell['growth']['turn']}" for cell in cells if cell["growth"]} or {f"T{GROWTH_TURN}"}
+    last = lasts.pop() if len(lasts) == 1 else "last"
+    head = (*labels, "job time", "T1", "T2", last, f"{last}/T1", "hit", "diagnosis")
     lines = _table(head, rows, left=(0, 1, 2, len(head) - 1))
     if num_faults := sum(cell["policy_faults"] for cell in cells):
         lines.append(explain_faults(num_faults))

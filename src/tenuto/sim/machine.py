@@ -85,6 +85,10 @@ def build(setup: Setup, policy: Policy | None = None) -> Machine:
     notes: list[str] = []
     offload = _get_offload(setup, model, wanted, notes)
     host_gb = _get_host_gb(setup, gpu, offload, notes)
+    if not host_gb:
+        without = (("--disk-gb", setup.disk_gb), ("--link-gb-s", setup.link_gb_s))
+        unused = " and ".join(flag for flag, value in without if value)
+        notes += [f"policy {setup.policy} makes no use of {unused} without host memory"] if unused else []
     profile = _get_profile(setup, gpu)
     block_size = model.get_block_size(setup.block_size, setup.tp)
     num_blocks = _get_num_blocks(setup, gpu, model, wanted, notes)

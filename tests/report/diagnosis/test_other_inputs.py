@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tenuto.records.prototype import LiveTimestamps
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
 from tenuto.records.trace import TraceWriter
-from tenuto.report.analyze import analyze, write_timestamps
+from tenuto.report.analyze import analyze, format_report, write_timestamps
 from tenuto.report.diagnosis import make_stories
 from tenuto.sim.run import Extras, run
 from tenuto.sim.setup import Setup
@@ -108,7 +109,9 @@ def test_a_folder_adds_what_was_run(tmp_path: Path) -> None:
     write_lines(tmp_path / "turns.jsonl", make_turn(1, 0.0), make_turn(2, 5.0))
     result = make_result(3, {"1": 1.0}, block_size=32, turns={"planned": 2, "ok": 2})
     (tmp_path / "result.json").write_text(json.dumps(result, indent=1))
-    write_lines(tmp_path / "occupancy.jsonl", make_sample(0, 7), make_sample(1, 9))
+    # Free blocks with content are free, as in a trace.
+    cached = {"free_blocks": 4, "cached_blocks": 5}
+    write_lines(tmp_path / "occupancy.jsonl", make_sample(0, 7), {**make_sample(1, 9), **cached})
     report = analyze(tmp_path)
     assert report["labels"]["policy"] == "stock"
     assert report["block_size"] == 32
@@ -252,6 +255,13 @@ def test_a_sweep_has_a_diagnosis_per_cell(tmp_path: Path) -> None:
     assert cells[0]["growth"] == {"turn": 8, "ratio": pytest.approx(30.812 / 6.804)}
     assert (cells[0]["hit_ratio"], cells[0]["best_ratio"]) == (0.2, 0.8)
     assert cells[4]["preemptions_per_turn"] == pytest.approx(50 / 30)
+
+
+@pytest.mark.parametrize(("number", "name"), [("5", "T5"), ("8", "last")])
+def test_the_last_turn_of_short_jobs_has_its_number(tmp_path: Path, number: str, name: str) -> None:
+    runs = [make_result(6, {"1": 2.0, "2": 3.0, last: 4.0}) for last in ("5", number)]
+    text = format_report(analyze(write_lines(tmp_path / "results.jsonl", *runs)))
+    assert re.search(rf"T1 +T2 +{name} +{name}/T1 +hit", text)
 
 
 def test_another_seed_at_the_same_load_is_no_lighter_load(tmp_path: Path) -> None:
