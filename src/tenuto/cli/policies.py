@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from tenuto.cli.command import Command, Given, Part
+from tenuto.core.console import Progress
 from tenuto.core.errors import NotFoundError, PolicyError
 from tenuto.core.settings import Options, option, parse_policy_options
 
@@ -61,7 +62,8 @@ def _run_check(given: Given, check: Callable[[str, Mapping[str, Any]], None]) ->
     """Print what `check` finds. Returns the exit status."""
     options = given.read(CheckOptions)
     try:
-        check(options.name, parse_policy_options(options.options, options.name))
+        with Progress().keep_updating(lambda: f"{options.name}: calling each method, and running jobs"):
+            check(options.name, parse_policy_options(options.options, options.name))
     except NotFoundError:
         raise
     except PolicyError as error:

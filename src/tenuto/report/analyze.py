@@ -59,7 +59,10 @@ _say = partial(console.say, "analyze")
 
 def run_analyze(paths: Sequence[Path], *, jobs: Sequence[str] = (), as_json: bool = False) -> int:
     """Analyse each file and print the findings. Raises DataError or ConfigError."""
-    reports = [analyze(path, jobs=jobs) for path in paths]
+    reports = []
+    for path in paths:
+        with console.Progress("analyze").keep_updating(partial("reading {}".format, path)):
+            reports.append(analyze(path, jobs=jobs))
     if jobs and not any(report.get("jobs_shown") for report in reports):
         raise ConfigError(f"--job {' '.join(jobs)}: no such job in {', '.join(map(str, paths))}")
     if as_json:
