@@ -176,8 +176,31 @@ def test_a_chunk_that_many_tenants_wish_is_given_up_in_time_linear_in_their_numb
     if end == "evicted":
         kept.discard("c")
     else:
-        assert list(kept.expire(100.0)) == ["c"]
+        assert [each for _ in range(4) for each in kept.expire(100.0)] == ["c"]
     assert not kept and num_compared < 50 * 1000
+
+
+def test_one_call_gives_up_a_bounded_number() -> None:
+    """A client can give all its chunks the same deadline, and the engine waits for the call."""
+    kept = KeptChunks()
+    kept.max_chunks = 1000
+    for number in range(600):
+        kept.keep(number, 100.0, "t", number)
+    assert [len(list(kept.expire(100.0))) for _ in range(4)] == [256, 256, 88, 0]
+
+
+def test_a_lower_limit_holds_soon() -> None:
+    kept = KeptChunks()
+    kept.max_chunks = 1000
+    for number in range(600):
+        kept.keep(number, 100.0 + number, "t", number)
+    kept.max_chunks = 300
+    assert list(kept.expire(0.0)) == list(range(256))
+    assert kept.keep("new", 500.0, "t", 1) == list(range(256, 301))
+    assert len(kept) == 300
+    kept.max_chunks = 0
+    gone = [each for _ in range(2) for each in kept.expire(0.0)]
+    assert (len(gone), len(kept), list(kept.expire(0.0))) == (300, 0, [])
 
 
 def test_random_changes_keep_the_books() -> None:

@@ -21,7 +21,7 @@ import tenuto.vllm.tiers.disk as disk
 from tenuto.core.errors import ConfigError
 from tenuto.core.tier_order import Use
 from tenuto.vllm.compat import offload, specs
-from tenuto.vllm.compat.offload import Adapter, LookupResult
+from tenuto.vllm.compat.offload import Adapter, LookupResult, get_chains
 from tenuto.vllm.complaints import COMPLAIN_EVERY_S
 from tenuto.vllm.launch import Tiers
 from tenuto.vllm.tiers.copies import Copies, Job, Part, get_rows, make_part, read_rows
@@ -240,6 +240,7 @@ def test_a_prefix_that_is_hit_above_the_disk_goes_after_what_is_not_used(
     assert list(tier._files) == [b"a1", b"b", b"shared", b"c"], "and tails go before what they continue"
     late = make_transfer([b"shared", b"d"], [1, 1], is_promotion=False)
     tier.submit_store(late)
+    get_chains(late.req_context, 1).has_ended = True  # as host memory does, which hears of the end first
     tier.on_request_finished(late.req_context)
     finish(tier)
     assert list(tier._files) == [b"b", b"c", b"d", b"shared"], "also if a store ends after its request"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -105,6 +107,43 @@ def test_a_job_behind_does_not_displace_a_job_before(clock: Clock) -> None:
     assert first.count(("j0", 0)) == 179 // BLOCK_SIZE
     assert engine.host.num_refused > 0
     engine.assert_clean()
+
+
+def change(engine: TieredEngine, **change: Any) -> None:
+    given = json.dumps({"do": "change", "change": change, "by": "op"})
+    assert json.loads(engine.scheduler.control.answer(given))["ok"]
+
+
+def test_keys_of_the_policy_before_rank_nothing_that_is_stored_later(clock: Clock) -> None:
+    """Prefetched chunks had the old policy's key, above the empty ones, and so never left host memory."""
+    name = "tests.vllm.policies:InOrder"
+    engine = TieredEngine(num_blocks=41, num_chunks=40, tenuto={"policy": name, "own_policies": [name]})
+    for number in range(4):
+        hints = {"tool": "make", "expected_tool_seconds": 1.0 + number}
+        begin_job(engine, f"old{number}", [10 + number] * 160, **hints)
+        engine.drain()
+    change(engine, policy="stock")
+    for _ in range(60):
+        clock.now_s += 0.1
+        engine.step()
+    assert engine.tier.prefetch.num_begun > 0
+    for number in range(8):
+        begin_job(engine, f"new{number}", [100 + number] * 160)
+        engine.drain()
+    assert not [owner for owner in get_owners(engine) if owner[0].startswith("old")]
+
+
+def test_with_a_canary_host_memory_has_no_order_of_the_policy() -> None:
+    name = "tests.vllm.policies:InOrder"
+    settings = {"policy": name, "canary": {"groups": ["new"]}}
+    engine = TieredEngine(num_blocks=41, num_chunks=40, tenuto=settings)
+    for group in ("new", "stock", "stock"):
+        number = len(engine.hits)
+        begin_job(engine, f"{group}{number}", [10 + number] * 280, tenuto_group=group, tool="ls")
+        engine.drain()
+    num_chunks = Counter(engine.host.order._chunks[key].owner for key in engine.host.order)
+    # The third took the place of the first, though that is the canary's.
+    assert (num_chunks["new0", 0], num_chunks[None]) == (4, 36)
 
 
 def test_by_recency_the_later_job_displaces_the_earlier() -> None:
@@ -582,6 +621,89 @@ def test_another_s_load_takes_no_block_whose_store_is_under_way() -> None:
     engine.add(make_request("again", prompts["stored"], max_tokens=2))
     engine.drain()  # it checks what each block holds
     assert engine.hits["again"][1] > 0
+    engine.assert_clean()
+
+
+def start_far(clock: Clock, monkeypatch: pytest.MonkeyPatch, names: str = "a") -> TieredEngine:
+    """Jobs of 30 blocks, which host memory has and the GPU has not, are about to return."""
+    monkeypatch.setattr(background, "MAX_AT_ONCE", 8)
+    copies = SlowCopies(random.Random(0))
+    engine = TieredEngine(num_blocks=46, num_chunks=200, copies=copies, tenuto={"policy": "stock"})
+    for number, name in enumerate(names):
+        hints = {"job_id": name, "tool": "make", "expected_tool_seconds": 10.0}
+        engine.add(make_request(name, [4 + number] * 480, max_tokens=4, xargs=hints))
+        engine.drain()
+    evict_from_gpu(engine)
+    clock.now_s += 8.0
+    return engine
+
+
+def test_a_long_context_is_fetched_in_parts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_far(clock, monkeypatch)
+    engine.copies.share_done = 0.0
+    num_loaded = []
+    for _ in range(6):
+        engine.step()
+        num_loaded.append(engine.tier.prefetch.num_blocks)
+        engine.copies.share_done = 1.0
+    assert num_loaded == [8, 8, 16, 24, 30, 30]
+    engine.drain()
+    assert engine.tier.prefetch.num_begun == 1
+    hints = {"job_id": "a", "is_last_step": True}
+    engine.add(make_request("a2", [*[4] * 480, 9, 9], max_tokens=2, xargs=hints))
+    engine.drain()
+    assert engine.hits["a2"] == (480, 0)
+    assert (engine.tier.prefetch.num_used, engine.tier.prefetch.num_skipped) == (1, 0)
+    engine.assert_clean()
+
+
+def test_no_further_part_is_fetched_once_a_turn_waits(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_far(clock, monkeypatch)
+    engine.copies.share_done = 0.0
+    engine.step()
+    # It does not fit beside what is held.
+    engine.add(make_request("other", [9] * 16 * 40, max_tokens=2))
+    engine.step()
+    engine.copies.share_done = 1.0
+    engine.drain()
+    assert len(engine.outputs["other"]) == 2
+    assert engine.tier.prefetch.num_blocks == 8
+    engine.assert_clean()
+
+
+def test_one_step_looks_at_one_job_that_is_due(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client chooses when its jobs are expected back, and how long their contexts are."""
+    engine = start_far(clock, monkeypatch, "abc")
+    looked_at: list[str] = []
+    load = engine.tier.prefetch._load
+    monkeypatch.setattr(
+        engine.tier.prefetch, "_load", lambda job_id, *rest: (looked_at.append(job_id), load(job_id, *rest))
+    )
+    monkeypatch.setattr(engine.tier.prefetch._port, "count_loadable", lambda *some: 0)
+    for number in range(1, 4):
+        engine.step()
+        assert len(looked_at) == number
+    engine.drain()
+    engine.assert_clean()
+
+
+def test_a_turn_that_is_stored_in_parts_costs_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all keys before each part, a repeated prompt of 131,000 tokens stopped the engine for 0.5 s."""
+    monkeypatch.setattr(background, "MAX_AT_ONCE", 4)
+    engine = TieredEngine(num_blocks=400, num_chunks=200, tenuto=use("StoresAtTheEnd"))
+    order = engine.host.order
+    touched: list[Any] = []
+    rank = order.rank
+    monkeypatch.setattr(order, "rank", lambda key, *rest: (touched.append(key), rank(key, *rest)))
+    for name in ("first", "again"):
+        touched.clear()
+        engine.add(make_request(name, [4] * 960, max_tokens=2, xargs={"job_id": "a", "tool": "slow"}))
+        engine.drain()
+        assert len(order) == 60 and len(touched) <= 4 * 60
+    chunks = {key: order._chunks[key] for key in order}
+    # One chain: each chunk but the first needs the one before it.
+    assert sum(each.needed is None for each in chunks.values()) == 1
+    assert len({id(each.needed) for each in chunks.values()}) == 60
     engine.assert_clean()
 
 

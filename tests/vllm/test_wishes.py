@@ -216,6 +216,20 @@ def test_host_memory_gives_up_last_what_was_wished() -> None:
     engine.assert_clean()
 
 
+def test_an_aborted_turn_s_wish_keeps_nothing() -> None:
+    pytest.importorskip("vllm", "0.31.0")
+    engine = TieredEngine(num_blocks=60, num_chunks=60, tenuto=GIVING)
+    wish = write_wish(Wish("openai", (Span(86_400.0, None),)))
+    engine.add(make_request("w", [3] * 320, max_tokens=200, xargs={"job_id": "w", WISH_FIELD: wish}))
+    for _ in range(20):
+        engine.step()
+    assert len(engine.host.order) >= 20
+    engine.abort("w")
+    engine.drain()
+    assert len(engine.host.order.kept) == 0
+    engine.assert_clean()
+
+
 def test_the_disk_gives_up_last_what_was_wished(tmp_path: Path) -> None:
     pytest.importorskip("vllm", "0.31.0")
     import numpy as np
@@ -263,6 +277,38 @@ def test_a_client_that_ends_its_job_ends_its_wish_on_the_disk_too(tmp_path: Path
     engine.scheduler.driver._jobs.forget(engine.scheduler.driver._jobs.jobs["b"])
     engine.scheduler.release("b")
     assert len(tier._kept) == 0
+    engine.assert_clean()
+
+
+def test_the_chunks_of_a_turn_are_ranked_once_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are written after the turn's end, in any order. Once for each write took seconds."""
+    pytest.importorskip("vllm", "0.31.0")
+    disk = {"folder": str(tmp_path), "max_bytes": 2**20}
+    engine = TieredEngine(num_blocks=60, num_chunks=200, tenuto=GIVING, disk=disk, max_num_batched_tokens=32)
+    (tier,) = engine.tier._port.disks
+    goes_on = Event()
+    for _ in range(NUM_THREADS):
+        tier._writers.submit(goes_on.wait)
+    wish = write_wish(Wish("anthropic", (Span(3600.0),)))
+    engine.add(
+        make_request("a", [1] * 320, max_tokens=4, xargs={"job_id": "a", "tool": "ls", WISH_FIELD: wish})
+    )
+    while engine.scheduler.requests:
+        engine.step()
+    num_ranked, finish = 0, tier.on_request_finished
+
+    def count(req_context: Any) -> None:
+        nonlocal num_ranked
+        num_ranked += 1
+        finish(req_context)
+
+    monkeypatch.setattr(tier, "on_request_finished", count)
+    goes_on.set()
+    engine.drain()
+    assert (len(tier._files), len(tier._kept)) == (20, 20)
+    assert num_ranked <= 2
     engine.assert_clean()
 
 

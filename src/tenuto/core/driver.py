@@ -693,9 +693,17 @@ class Driver:
             return offer.num_tokens if answer else 0
         return min(max(0, answer), offer.num_tokens)
 
+    @property
+    def orders_tiers(self) -> bool:
+        """Whether the policy orders the tiers below the GPU.
+
+        With a canary it does not: its keys would rank before the empty keys of jobs that run as in stock.
+        """
+        return self.policy.overrides("tier_key") and not self._canary.is_on
+
     def get_tier_key(self, turn: Turn, now_s: float) -> SortKey:
         """The key of this turn's KV in the tiers below the GPU; the smallest key is evicted first."""
-        if not self.policy.overrides("tier_key"):
+        if not self.orders_tiers:
             return ()
         return get_sort_key(self._caller.ask("tier_key", turn, self.get_view(now_s)))
 

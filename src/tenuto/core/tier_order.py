@@ -17,6 +17,10 @@ MAX_STORING_S = 0.1
 """New stores wait while those in flight need longer than this, so that loads do not wait long for stores."""
 
 
+MAX_EXPIRED = 256
+"""Most chunks that one call stops keeping, because a client can give many the same deadline."""
+
+
 class KeptChunks:
     """The chunks of a tier that are kept, each until its deadline. They are never all of the tier's chunks.
 
@@ -71,7 +75,10 @@ class KeptChunks:
         self._by_end.push((chunk, tenant), (until_s, self._number))
         self._rank(tenant)
         lost: list[Hashable] = []
-        while len(self._by_end) > self.max_chunks and (most := self._most.get_first()) is not None:
+        for _ in range(MAX_EXPIRED):  # there are more if the limit became lower
+            most = self._most.get_first()
+            if len(self._by_end) <= self.max_chunks or most is None:
+                break
             gone = self._by_tenant[most].get_first()
             self._remove(gone, most)
             lost += [] if gone in self._kept else [gone]
@@ -88,11 +95,20 @@ class KeptChunks:
             self._remove(chunk, tenant)
 
     def expire(self, now_s: float) -> Iterator[Hashable]:
-        """Stop keeping the chunks whose deadline has passed, and return them."""
-        while (first := self._by_end.get_first()) is not None:
-            if float(self._by_end.get_key(first)[0]) > now_s:
+        """Stop keeping chunks whose deadline has passed, or that are too many, and return them.
+
+        At most `MAX_EXPIRED`: the next calls find the others.
+        """
+        for _ in range(MAX_EXPIRED):
+            first = self._by_end.get_first()
+            if first is None:
                 return
             chunk, tenant = first
+            if float(self._by_end.get_key(first)[0]) > now_s:
+                most = self._most.get_first()
+                if len(self._by_end) <= self.max_chunks or most is None:
+                    return
+                chunk, tenant = self._by_tenant[most].get_first(), most
             self._remove(chunk, tenant)
             if chunk not in self._kept:
                 yield chunk

@@ -71,6 +71,8 @@ class Chains:
     def __init__(self, num_groups: int = 1) -> None:
         self.has_ended = False
         """Whether the request has ended. Its stores to a disk may end later."""
+        self.num_disk_stores = 0
+        """Its stores to a disk that are in flight."""
         self._has_groups = num_groups > 1
         self._places: dict[bytes, Place] = {}
         self._last: dict[int, tuple[bytes, int, int]] = {}
@@ -91,6 +93,8 @@ class Chains:
     def extend(self, positions: dict[bytes, int]) -> None:
         """Add the keys that vLLM has numbered since the last call. Takes time for the new keys only."""
         places, has_groups = self._places, self._has_groups
+        if len(positions) == len(places):
+            return  # `islice` passes each known key
         for key, end in islice(positions.items(), len(places), None):
             group = int(get_offload_group_idx(key)) if has_groups else 0
             last, last_end, size = self._last.get(group, (None, 0, end))
@@ -100,6 +104,13 @@ class Chains:
                 self._last[group] = (key, end, size)
             else:
                 places[key] = (None, end, group)
+
+    def begin_after(self, key: bytes, end: int, size: int) -> None:
+        """The first key of the only layer group, still to come, is for the chunk after this one.
+
+        `end`, `size`: where this chunk ends, and its size, in tokens.
+        """
+        self._last[0] = (key, end, size)
 
 
 def get_chains(req_context: Any, num_groups: int) -> Chains:
@@ -194,8 +205,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
             needs_before=group not in self.windowed_groups,
             num_pins=0 if chunk.ref_cnt == 0 else 1,
         )
-        if self._use.wished:
-            self._keep(key, end)
+        self._try_keep(key, end)
 
     def remove(self, key: Any) -> None:
         """A chunk could not be written, or is dropped."""
@@ -208,8 +218,7 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         present = [each for each in keys if each in chunks]
         for each, (_, end, group) in zip(present, self._chains.get_all(present), strict=True):
             self.order.rank(each, (key, number, -end, group), get_owner(group))
-            if self._use.wished:
-                self._keep(each, end)
+            self._try_keep(each, end)
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         """Nothing: a chunk gets its rank when it is inserted."""
@@ -261,8 +270,9 @@ class OrderedChunks(CachePolicy):  # type: ignore[misc]
         """Remove and return the chunk of a key that left the order."""
         return self._chunks.pop(key)
 
-    def _keep(self, key: Any, end: int) -> None:
-        until_s = self._use.get_kept_until_s(end)
+    def _try_keep(self, key: Any, end: int) -> None:
+        """Keep a chunk as long as its client wishes, once the request has ended: it may still be aborted."""
+        until_s = self._use.get_kept_until_s(end) if self._use.wished and self._chains.has_ended else 0.0
         if until_s:
             self.order.keep(key, until_s, self._use.tenant, end)
 
@@ -340,6 +350,7 @@ class HostManagerHooks:
         """Rank all chunks that a request used by its job's current key, in all groups alike."""
         has_used = req_context.get_state(Chains) is not None
         chains = self._begin(req_context)
+        chains.has_ended = True
         super().on_request_finished(req_context)  # type: ignore[misc]
         if has_used:
             self._policy.touch(chains, req_context)
@@ -753,7 +764,7 @@ class ConnectorPort:
     ) -> Copy:
         """Load into these blocks what a prompt has from its block `first` on. Host memory must have it."""
         scheduler = self._scheduler
-        context, keys = self._begin_copy(hashes[: first + len(blocks)], first, facts)
+        context, keys = self._begin_copy(hashes, first, first + len(blocks), facts)
         source = self._manager.prepare_load(keys, context)
         ids = [block.block_id for block in blocks]
         target = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[first])
@@ -788,7 +799,7 @@ class ConnectorPort:
         Returns the number of the copy; None if host memory already has the chunks, or has no room for them.
         """
         size = self.blocks_per_chunk
-        context, keys = self._begin_copy(hashes[: first + len(blocks)], first, facts)
+        context, keys = self._begin_copy(hashes, first, first + len(blocks), facts)
         found = self._manager.prepare_store(keys, context)
         wanted = set(found.keys_to_store) if found is not None else set()
         numbers = [number for number, key in enumerate(keys) if key in wanted]
@@ -803,19 +814,26 @@ class ConnectorPort:
 
     # Internal.
 
-    def _begin_copy(self, hashes: Sequence[Any], first: int, facts: Facts) -> tuple[Any, list[Any]]:
-        """A substitute for a request's context, and the keys of the chunks from block `first` on.
+    def _begin_copy(self, hashes: Sequence[Any], first: int, end: int, facts: Facts) -> tuple[Any, list[Any]]:
+        """A substitute for a request's context, and the keys of the chunks from block `first` to `end`.
 
         No request can have its id, whatever clients send.
         """
         size, context = self.blocks_per_chunk, ReqContext(req_id=f"tenuto-{secrets.token_hex(16)}")
         for each in facts:
             context.set_state(each)
-        keys = [make_offload_key(each, 0) for each in hashes[size - 1 :: size]]
-        for number, key in enumerate(keys):
-            context.set_offload_key_position(key, (number + 1) * self.tokens_per_chunk)
+        # Not the keys of all blocks before `first`: a long prompt is copied in many parts.
+        num_before, num_tokens = first // size, self.tokens_per_chunk
+        if num_before:
+            chains = Chains()
+            before = make_offload_key(hashes[num_before * size - 1], 0)
+            chains.begin_after(before, num_before * num_tokens, num_tokens)
+            context.set_state(chains)
+        keys = [make_offload_key(each, 0) for each in hashes[(num_before + 1) * size - 1 : end : size]]
+        for number, key in enumerate(keys, num_before + 1):
+            context.set_offload_key_position(key, number * num_tokens)
         self._manager.on_new_request(context)
-        return context, keys[first // size :]
+        return context, keys
 
     def _register(self, context: Any, keys: set[Any], block_ids: list[int], *, is_store: bool) -> Copy:
         """Register a copy with vLLM, so that its blocks are not reused before it ends."""

@@ -8,15 +8,18 @@ are copied, as in the simulator.
     turn ends ──── tool runs ──── due: load what host memory has ──── next turn hits it on the GPU
                                   └ only if no turn waits, nothing else loads, and blocks are free
 
-The loaded blocks are cached and free, like any other cached block: an allocation that needs blocks takes
-them. So a wrong guess costs only the copy.
+A long context is loaded in parts. The loaded blocks are cached and free, like any other cached block: an
+allocation that needs blocks takes them. So a wrong guess costs only the copy, and a turn that arrives
+meanwhile waits for the copy of one part.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tenuto.core.indexed_heap import IndexedHeap
@@ -34,6 +37,10 @@ MAX_HELD_SHARE = 0.25
 """Largest share of the GPU's blocks that may wait to be stored."""
 MAX_AT_ONCE = 256
 """Most chunks of one copy. A load that arrives during the copy waits for no more than these."""
+MAX_PARTS = 4
+"""Most later copies that one step begins."""
+MAX_SKIPPED = 32
+"""Most prefetches that one step skips. A client can make many due at the same time."""
 MIN_TIMES = 3
 """A tool's measured times are used after this many calls; before that, only the client's expected time."""
 EARLY_SHARE = 0.2
@@ -124,7 +131,9 @@ class LaterStores:
 
     def begin(self, meta: Any, may_go_on: Callable[[], bool]) -> None:
         """Begin copies for one step, while `may_go_on` allows it."""
-        while self._queue and may_go_on():
+        for _ in range(MAX_PARTS):
+            if not self._queue or not may_go_on():
+                return
             wanted = self._queue.popleft()
             job_id = self._port.begin_store(
                 wanted.blocks, wanted.hashes, meta, first=wanted.first, facts=wanted.facts
@@ -133,6 +142,12 @@ class LaterStores:
                 self._give_back(wanted.blocks)
             else:
                 self._moving[job_id] = wanted.blocks
+
+    def forget_keys(self) -> None:
+        """The policy changed: its keys count no more."""
+        for number, wanted in enumerate(self._queue):
+            facts = [_forget_key(each) if isinstance(each, Use) else each for each in wanted.facts]
+            self._queue[number] = replace(wanted, facts=facts)
 
     def collect(self) -> None:
         """Free the blocks whose copies have ended."""
@@ -151,6 +166,10 @@ class LaterStores:
         self._port.give_back_blocks(blocks)
 
 
+def _forget_key(use: Use) -> Use:
+    return Use(owner=use.owner, tenant=use.tenant)
+
+
 @dataclass
 class _Away:
     """A job in a tool call."""
@@ -162,7 +181,8 @@ class _Away:
     """Empty if no load is planned."""
     num_blocks: int
     use: Use
-    is_fetched: bool = False
+    num_fetched: int = 0
+    """Its leading blocks of which the last was loaded; 0 if none was."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +190,7 @@ class _Load:
     """A load in flight."""
 
     copy: Copy
+    job_id: str
     away: _Away
     blocks: list[Any]
     num_front: int
@@ -219,8 +240,8 @@ class Prefetch:
             return
         if away.tool is not None:
             self._tools.observe(away.tool, max(0.0, now_s - away.since_s))
-        if away.is_fetched:
-            is_there = self._port.find_cached(away.hashes[away.num_blocks - 1]) is not None
+        if away.num_fetched:
+            is_there = self._port.find_cached(away.hashes[away.num_fetched - 1]) is not None
             self.num_used += is_there
             self.num_wasted += not is_there
 
@@ -240,22 +261,31 @@ class Prefetch:
         return None if first is None else float(first[0])
 
     def begin(self, meta: Any, now_s: float, *, may_load: bool) -> None:
-        """Begin the load for a job that is due. If it would delay other work now, it is skipped for good."""
-        while (due_s := self.get_next_s()) is not None and due_s <= now_s:
+        """Begin the load for a job that is due. If it would delay other work now, it is skipped for good.
+
+        One step looks at the blocks of one job.
+        """
+        for _ in range(MAX_SKIPPED):
+            due_s = self.get_next_s()
+            if due_s is None or due_s > now_s:
+                return
             job_id = self._due.pop()
-            if self._moving is not None or not may_load:
-                self.num_skipped += 1
-                continue
-            self._load(self._away[job_id], meta)
+            away = self._away[job_id]
+            if self._moving is None and may_load:
+                self._load(job_id, away, meta)
+                return
+            self.num_skipped += not away.num_fetched
 
     def collect(self) -> None:
-        """If the load has ended, cache its blocks and free them."""
+        """If the load has ended, cache its blocks and free them. The job's next part is due then."""
         load = self._moving
         if load is None or self._port.is_moving(load.copy.job_id):
             return
         self._moving = None
         if not load.copy.has_failed:
             self._port.cache_blocks(load.away.hashes, load.blocks, load.num_front)
+            if self._away.get(load.job_id) is load.away:
+                self._due.push(load.job_id, (-math.inf,))
         self._port.give_back_blocks(load.blocks)
 
     def cancel(self) -> None:
@@ -263,6 +293,11 @@ class Prefetch:
         load, self._moving = self._moving, None
         if load is not None:
             self._port.give_back_blocks(load.blocks)
+
+    def forget_keys(self) -> None:
+        """The policy changed: its keys count no more."""
+        for away in self._away.values():
+            away.use = _forget_key(away.use)
 
     # Internal.
 
@@ -274,23 +309,24 @@ class Prefetch:
             self._num_hashes -= len(away.hashes)
         return away
 
-    def _load(self, away: _Away, meta: Any) -> None:
-        found = [self._port.find_cached(each) for each in away.hashes[: away.num_blocks]]
-        first = found.index(None) if None in found else len(found)
-        num_loadable = self._port.count_loadable(away.hashes, first, away.num_blocks)
+    def _load(self, job_id: str, away: _Away, meta: Any) -> None:
+        if self._port.find_cached(away.hashes[away.num_blocks - 1]) is not None:
+            return  # then those before it mostly are, too
+        front = list(itertools.takewhile(bool, map(self._port.find_cached, away.hashes[: away.num_blocks])))
+        first = len(front)
+        end = min(away.num_blocks, first + MAX_AT_ONCE * self._port.blocks_per_chunk)
+        num_loadable = self._port.count_loadable(away.hashes, first, end)
         num_free = self._port.get_num_free_blocks() - num_loadable - first
         if not num_loadable:
             return
         if num_free < MIN_FREE_SHARE * self._port.num_blocks:
-            self.num_skipped += 1
+            self.num_skipped += not away.num_fetched
             return
-        front = found[:first]
         # Otherwise `take_blocks` could return these.
         self._port.hold_blocks(front)
         blocks = [*front, *self._port.take_blocks(num_loadable)]
         copy = self._port.begin_load(blocks[first:], away.hashes, meta, first=first, facts=[away.use])
-        self._moving = _Load(copy, away, blocks, first)
-        away.is_fetched = True
-        away.num_blocks = len(blocks)
-        self.num_begun += 1
+        self._moving = _Load(copy, job_id, away, blocks, first)
+        self.num_begun += not away.num_fetched
         self.num_blocks += num_loadable
+        away.num_fetched = len(blocks)

@@ -219,7 +219,6 @@ class DiskTier(SecondaryTier):
         chains = try_get_chains(req_context)
         if chains is None:
             return
-        chains.has_ended = True
         use = get_use(req_context)
         is_over = self._ended.get(use.owner, -math.inf) >= use.since_s
         keeps = bool(use.wished) and self._kept.max_chunks > 0 and not is_over
@@ -246,6 +245,9 @@ class DiskTier(SecondaryTier):
         """Write chunks that no file has yet, in the background."""
         if self._space is None:
             self._write_complaints.add("not open, so nothing is written")
+        chains = try_get_chains(job_metadata.req_context)
+        if chains is not None:
+            chains.num_disk_stores += 1
         self._start(job_metadata, self._writers)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -259,6 +261,9 @@ class DiskTier(SecondaryTier):
         results = []
         for each in done:
             job, bad = each.job, set(each.job.keys) - each.good
+            chains = None if job.is_promotion else try_get_chains(job.req_context)
+            if chains is not None:
+                chains.num_disk_stores -= 1
             if each.space is not None and each.space is self._space:
                 if job.is_promotion:
                     for key in bad:
@@ -267,8 +272,8 @@ class DiskTier(SecondaryTier):
                     # A failed store may not have reached files that are there.
                     for key in each.good:
                         self._put(each.names[key], each.owner)
-                    chains = try_get_chains(job.req_context)
-                    if chains is not None and chains.has_ended:
+                    # The last of a request that has ended: each time, all its chunks are ranked.
+                    if chains is not None and chains.has_ended and not chains.num_disk_stores:
                         self.on_request_finished(job.req_context)
                     self._trim()
             size = len(each.good) * self.block_size_bytes

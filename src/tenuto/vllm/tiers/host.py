@@ -118,7 +118,7 @@ class HostTier:
         self.prefetch.come_back(job_id, now_s)
         for disk in self._port.disks:
             disk.end_job(job_id, now_s)
-        if self._is_followed and self._scheduler.driver.policy.overrides("tier_key"):
+        if self._is_followed and self._scheduler.driver.orders_tiers:
             self.host.drop(job_id)
             self._report_held()
 
@@ -128,7 +128,8 @@ class HostTier:
         mode = settings.offload or get_engine_settings(settings.policy, policy).offload
         # With several layer groups, a lease's blocks do not map to tokens one by one, so all KV is stored.
         self._stores_all = mode != "asked" or not self._is_followed or not self._port.is_plain
-        self.host.order.forget_keys()
+        for each in (self.host.order, self.later, self.prefetch):
+            each.forget_keys()
         limits = settings.limits
         for tier in (self.host, *self._port.disks):
             tier.limit_kept(limits.max_wished_share, limits.tenant_weights or {})
