@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import pytest
 from tenuto import cli
 from tenuto.client import profile as run_module
 from tenuto.client.address import ServerError
-from tenuto.client.http import Answer, RequestWriter, TokenIds
+from tenuto.client.http import Answer, RequestFailed, RequestWriter, TokenIds
 from tenuto.client.options import ProfileOptions
 from tenuto.client.profile import (
     OUTPUT_TOKENS,
@@ -92,6 +93,38 @@ def test_known_costs_are_found_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fit["prefill"]["coefficients"] == pytest.approx(PREFILL, rel=1e-3)
     assert fit["decode"]["coefficients"] == pytest.approx(DECODE, rel=1e-3)
     assert "prefill" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("can_retry", [True, False])
+def test_a_step_that_fails_once_is_timed_again(
+    can_retry: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "PAUSE_S", 0.0)
+    server, calls, answer = KnownServer(), itertools.count(), KnownServer.stream_answer
+
+    async def stream_answer(self: KnownServer, *given: Any) -> Any:
+        if next(calls) == 20:
+            raise RequestFailed("http 503", "busy", can_retry=can_retry)
+        return await answer(self, *given)
+
+    monkeypatch.setattr(KnownServer, "stream_answer", stream_answer)
+    plan = make_plan(step_tokens=512, max_context=2048, max_batch=4, num_kv_tokens=None)
+    if not can_retry:
+        with pytest.raises(RequestFailed, match="busy"):
+            time_plan(server, plan)
+        return
+    assert len(time_plan(server, plan)) >= len(plan.steps) - 1
+    assert "a step is timed again: http 503: busy" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["profile", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "c.json")]
+    assert cli.main([*command, "--save", str(tmp_path)]) == 2
+    assert f"cannot write {tmp_path}" in capsys.readouterr().err
+    assert cli.main([*command, "--save", str(tmp_path / "s.jsonl")]) == 2
+    assert not (tmp_path / "s.jsonl").exists()
 
 
 def test_prefills_of_another_length_than_meant_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

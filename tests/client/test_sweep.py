@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tenuto.cli import main
+from tenuto.client import bench
+from tenuto.core.errors import TenutoError
 from tests.client.conftest import read_lines
 from tests.client.fake_server import FakeServer, serving
 
@@ -57,6 +60,45 @@ def test_without_a_folder_it_prints_the_table(capsys: pytest.CaptureFixture[str]
     with serving(FakeServer()) as url:
         assert main(["bench", "--url", url, *LOAD, "--jps", "40,80", "--goodput", "ttft:60000"]) == 0
     assert "good/s" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("stop", [TenutoError("the server is gone"), KeyboardInterrupt()])
+def test_what_was_measured_is_printed_if_the_server_ends_between_two_loads(
+    stop: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_one, calls = bench._run_one, iter([None, stop])
+
+    def run(*given: Any) -> Any:
+        if error := next(calls):
+            raise error
+        return run_one(*given)
+
+    monkeypatch.setattr(bench, "_run_one", run)
+    with serving(FakeServer()) as url:
+        table = tmp_path / "t.csv"
+        status = main(["bench", "--url", url, *LOAD, "--jps", "40,80,160", "--csv", str(table), "--json"])
+    assert status == (130 if isinstance(stop, KeyboardInterrupt) else 2)
+    shown = capsys.readouterr()
+    assert [result["jps"] for result in json.loads(shown.out)] == [40]
+    assert "ends before 80 jobs/s" in shown.err
+    assert len(table.read_text().splitlines()) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_ends_no_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep"
+    with serving(FakeServer()) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "write_whole", fail_to_write)
+        status = main(["bench", "--url", url, *LOAD, "--jps", "40,80", "--out", str(out), "--json"])
+    assert status == 1
+    shown = capsys.readouterr()
+    assert [result["jps"] for result in json.loads(shown.out)] == [40, 80]
+    assert shown.err.count("not all was written") == 2
+
+
+def fail_to_write(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("other", [{"client": None}, {"client": {"lag": 1}, "ab": {}}])

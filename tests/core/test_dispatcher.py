@@ -94,6 +94,20 @@ def test_turns_of_a_dead_engine_go_elsewhere_each_once() -> None:
     assert router._turns[-1].num_attempts == 1
 
 
+def test_a_turn_that_an_engine_failed_goes_to_another_one_if_there_is_one() -> None:
+    """An engine that fails at once looks idle, so routers would send all to it."""
+    dispatcher = make(Notes())
+    (sent,) = dispatcher.arrive(Arrival("1", "job", 10), 0.0)
+    (again,) = dispatcher.fail("1", 1.0)
+    assert {sent.engine, again.engine} == {"a", "b"}
+    dispatcher.finish("1", 2.0, 5)
+    (later,) = dispatcher.arrive(Arrival("2", "job", 20), 3.0)
+    assert later.engine == again.engine, "its job stays where it was answered"
+    alone = make(Notes(), "a")
+    alone.arrive(Arrival("1", "job", 10), 0.0)
+    assert [each.engine for each in alone.fail("1", 1.0)] == ["a"]
+
+
 def test_an_engine_that_comes_back_has_its_jobs_if_it_drained_and_none_if_it_died() -> None:
     router = Notes()
     dispatcher = make(router, "a")

@@ -88,7 +88,7 @@ def ask(url: str, session: str = "s") -> int:
     return answer.status_code
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_recording_whole(tmp_path: Path, number: int) -> None:
     out = tmp_path / "deep" / "trace.jsonl"
     with fake_server(FakeServer()) as server, recorder(server, out) as (process, url):

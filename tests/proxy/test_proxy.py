@@ -381,6 +381,46 @@ def test_a_stream_ends_for_a_client_of_http_1_0_that_would_keep_its_connection(r
     asyncio.run(run())
 
 
+def test_bytes_in_a_header_that_would_be_lost_are_refused(recording: Any) -> None:
+    """aiohttp leaves out what is not UTF-8, so two ids of different clients would become one."""
+
+    async def run() -> None:
+        echo = Echo()
+        async with (
+            serving_with(echo.handle) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            for name in (b"j\xfcrg", b"j\xf6rg", "j\xfcrg".encode()):
+                answer = await client.post(record.url + PATH, json=CHAT, headers={b"X-Session-ID": name})
+                assert (answer.status_code == 400) == (len(name) == 4)
+        assert len(echo.seen) == 1
+
+    asyncio.run(run())
+
+
+def test_an_offer_of_http_2_is_ignored(recording: Any) -> None:
+    async def run() -> None:
+        echo = Echo()
+        async with (
+            serving_with(echo.handle) as server,
+            recording(server) as record,
+            make_client() as client,
+        ):
+            headers = {
+                "Connection": "Upgrade, HTTP2-Settings",
+                "Upgrade": "h2c",
+                "HTTP2-Settings": "AAMAAABk",
+            }
+            answer = await client.post(record.url + PATH, json=CHAT, headers=headers)
+            assert answer.status_code != 501
+        (seen,) = echo.seen
+        assert not {name for name, _ in seen[2]} & {"upgrade", "http2-settings"}
+        assert seen[3] == hashlib.sha256(answer.request.content).hexdigest()
+
+    asyncio.run(run())
+
+
 def test_a_websocket_is_refused_in_words(recording: Any) -> None:
     async def run() -> None:
         async with (

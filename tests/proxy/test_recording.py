@@ -533,6 +533,33 @@ def test_requests_under_way_share_the_room_for_their_bodies(
     assert (record.recorder.num_lost, record.said) == (0, [])
 
 
+@pytest.mark.parametrize("flags", [{"ask_usage": True}, {"name_jobs": True}])
+def test_without_room_for_its_body_a_request_passes_as_it_is(
+    recording: Any, monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool]
+) -> None:
+    """Another client may have taken all room, and may never send the rest of its bodies."""
+    monkeypatch.setattr(exchange_module.Room.__init__, "__defaults__", (100,))
+    bodies: list[bytes] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.json_response({"choices": []})
+
+    async def run() -> None:
+        async with (
+            serving_with(handle) as server,
+            recording(server, **flags) as record,
+            make_client() as client,
+        ):
+            for size in (200, 3_000_000):
+                body = {"messages": [{"role": "user", "content": "x" * size}], "stream": True}
+                content = json.dumps(body).encode()
+                answer = await client.post(record.url + PATH, content=content)
+                assert (answer.status_code, bodies.pop()) == (200, content)
+
+    asyncio.run(run())
+
+
 def test_a_text_in_the_place_of_the_model_s_name_is_not_written_down(recording: Any) -> None:
     async def handle(request: web.Request) -> web.Response:
         return web.json_response({"error": "there is no such model"}, status=404)

@@ -44,7 +44,7 @@ from tenuto.client.result import (
 )
 from tenuto.core import console
 from tenuto.core.console import count
-from tenuto.core.errors import ConfigError
+from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.records.files import (
     COMMANDS,
     METRICS,
@@ -500,39 +500,59 @@ def run_sweep(runs: Sequence[BenchOptions]) -> int:
         if "ab" in first or not first.get("client"):
             raise ConfigError(f"--out {runs[0].out} holds results of another command; name another folder")
     results: list[Result] = []
-    is_written = True
+    is_written, ended_by = True, None
     for number, options in enumerate(runs, 1):
         name = f"{options.load.jps:g} jobs/s"
-        folder = options.out / f"jps-{options.load.jps:g}" if options.out else None
-        if found := _try_read(folder, options):
-            say(f"{number} of {len(runs)}: {name} is there already")
-            results.append(found)
-            continue
-        say(f"{number} of {len(runs)}: {name}")
-        is_emptied = empty_cache(options.urls, options.api_key, options.engine_urls)
-        run_id = f"{options.run_id}-{options.load.jps:g}" if options.run_id else None
-        with RunFiles(folder, replaces=True) as files:
-            result = asyncio.run(measure(replace(options, run_id=run_id), make_workload(options.load), files))
-            result["client"]["cache_emptied"] = is_emptied
-            files.write_result(result)
-        if files.problem:
-            say(f"not all was written: {files.problem}")
-            is_written = False
+        try:
+            found = _try_read(_get_folder(options), options)
+            say(f"{number} of {len(runs)}: {name}{' is there already' if found else ''}")
+            result, problem = (found, None) if found else _run_one(options)
+        except (TenutoError, KeyboardInterrupt) as error:
+            if not results:
+                raise
+            # An overloaded server may have ended. What was measured is not lost.
+            ended_by = error
+            say(f"ends before {name}")
+            break
         results.append(result)
-        if options.out:
-            with writing(path := options.out / RESULTS):
-                write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
+        if options.out and not found and not problem:
+            try:
+                with writing(path := options.out / RESULTS):
+                    write_whole(path, "".join(json.dumps(each) + "\n" for each in results))
+            except ConfigError as error:
+                problem = str(error)
+        if problem:
+            say(f"not all was written: {problem}")
+            is_written = False
         if result["client"]["interrupted"]:
             break
+    options = runs[0]
     print_text(json.dumps(results) if options.as_json else format_sweep(results), options.csv)
     if options.out and not options.as_json:
         say(f"all results: {options.out}; charts: tenuto report {options.out}")
     if options.csv:
         write_csv(options.csv, results)
+    if ended_by is not None:
+        raise ended_by
     if results[-1]["client"]["interrupted"]:
         return 130
     statuses = [get_status(result, is_written=is_written) for result in results]
     return 1 if 1 in statuses else max(statuses)
+
+
+def _get_folder(options: BenchOptions) -> Path | None:
+    return options.out / f"jps-{options.load.jps:g}" if options.out else None
+
+
+def _run_one(options: BenchOptions) -> tuple[Result, str | None]:
+    """One run of a sweep; and what could not be written of it."""
+    is_emptied = empty_cache(options.urls, options.api_key, options.engine_urls)
+    run_id = f"{options.run_id}-{options.load.jps:g}" if options.run_id else None
+    with RunFiles(_get_folder(options), replaces=True) as files:
+        result = asyncio.run(measure(replace(options, run_id=run_id), make_workload(options.load), files))
+        result["client"]["cache_emptied"] = is_emptied
+        files.write_result(result)
+    return result, files.problem
 
 
 def _try_read(folder: Path | None, options: BenchOptions) -> Result | None:

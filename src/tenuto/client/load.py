@@ -35,7 +35,9 @@ from tenuto.workload.turn_driver import Due, TurnDriver
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 AWAY_S = 10.0
-"""Seconds for which a server that refuses a connection gets no turns."""
+"""Seconds for which a server that refuses a connection, or fails often, gets no turns."""
+MAX_FAILURES = 3
+"""A server that fails so often in a row gets no turns for a while, if another one does."""
 _NUM_RECENT = 1000
 Send = Callable[[str, bytes, Mapping[str, str]], Awaitable[Answer]]
 """Sends one turn: path, body and headers. It may be called again for a retry."""
@@ -207,7 +209,9 @@ class RoutedServers:
         self._say_hints = say_hints
         self._where: dict[str, str] = {}
         self._away: dict[str, float] = {}
-        """The time until which each server that refused a connection gets no turns."""
+        """The time until which each server that refused a connection, or failed often, gets no turns."""
+        self._num_failures = dict.fromkeys(self._clients, 0)
+        """How often each server failed since it last answered. Timeouts, which are slow, do not count."""
         self._num_sent = self._num_resent = 0  # The dispatcher also counts where it would send a turn again.
         for url in self._clients:
             self._dispatcher.join(EngineInfo(url), 0.0)
@@ -274,9 +278,17 @@ class RoutedServers:
         elif self._where.get(turn_id) == client.url:  # otherwise it was routed again when the server died
             del self._where[turn_id]
             self._note(self._dispatcher.fail(turn_id, now_s))
+        self._num_failures[client.url] += error.can_retry and error.kind != "timeout"
+        ready = self._dispatcher.engines.ready
+        if self._num_failures[client.url] >= MAX_FAILURES and len(ready) > 1 and client.url in ready:
+            # It always looks idle. What it still computes stays there.
+            self._num_failures[client.url] = 0
+            self._away[client.url] = now_s + AWAY_S
+            self._dispatcher.drain(client.url, now_s)
 
     def _finish(self, due: Due, answer: Answer) -> None:
-        self._where.pop(get_turn_id(due), None)
+        if (url := self._where.pop(get_turn_id(due), None)) is not None:
+            self._num_failures[url] = 0
         hints = self._say_hints(due.job, due.turn)
         sendings = self._dispatcher.finish(
             get_turn_id(due),

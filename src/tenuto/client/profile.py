@@ -64,6 +64,10 @@ Observation = dict[str, Any]
 say = partial(console.say, "profile")
 
 
+PAUSE_S, MAX_PAUSE_S = 1.0, 10.0
+"""Seconds to wait before a step that failed is timed again: by default, and at most."""
+
+
 def run_profile(options: ProfileOptions, path: Path) -> None:
     """Time the server's steps and write them to a file, one per line.
 
@@ -71,7 +75,14 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
+    with writing(path, None), path.open("a"):  # before minutes of work
+        is_new = not path.stat().st_size
+    try:
+        observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
+    except BaseException:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
     with writing(path, None):
         path.write_text("".join(json.dumps(each) + "\n" for each in observations), encoding="utf-8")
     say(f"the steps are in {path}")
@@ -252,7 +263,14 @@ async def _time_plan(
             say(f"time is up after {repeat} of {repeats} repeats")
             break
         for step in plan.steps:
-            seconds = await step.time(asker, repeat)
+            try:
+                seconds = await step.time(asker, repeat)
+            except RequestFailed as error:
+                if not error.can_retry:
+                    raise
+                say(f"a step is timed again: {error.kind}: {error}")
+                await asyncio.sleep(min(error.retry_after_s or PAUSE_S, MAX_PAUSE_S))
+                seconds = await step.time(asker, repeat)
             if seconds is not None:
                 times.setdefault(step, []).append(seconds)
             num_done += 1

@@ -519,19 +519,19 @@ class Dispatcher:
         return self._send_held(now_s)
 
     def fail(self, turn_id: str, now_s: float) -> list[Sending]:
-        """An engine did not answer a turn. The turn is routed again."""
+        """An engine did not answer a turn. The turn is routed again, to another engine if there is one."""
         one = self._turns.get(turn_id)
         if one is None or one.engine is None:
             return []
         engine, was = one.engine, one.turn
         self._leave_engine(one)
         self._caller.tell("on_turn_failed", was, engine, now_s)
-        one.engine, one.first_token_s = None, None
+        one.engine, one.first_token_s, one.job.engine = None, None, None
         one.turn = dataclasses.replace(
-            was, engine=self._get_engine(one.job), num_attempts=was.num_attempts + 1, cached_tokens=NO_TOKENS
+            was, engine=None, num_attempts=was.num_attempts + 1, cached_tokens=NO_TOKENS
         )
         self.stats.num_resent += 1
-        return self._route(one.turn, now_s)
+        return self._route(one.turn, now_s, failed=engine)
 
     def abort(self, turn_id: str, now_s: float) -> list[Sending]:
         """The client of a turn left. Ignores turns that are not open."""
@@ -570,14 +570,18 @@ class Dispatcher:
     def _get_engine(self, job: JobBook) -> str | None:
         return job.engine if job.engine in self.engines.ready else None
 
-    def _route(self, turn: RoutedTurn, now_s: float) -> list[Sending]:
-        """Ask where a turn goes, and record it; empty if the turn is held."""
+    def _route(self, turn: RoutedTurn, now_s: float, failed: str = "") -> list[Sending]:
+        """Ask where a turn goes, and record it; empty if the turn is held.
+
+        `failed`: the engine that has just not answered it. One that fails quickly always looks idle.
+        """
         if not self.engines.ready:
             self._hold(turn, (now_s,))
             return []
         overdue = now_s >= turn.arrival_s + self.limits.max_held_s
         is_held = turn.turn_id in self._held
-        if overdue or turn.num_turns > 1 or len(self._held) - is_held >= self.limits.max_held:
+        was_in = turn.num_turns > 1 or failed in self.engines.ready
+        if overdue or was_in or len(self._held) - is_held >= self.limits.max_held:
             turn = dataclasses.replace(turn, must_go=True)
         engine = self._get_engine(self._turns[turn.turn_id].job)
         if engine != turn.engine:  # it may have changed while the turn was held
@@ -588,6 +592,10 @@ class Dispatcher:
             if not is_held:
                 self._hold(turn, self._caller.ask_held_key(turn, now_s))
             return []
+        if answer.engine == failed and len(fleet.engines) > 1:
+            others = {name: seen for name, seen in fleet.engines.items() if name != failed}
+            answer = Router.route(self.router, turn, dataclasses.replace(fleet, engines=others))
+            assert isinstance(answer, Send)
         return [self._send(turn, answer, now_s)]
 
     def _hold(self, turn: RoutedTurn, key: Key) -> None:

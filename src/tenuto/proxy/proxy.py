@@ -25,6 +25,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from tenuto.client.address import get_base_url
+from tenuto.client.bench import get_end_signals
 from tenuto.client.http import KEEP_ALIVE_S
 from tenuto.core import console
 from tenuto.core.console import count
@@ -88,6 +89,7 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
     """Serve the proxy until a signal arrives. Raises ConfigError if it cannot listen on its port."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, *get_end_signals())
 
     def end() -> None:
         if not ended.is_set():
@@ -98,7 +100,7 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
             if connection.transport is not None:
                 connection.transport.abort()
         # The next signal has its default effect: it ends the process.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.remove_signal_handler(number)
 
     upstream = get_base_url(options.url)
@@ -115,7 +117,7 @@ async def serve(options: RecordOptions, recorder: Recorder) -> None:
             raise ConfigError(
                 f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; try --port"
             ) from error
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.add_signal_handler(number, end)
         host, port, *_ = runner.addresses[0]
         address = console.format_address(host, port)
@@ -196,17 +198,23 @@ class Proxy:
                 self.on_exchange(exchange)
 
     async def _pass(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
-        if hdrs.UPGRADE in request.headers:
+        if "websocket" in request.headers.get(hdrs.UPGRADE, "").lower():
             return _refuse(501, "tenuto record passes HTTP only, no websockets")
+        if not _can_send(request.headers):
+            return _refuse(400, "tenuto record passes headers in UTF-8 only; other bytes would be lost")
         usage_filter: UsageFilter | None = None
         body = _read_pieces(request, exchange) if request.body_exists else None
         headers = _drop(request.headers, _NOT_SENT)
         if (self.ask_usage or self.name_jobs) and exchange.is_kept and body is not None:
-            async for _ in body:
-                pass
+            pieces: list[bytes] = []
+            async for piece in body:
+                pieces.append(piece)
+                if exchange.is_too_large:
+                    break
+            whole = b"".join(pieces)
             if exchange.is_too_large:
-                return _refuse(413, "tenuto record reads each request's body, and has no room for this one")
-            whole = bytes(exchange.body)
+                # There is no room to read it, which other clients may have taken. It passes as it is.
+                return await self._send(request, exchange, headers, _chain(whole, body), None)
             if self.name_jobs and (name := find_job_name(exchange, whole)) is not None:
                 headers[SESSION_HEADER] = name
             changed = ask_for_usage(request.path, whole) if self.ask_usage else None
@@ -215,6 +223,17 @@ class Proxy:
                 headers[hdrs.ACCEPT_ENCODING] = "identity"  # the filter reads the answer's lines
             headers[hdrs.CONTENT_LENGTH] = str(len(changed or whole))
             body = _send_bytes(changed or whole)
+        return await self._send(request, exchange, headers, body, usage_filter)
+
+    async def _send(
+        self,
+        request: web.Request,
+        exchange: Exchange,
+        headers: CIMultiDict[str],
+        body: AsyncIterator[bytes] | None,
+        usage_filter: UsageFilter | None,
+    ) -> web.StreamResponse:
+        """Send a request on, and its answer back."""
         # A client that takes this for the proxy of its environment sends a whole URL.
         is_path = request.raw_path.startswith("/")
         path = request.raw_path if is_path else request.rel_url.raw_path_qs
@@ -275,6 +294,21 @@ async def _read_pieces(request: web.Request, exchange: Exchange) -> AsyncIterato
 
 async def _send_bytes(body: bytes) -> AsyncIterator[bytes]:
     yield body
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _can_send(headers: CIMultiDictProxy[str]) -> bool:
+    """Whether aiohttp can send these headers as they came. It leaves out bytes that are not UTF-8."""
+    try:
+        "".join(headers.values()).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def find_job_name(exchange: Exchange, body: bytes) -> str | None:

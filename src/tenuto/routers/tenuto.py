@@ -46,17 +46,19 @@ class _Engine:
     work: float = 0.0
     most: float = 0.0
     jobs: dict[str, Placed] = field(default_factory=dict)
-    has_changed: bool = False
-    """Whether its jobs have changed since `work` and `most` were computed."""
+    num_changes: int = 0
+    """How often its jobs have changed since `work` and `most` were computed."""
 
 
+RENEW_SHARE = 64
+"""Up to this many jobs, each change of an engine's jobs counts at once; of more, strangers invent most."""
 _NOTHING = _Engine()
 
 
 class Placements:
-    """The jobs of each engine. A look takes O(n log n) if the jobs of that engine have changed, else O(1).
+    """The jobs of each engine. Changes take O(1), because many jobs may fall silent at once.
 
-    Changes take O(1), because many jobs may fall silent at once.
+    A look takes O(n log n) if one in `RENEW_SHARE` of the engine's jobs has changed, else O(1).
     """
 
     def __init__(self) -> None:
@@ -92,8 +94,9 @@ class Placements:
             self.remove(job_id)
         self._jobs[job_id] = placed
         engine = self._engines.setdefault(placed.engine, _Engine())
+        engine.work += placed.work - (0.0 if (old := engine.jobs.get(job_id)) is None else old.work)
         engine.jobs[job_id] = placed
-        engine.has_changed = True
+        engine.num_changes += 1
 
     def remove(self, job_id: str) -> Placed | None:
         """Remove a job. Returns what was known about it; None if it was on no engine."""
@@ -101,7 +104,8 @@ class Placements:
         if placed is not None:
             engine = self._engines[placed.engine]
             del engine.jobs[job_id]
-            engine.has_changed = True
+            engine.work -= placed.work
+            engine.num_changes += 1
             if not engine.jobs:
                 del self._engines[placed.engine]
         return placed
@@ -113,7 +117,7 @@ class Placements:
 
     def _look(self, name: str) -> _Engine:
         engine = self._engines.get(name, _NOTHING)
-        if engine.has_changed:
+        if engine.num_changes * RENEW_SHARE > len(engine.jobs):
             _renew(engine)
         return engine
 
@@ -130,7 +134,7 @@ def _renew(engine: _Engine) -> None:
         held -= own
     engine.most = most
     engine.work = sum(job.work for job in engine.jobs.values())
-    engine.has_changed = False
+    engine.num_changes = 0
 
 
 # Jobs whose client is away, in a tool call or for good: those that are not expected back soon.
