@@ -16,15 +16,19 @@ LOADS = [0.5, 1.0, 2.0]
 
 def main() -> None:
     result = tenuto.compare(
-        policies=["stock", "tenuto"], gpu=GPUS, workload="ab8", jps=LOADS, seeds=[1], window_s=20.0
+        policies=["stock", "tenuto"], gpu=GPUS, workload="ab8", jps=LOADS, seeds=[1], window_s=120.0
     )
     print(f"{'GPU':>8} {'policy':>8}   P95 job time, seconds, at so many jobs a second")
     for gpu in GPUS:
         for policy in ("stock", "tenuto"):
             records = [r for r in result.records if r["gpu"] == gpu and r["policy"] == policy]
+            # An overloaded GPU has no such time: the longer the load lasts, the longer its jobs take.
+            keeps_up = {r["jps"]: r["finished_jps"] >= 0.9 * r["offered_jps"] for r in records}
             p95_s = {r["jps"]: r["job_s"]["p95"] for r in records}
-            fits = [jps for jps in LOADS if p95_s[jps] <= LIMIT_S]
-            curve = "  ".join(f"{jps:g}: {p95_s[jps]:6.1f}" for jps in LOADS)
+            fits = [jps for jps in LOADS if keeps_up[jps] and p95_s[jps] <= LIMIT_S]
+            curve = "  ".join(
+                f"{jps:g}: {f'{p95_s[jps]:.1f}' if keeps_up[jps] else 'overloaded':>10}" for jps in LOADS
+            )
             print(
                 f"{gpu:>8} {policy:>8}   {curve}   up to {max(fits, default=0):g} jobs/s within {LIMIT_S:g} s"
             )

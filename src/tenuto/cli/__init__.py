@@ -6,6 +6,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except ConfigError as error:
         end = "" if str(error).endswith("?") else ";"
-        print(f"tenuto: {error}{end} see {_name_help(arguments)}", file=sys.stderr)
+        print(f"tenuto: {error}{end} see {_name_help(arguments, str(error))}", file=sys.stderr)
         return 2
     except TenutoError as error:
         print(f"tenuto: {error}", file=sys.stderr)
@@ -189,8 +190,12 @@ def _make_help() -> str:
     )
 
 
-def _name_help(arguments: Sequence[str]) -> str:
+def _name_help(arguments: Sequence[str], problem: str) -> str:
+    """The help page for an error, which has all options if --help lacks one that the error names."""
     if arguments[0] not in COMMANDS:
         return "tenuto --help"
     is_sim = arguments[0] == "serve" and "sim" in " ".join(arguments).replace("=", " ").split()
-    return f"tenuto {arguments[0]} {'--engine sim ' if is_sim else ''}--help"
+    command = load_command("serve-sim" if is_sim else arguments[0])
+    named, hidden = {*re.findall(r"--[a-z][a-z-]*", problem)}, command.get_hidden()
+    is_hidden = any(flag.name in named for flag in command.get_flags() if flag.field.name in hidden)
+    return f"tenuto {arguments[0]} {'--engine sim ' if is_sim else ''}--help{'-all' if is_hidden else ''}"

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -242,6 +243,16 @@ def _make_flag(cls: type, field: dataclasses.Field[Any], kind: Any) -> Flag:
     return Flag(field, str if choices else kind, is_tuple, choices, group, is_required)
 
 
+class _StoreList(argparse.Action):
+    """Stores a list with commas. Given twice, the last counts, as in scripts that override an option."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest, values) != values:
+            hint = f"for several: {option_string} {getattr(namespace, self.dest)},{values}"
+            print(f"note: {option_string} is given twice, and the last counts; {hint}", file=sys.stderr)
+        setattr(namespace, self.dest, values)
+
+
 def _add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Container[str]) -> None:
     """Add the flags under their headings. Values stay text until `Given.read`."""
     groups: dict[str, Any] = {}
@@ -260,7 +271,9 @@ def _add_flags(parser: argparse.ArgumentParser, flags: list[Flag], hidden: Conta
             words["action"] = argparse.BooleanOptionalAction if flag.field.default is True else "store_true"
         else:
             words["metavar"] = flag.metavar
-            words["action"] = "append" if form.get("is_repeatable") else "store"
+            words["action"] = _StoreList if flag.is_tuple else "store"
+        if form.get("is_repeatable"):
+            words["action"] = "append"
         if form.get("takes_several"):
             words |= {"action": "extend", "nargs": "+"}
         if flag.group not in groups:

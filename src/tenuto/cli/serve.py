@@ -63,10 +63,10 @@ class ServeOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_step_tokens(self.step_tokens, "--step-tokens")
-        if self.host_gb is None and (self.disk is not None or self.disk_gb is not None):
-            raise ConfigError("--disk needs host memory above it: add --host-gb")
         if self.disk is None and self.disk_gb is not None:
-            raise ConfigError("--disk-gb needs --disk, the folder")
+            raise ConfigError("--disk-gb needs --disk, the folder, and --host-gb, the memory above it")
+        if self.host_gb is None and self.disk is not None:
+            raise ConfigError("--disk needs host memory above it: add --host-gb")
 
     def get_settings(self) -> dict[str, Any]:
         """The given options, as the plugin's settings."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -65,12 +66,14 @@ class GridOptions(Options):
         options = {
             policy: parse_policy_options(self.options, policy, self.policies) for policy in self.policies
         }
-        return [
-            given.read(Setup, gpu=gpu, policy=policy, options=options[policy], fleet=fleet)
-            for gpu in self.gpus
-            for policy in self.policies
-            for fleet in fleets
-        ]
+        setups: dict[Any, Setup] = {}
+        for gpu, policy, number in itertools.product(self.gpus, self.policies, range(len(fleets))):
+            setup = given.read(Setup, gpu=gpu, policy=policy, options=options[policy], fleet=fleets[number])
+            if setup.gpu not in setup.engine_gpus:
+                raise ConfigError(f"--gpu {gpu}: --servers names no such GPU; leave it out")
+            # A fleet whose GPUs have names is the same for each of them.
+            setups.setdefault((setup.engine_gpus, policy, number), setup)
+        return list(setups.values())
 
 
 def say_notes(notes: Iterable[str]) -> None:

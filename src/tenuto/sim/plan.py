@@ -878,7 +878,7 @@ def _name_gpus(plan: Plan) -> str:
 
 def format_effects(effects: Sequence[Effect], plan: Plan) -> str:
     """What the plan depends on."""
-    lines = [f"With the same {_name_gpus(plan)}, if:"]
+    lines = [f"With the same {_name_gpus(plan)}, judged without the margin, if:"]
     for effect in effects:
         verdict = "still enough" if effect.is_enough else "not enough"
         lines.append(f"  {effect.name:24} {verdict:13} {effect.point}")

@@ -19,7 +19,7 @@ from tenuto.core.limits import Limits
 from tenuto.core.policy import Oracle, Policy
 from tenuto.core.policy_caller import DecisionLog
 from tenuto.core.reuse import count_shared_tokens
-from tenuto.records.files import OCCUPANCY, RESULT, TURNS, RunFiles
+from tenuto.records.files import OCCUPANCY, RESULT, TURNS, RunFiles, writing
 from tenuto.records.metrics import make_record, parse_limits
 from tenuto.records.schema import Sample, TurnCounts, TurnRecord, get_config
 from tenuto.records.trace import StepState, TraceWriter
@@ -317,7 +317,12 @@ class Occupancy:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ConfigError if a folder holds a run that was not simulated: nobody can make that again."""
+    """Make a folder. Raise ConfigError if that fails, or if it holds a run that was not simulated.
+
+    Nobody can make such a run again.
+    """
+    with writing(folder, is_folder=True):
+        folder.mkdir(parents=True, exist_ok=True)
     result = folder / RESULT
     if not result.exists() and not (folder / TURNS).exists():
         return

@@ -64,6 +64,8 @@ class ConvertOptions(Options):
 
 def run_convert(options: ConvertOptions) -> int:
     """Convert a trace; return 0. If the new format cannot store everything, the losses are reported."""
+    if not options.source.exists():
+        raise ConfigError(f"{options.source}: no such file or folder")
     jobs = load_workload(options.source).jobs
     if not options.keep_text and holds_text(options.source):
         jobs = drop_commands(jobs)

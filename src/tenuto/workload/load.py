@@ -200,7 +200,9 @@ def make_workload(options: LoadOptions) -> Workload:
     if options.max_jobs is not None:
         workload = take_first_jobs(workload, options.max_jobs)
     if not workload.jobs:
-        raise ConfigError(f"{options.workload}: nothing to run: no job arrives within the window")
+        raise ConfigError(
+            f"{options.workload}: nothing to run: no job arrives within the window; raise --window or --jps"
+        )
     if options.scale_turns != 1.0:
         workload = scale_turns(workload, options.scale_turns)
     if options.max_turns is not None:
