@@ -78,3 +78,50 @@ def test_check_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
     assert main(["check-router", f"{file}:Mine"]) == 1
     assert "neither Send nor Hold" in capsys.readouterr().err
+
+
+def test_gpus_that_no_server_has_are_an_error_and_a_fleet_of_named_ones_runs_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["--step-cost", "roofline", "--jps", "3", "--window", "2", "--policies", "stock", "--json"]
+    compare = ["compare", *load, "--workers", "1", "--out", str(tmp_path / "c")]
+    assert main([*compare, "--gpu", "H100,L40S", "--servers", "H100:2"]) == 2
+    assert "--gpu L40S: --servers names no such GPU" in capsys.readouterr().err
+    assert main([*compare, "--gpu", "H100,L40S", "--servers", "H100:1,L40S:1"]) == 0
+    assert len((tmp_path / "c" / "results.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["simulate", *SMALL, "--out", str(tmp_path / "file" / "d")]) == 2
+    shown = capsys.readouterr()
+    assert "cannot write" in shown.err and not shown.out
+
+
+def test_a_list_that_is_given_twice_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["compare", *SMALL, "--workers", "1", "--out", str(tmp_path / "c"), "--json"]
+    assert main([*small, "--policies", "stock", "--policies", "priority"]) == 0
+    shown = capsys.readouterr().err
+    assert "--policies is given twice, and the last counts; for several: --policies stock,priority" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [
+        (["simulate", "--gpu", "H100"], "tenuto simulate --help-all"),
+        (["simulate", "--gpu", "H3", "--jps", "1"], "simulate --help"),
+        (["serve", "--engine", "sim", "--gpu", "H3", "--model", "m"], "serve --engine sim --help"),
+    ],
+)
+def test_an_error_names_the_page_that_has_the_option(
+    command: list[str], page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 2
+    assert capsys.readouterr().err.rstrip().endswith(page)
+
+
+def test_a_generator_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "ab8", str(tmp_path / "out.jsonl")]) == 2
+    assert "ab8: no such file or folder" in capsys.readouterr().err

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tenuto.core import reuse
 from tenuto.core.errors import ConfigError
 from tenuto.records import metrics
-from tenuto.records.metrics import Gaps, get_job_rates, get_rate, measure_goodput, parse_limits
+from tenuto.records.metrics import (
+    Gaps,
+    get_job_rates,
+    get_rate,
+    make_record,
+    measure_goodput,
+    parse_limits,
+)
 from tenuto.records.schema import Goodput, Stats, TurnRecord
 from tenuto.records.text import format_time_s, is_overloaded, write_csv
 from tenuto.sim.machine import build
@@ -262,6 +269,16 @@ def test_jobs_that_come_at_once_have_no_rate() -> None:
     assert get_rates(0.0002) == (None, pytest.approx(1.0))
     assert get_rates(0.5) == (pytest.approx(2.0), pytest.approx(1.0))
     assert set(get_job_rates([], {}).values()) == {None}
+
+
+def test_the_heaviest_overload_has_its_rate() -> None:
+    """Jobs that a rate of arrival brought came at that rate, however much longer the run took."""
+    turns = [TurnRecord(job=str(n), turn=1, due_s=n / 500, last_token_s=10.0 + n) for n in range(100)]
+    facts = dict.fromkeys(("loaded_tokens", "stored_tokens", "block_size"))
+    facts |= {"policy": "stock", "gpu": "H100", "jps": 500.0, "seed": 1, "simulated": True, "wall_s": 1.0}
+    record = make_record(turns, **facts)
+    assert record.offered_jps == pytest.approx(500.0)
+    assert is_overloaded(record.to_json())
 
 
 def test_jobs_that_end_at_once_have_no_rate() -> None:

@@ -466,7 +466,9 @@ class Servers(ExitStack):
     def _start(self, arm: Arm, port: int) -> LocalServer:
         options = self._options
         check_port(port)
-        serve_args = (*options.serve_args, *options.arm_args.get(arm.name, ()))
+        # A label of other servers. Of a simulated one, it is what is simulated.
+        gpu = ("--gpu", options.bench.gpu) if arm.kind == "sim" and options.bench.gpu else ()
+        serve_args = (*gpu, *options.serve_args, *options.arm_args.get(arm.name, ()))
         command = make_command(arm, options.model or "", port, serve_args)
         log = self._make_log_path(arm.name)
 

@@ -188,6 +188,7 @@ _LOST = ("failed", "cancelled", "not_sent")
 def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Notes that a reader of the ratios must know. `results`: the runs' results by arm."""
     return [
+        *_describe_simulated(results),
         *find_invalid(results),
         *describe_errors(results),
         *describe_faults(results),
@@ -195,6 +196,14 @@ def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         *describe_lag(results),
         *describe_caches(results),
     ]
+
+
+def _describe_simulated(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    arms = [
+        arm for arm, runs in results.items() if any(run["client"].get("simulated_server") for run in runs)
+    ]
+    which = "" if len(arms) == len(results) else f" of {', '.join(arms)}"
+    return [f"Simulated: the servers{which} computed nothing; their times are a simulator's."] if arms else []
 
 
 def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:

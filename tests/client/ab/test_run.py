@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tenuto.cli import main
 from tenuto.client import ab as run_module
 from tenuto.client.ab import LocalServer, run_ab, run_server
 from tenuto.client.ab_verdict import MEASURES
@@ -477,3 +478,16 @@ def test_a_server_that_names_no_models_can_be_an_arm(
     monkeypatch.setattr(server, "_get_page", lambda path: None if "models" in path else give_page(path))
     with serving(server) as url:
         assert run_ab(options(*name_arms(url, url), *QUICK, "--model", "fake")) == 0
+
+
+@pytest.mark.slow
+def test_simulated_servers_have_the_gpu_that_is_named_and_the_verdict_says_what_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ab"
+    arms = ("--arm", "a=sim:stock", "--arm", "b=sim:tenuto", "--model", "llama-3.1-8b", "--gpu", "L40S")
+    load = ("--workload", "requests", "--max-jobs", "2", "--jps", "20", "--scale-lengths", "0.01")
+    assert main(["ab", *arms, *load, "--repeats", "1", "--warmup-jobs", "0", "--out", str(out)]) in (0, 1, 3)
+    assert "Simulated: the servers computed nothing" in capsys.readouterr().out
+    logs = [path.read_text() for path in (out / "logs").iterdir()]
+    assert logs and all("simulated L40S" in text for text in logs)
