@@ -1045,6 +1045,13 @@ FAULTS = (
         ("routers/test_parts.py::test_ever_new_jobs_of_strangers_do_not_make_each_look_long",),
     ),
     Fault(
+        "routers: prompts that Ray's replicas refuse count as long jobs",
+        "ray/router.py",
+        "if arrival.num_prompt_tokens > self._max_model_len:",
+        "if False:",
+        ("ray/test_books.py::test_prompts_that_no_replica_takes_do_not_send_new_jobs_elsewhere",),
+    ),
+    Fault(
         "leases: a turn that reads no cache waits for its own job's lease",
         "core/leases.py",
         "if num_freed < num_blocks and self._get_spared(turn) is None",

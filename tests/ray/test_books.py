@@ -143,3 +143,29 @@ def test_requests_end_once_and_unknown_ones_do_no_harm() -> None:
         end("unknown")
     assert books.num_open == 0
     assert [each.num_open for each in books.dispatcher.engines.ready.values()] == [0]
+
+
+def test_prompts_that_no_replica_takes_do_not_send_new_jobs_elsewhere() -> None:
+    """A client sends them to all replicas but one, and these refuse them at once."""
+
+    def count(**options: Any) -> Counter[str | None]:
+        now = [0.0]
+        books = ReplicaBooks(get_now_s=lambda: now[0], **options)
+        books.set_replicas("abcd")
+        events = [
+            (job / 2 + 3 * turn, f"{job}/{turn}", ask(job, turn)) for job in range(80) for turn in range(6)
+        ]
+        for number in range(12):
+            at_s = 10.0 * (number // 3) + number / 1000
+            events.append((at_s, f"long/{number}", {"prompt": [number] + [0] * 1_000_000}))
+        first = Counter[str | None]()
+        for at_s, name, request in sorted(events, key=lambda event: event[0]):
+            now[0] = at_s
+            replica = books.propose(name, request, name.partition("/")[0] if "long" not in name else "")
+            now[0] += 0.05
+            answer(books, name)
+            first[replica] += name.endswith("/0") and "long" not in name
+        return first
+
+    assert max(count().values()) > 40
+    assert max(count(max_model_len=131_072).values()) < 30

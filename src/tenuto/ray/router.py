@@ -15,6 +15,7 @@ Requests of a deployment handle carry the OpenAI request as their first argument
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tenuto.core.dispatcher import Dispatcher, FleetLimits, read_arrival
 from tenuto.core.indexed_heap import IndexedHeap
 from tenuto.core.loader import load_router
-from tenuto.core.router import EngineInfo, Sending
+from tenuto.core.router import Arrival, EngineInfo, Sending
 
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
@@ -36,7 +37,8 @@ except ImportError:  # without Ray this file can be imported and documented; its
 class TenutoRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not read
     """Jobs stay with the replica that holds their KV cache; new jobs go where they finish soonest.
 
-    `request_router_kwargs`: `router` (a name, or file.py:Class), its `options`, and `max_held`.
+    `request_router_kwargs`: `router` (a name, or file.py:Class), its `options`, `max_held`, and
+    `max_model_len`, the replicas' own.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -134,9 +136,15 @@ class ReplicaBooks:
         options: Mapping[str, Any] | None = None,
         *,
         max_held: int = 0,
+        max_model_len: int | None = None,
         get_now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_held`: how many new jobs may wait here. 0: the engines' own admission holds them back."""
+        """`max_held`: how many new jobs may wait here. 0: the engines' own admission holds them back.
+
+        `max_model_len`: a replica refuses longer prompts at once. Ray calls these answered too, so without
+        this, each counts as a long job there until it is silent.
+        """
+        self._max_model_len = math.inf if max_model_len is None else max_model_len
         self.dispatcher = Dispatcher(load_router(router, options), FleetLimits(max_held=max_held))
         self._get_now_s = get_now_s
         self._requests: dict[str, _Request] = {}
@@ -176,6 +184,8 @@ class ReplicaBooks:
             one = self._requests[turn_id] = _Request(is_waiting)
             headers = {"x-session-id": session_id} if session_id else {}
             arrival = read_arrival(turn_id, request, headers, "/v1/chat/completions")
+            if arrival.num_prompt_tokens > self._max_model_len:
+                arrival = Arrival(turn_id, None, 1)
             self._note(self.dispatcher.arrive(arrival, now_s))
         else:
             one.is_completed = False
