@@ -30,6 +30,13 @@ def test_simulate_writes_what_each_engine_did(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "occupancy.jsonl").exists(), "that is of one engine"
 
 
+def test_the_text_says_what_became_of_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLEET, "--fault", "die:1@1", "--no-beside-stock"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fleet ")]
+    assert line.startswith("fleet        2 engines (engine 1 died), ")
+    assert "turns sent again" in line and "imbalance " in line
+
+
 def test_compare_has_a_line_for_each_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", *SMALL, "--policies", "stock", "--servers", "2", "--out", str(tmp_path)]
     assert main([*arguments, "--router", "tenuto,random", "--workers", "1"]) == 0

@@ -59,6 +59,7 @@ def format_run(record: Mapping[str, Any]) -> str:
         + ("" if makespan_s is None else f" in {makespan_s:.1f} s"),
         f"turns        {turns['ok']} of {turns['planned']} ok"
         + "".join(f", {turns[name]} {word}" for name, word in _LOSSES.items() if turns[name]),
+        *([f"fleet        {_format_fleet(record['fleet'])}"] if record.get("fleet") else []),
         *_format_rates(record),
         f"job time     {format_stats(record['job_s'])}",
     ]
@@ -138,6 +139,18 @@ def comes_from(step_cost: str | None, source: str) -> bool:
     """
     forms = (source, f"{source}/optimistic", f"{source}/pessimistic")
     return any(name in forms for name in (step_cost or "").split(", "))
+
+
+def _format_fleet(fleet: Mapping[str, Any]) -> str:
+    """What became of several engines, and what their router did."""
+    engines = [each for each in fleet.get("engines", ()) if isinstance(each, dict)]
+    died = [f"engine {each['name']} died" for each in engines if each.get("died")]
+    parts = [count(len(engines), "engine") + (f" ({', '.join(died)})" if died else "")] if engines else []
+    for name, words in (("resent", "turns sent again"), ("moves", "moves of jobs")):
+        parts += [f"{fleet[name]:,} {words}"] if fleet.get(name) is not None else []
+    if (imbalance := fleet.get("imbalance")) is not None:
+        parts.append(f"imbalance {imbalance:.2f}")
+    return ", ".join(parts)
 
 
 def is_overloaded(record: Mapping[str, Any]) -> bool:
