@@ -146,7 +146,7 @@ class LaterStores:
     def forget_keys(self) -> None:
         """The policy changed: its keys count no more."""
         for number, wanted in enumerate(self._queue):
-            facts = [_forget_key(each) if isinstance(each, Use) else each for each in wanted.facts]
+            facts = [replace(each, key=()) if isinstance(each, Use) else each for each in wanted.facts]
             self._queue[number] = replace(wanted, facts=facts)
 
     def collect(self) -> None:
@@ -164,10 +164,6 @@ class LaterStores:
     def _give_back(self, blocks: Sequence[Any]) -> None:
         self.num_held_blocks -= len(blocks)
         self._port.give_back_blocks(blocks)
-
-
-def _forget_key(use: Use) -> Use:
-    return Use(owner=use.owner, tenant=use.tenant)
 
 
 @dataclass
@@ -297,7 +293,7 @@ class Prefetch:
     def forget_keys(self) -> None:
         """The policy changed: its keys count no more."""
         for away in self._away.values():
-            away.use = _forget_key(away.use)
+            away.use = replace(away.use, key=())
 
     # Internal.
 
