@@ -932,8 +932,8 @@ FAULTS = (
     Fault(
         "tiers: a context is fetched at once",
         "vllm/tiers/background.py",
-        "end = min(away.num_blocks, first + MAX_AT_ONCE * self._port.blocks_per_chunk)",
-        "end = away.num_blocks",
+        "end = min(len(hashes), first + MAX_AT_ONCE * self._port.blocks_per_chunk)",
+        "end = len(hashes)",
         (
             "vllm/test_tiers.py::test_a_long_context_is_fetched_in_parts",
             "vllm/test_tiers.py::test_no_further_part_is_fetched_once_a_turn_waits",

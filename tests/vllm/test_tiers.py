@@ -512,6 +512,24 @@ def test_few_jobs_with_long_prompts_take_no_other_tenant_s_fetch(monkeypatch: py
     assert list(prefetch._away) == ["mine0", "mine1", "mine2", "j1"]
 
 
+@pytest.mark.parametrize("num_hashes", [0, 3])
+def test_a_turn_whose_last_blocks_have_no_hashes_yet_is_fetched_as_far_as_they_are_known(
+    num_hashes: int,
+) -> None:
+    looked_for: list[tuple[int, int]] = []
+    port = SimpleNamespace(
+        find_cached=lambda block_hash: None,
+        count_loadable=lambda hashes, first, end: looked_for.append((first, end)) or 0,
+        get_num_free_blocks=lambda: 100,
+        blocks_per_chunk=1,
+    )
+    prefetch = background.Prefetch(cast(Any, port))
+    leave(prefetch, "a", "ann", 0.0, num_hashes=num_hashes)
+    prefetch._away["a"].num_blocks = 5
+    prefetch.begin(None, 1e9, may_load=True)
+    assert looked_for == ([(0, 3)] if num_hashes else [])
+
+
 def test_calls_that_end_long_before_they_were_expected_take_no_memory() -> None:
     prefetch = background.Prefetch(cast(Any, None))
     for number in range(1000):

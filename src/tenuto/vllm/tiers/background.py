@@ -306,11 +306,12 @@ class Prefetch:
         return away
 
     def _load(self, job_id: str, away: _Away, meta: Any) -> None:
-        if self._port.find_cached(away.hashes[away.num_blocks - 1]) is not None:
-            return  # then those before it mostly are, too
-        front = list(itertools.takewhile(bool, map(self._port.find_cached, away.hashes[: away.num_blocks])))
+        hashes = away.hashes[: away.num_blocks]  # there may be fewer: a turn's last tokens have none yet
+        if not hashes or self._port.find_cached(hashes[-1]) is not None:
+            return  # if the last is on the GPU, those before it mostly are, too
+        front = list(itertools.takewhile(bool, map(self._port.find_cached, hashes)))
         first = len(front)
-        end = min(away.num_blocks, first + MAX_AT_ONCE * self._port.blocks_per_chunk)
+        end = min(len(hashes), first + MAX_AT_ONCE * self._port.blocks_per_chunk)
         num_loadable = self._port.count_loadable(away.hashes, first, end)
         num_free = self._port.get_num_free_blocks() - num_loadable - first
         if not num_loadable:
