@@ -125,6 +125,10 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_timed(
     assert f"cannot write {tmp_path}" in capsys.readouterr().err
     assert cli.main([*command, "--save", str(tmp_path / "s.jsonl")]) == 2
     assert not (tmp_path / "s.jsonl").exists()
+    # What was there before stays, such as a device.
+    (tmp_path / "s.jsonl").write_text("")
+    assert cli.main([*command, "--save", str(tmp_path / "s.jsonl")]) == 2
+    assert (tmp_path / "s.jsonl").exists()
 
 
 def test_prefills_of_another_length_than_meant_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ def test_what_a_simulated_server_says() -> None:
             "a",
         ),
         ('tenuto:info{policy="a', None),
+        ('tenuto:info{policy="a\x1b[2Jb",version="1"} 1.0\n', "a [2Jb"),
         ("", None),
     ],
 )

@@ -160,7 +160,7 @@ def try_get_policy(text: str) -> str | None:
     except DataError:
         return None
     policies, modes = page.active("tenuto:info", "policy"), page.active("tenuto:mode", "mode")
-    return policies[0] if len(policies) == 1 and modes in ([], ["on"]) else None
+    return clean(policies[0]) or None if len(policies) == 1 and modes in ([], ["on"]) else None
 
 
 def is_counter(name: str) -> bool:

@@ -75,8 +75,9 @@ def run_profile(options: ProfileOptions, path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    is_new = not path.exists()
     with writing(path, None), path.open("a"):  # before minutes of work
-        is_new = not path.stat().st_size
+        pass
     try:
         observations = asyncio.run(measure(options, _try_get_kv_tokens(options)))
     except BaseException:

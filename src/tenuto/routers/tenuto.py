@@ -51,7 +51,7 @@ class _Engine:
 
 
 RENEW_SHARE = 64
-"""Up to this many jobs, each change of an engine's jobs counts at once; of more, strangers invent most."""
+"""`most` is computed again when one in so many of an engine's jobs has changed; with fewer jobs, each time."""
 _NOTHING = _Engine()
 
 
