@@ -51,7 +51,7 @@ class _Engine:
 
 
 RENEW_SHARE = 64
-"""`most` is computed again when one in so many of an engine's jobs has changed; with fewer jobs, each time."""
+"""`most` is computed again once one in so many jobs has changed; with fewer jobs, each time."""
 _NOTHING = _Engine()
 
 
