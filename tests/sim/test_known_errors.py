@@ -105,7 +105,7 @@ QUICK = ("--gpu", "H100", "--jps", "2", "--window", "3", "--step-cost", "rooflin
 
 def test_every_command_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *QUICK, "--policy", "stock"]) == 0
-    assert f"known error  {ROOFLINE}" in capsys.readouterr().out
+    assert f"known error  of mean job times like these: {ROOFLINE}" in capsys.readouterr().out
     table = tmp_path / "run.csv"
     assert main(["simulate", *QUICK, "--policy", "stock", "--json", "--csv", str(table)]) == 0
     assert json.loads(capsys.readouterr().out)["known_error"] == ROOFLINE.to_json()

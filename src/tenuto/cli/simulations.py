@@ -147,7 +147,7 @@ def _run_simulate(given: Given) -> int:
     table = options.ledger if str(options.ledger) == "-" else options.csv
     try:
         if not options.as_json:
-            print_text(f"{format_run(record)}\nknown error  {error}", table)
+            print_text(f"{format_run(record)}\nknown error  of mean job times like these: {error}", table)
         record = {**record, "known_error": error.to_json()}
         shipped = make_stock(replace(setup, step_tokens=None, keep_kv=True))
         if options.beside_stock and setup != shipped:

@@ -20,7 +20,7 @@ from tenuto.records import codec, files
 from tenuto.records.codec import Fields, T
 from tenuto.records.files import RESULTS, Say, find_in, read_first, read_objects, stream_objects
 from tenuto.records.metrics import find_roots
-from tenuto.records.prototype import KIND, read_prototype
+from tenuto.records.prototype import ARRIVED, KIND, read_prototype
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import SCHEMA, RunRecord, Sample, TurnRecord, ValidationRecord
 from tenuto.records.trace import read_trace
@@ -112,8 +112,9 @@ def identify_object(values: Mapping[str, object]) -> Kind:
     if (found := next(every, None)) is not None:
         # Field that `tenuto record` adds to a session's turn.
         return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
-    events = (each for value in values.values() for each in (value if isinstance(value, list) else [None]))
-    return PROTOTYPE if values and all(isinstance(event, dict) for event in events) else UNKNOWN
+    events = [each for value in values.values() for each in (value if isinstance(value, list) else [None])]
+    is_prototype = all(isinstance(event, dict) for event in events) and any(ARRIVED in each for each in events)
+    return PROTOTYPE if is_prototype else UNKNOWN
 
 
 def check_kind(first: Fields, wanted: Kind) -> None:

@@ -38,7 +38,7 @@ _LOSSES = {
     "failed": "failed",
     "cancelled": "cancelled",
     "not_sent": "not sent",
-    "refused": "too long for this machine, left out",
+    "refused": "too long for this machine and left out, so their jobs ended early",
 }
 _NO_COLUMNS = ("kind", "schema", "config", "versions", "client", "job_times_s", "by_turn", "notes")
 """Parts of a run's record that are not columns: lists, and what differs from run to run."""

@@ -752,6 +752,7 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     runs, step_cost = best.point.runs, best.point.runs[0].step_cost
     has_prices = all(plan.usd_per_hour is not None for plan in plans if plan.num_gpus is not None)
     low, high = (pick(run.p95_s for run in runs) for pick in (min, max))
+    seeds = "one seed" if len(runs) == 1 else f"{format_s(low)} to {format_s(high)} over {len(runs)} seeds"
     if (fleet := best.setup.fleet) is not None:
         how, router = f"All machines were simulated behind the router {fleet.router}", ""
     else:
@@ -763,12 +764,10 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
     lines = [
         f"{'Cheapest' if has_prices else 'Fewest'}: {_name_gpus(best)} with policy "
         f"{name_policy(best)}{'' if best.usd_per_hour is None else f', {best.usd_per_hour:.2f} $/hour'}.",
-        f"P95 job time {format_s(best.point.p95_s)} ({format_s(low)} to {format_s(high)} over "
-        f"{count(len(runs), 'seed')}), P95 TTFT {format_s(best.point.p95_ttft_s)}. "
+        f"P95 job time {format_s(best.point.p95_s)} ({seeds}), P95 TTFT {format_s(best.point.p95_ttft_s)}. "
         f"Target: {replace(target, margin=best.margin)}.",
-        f"{how} until steady: {min(run.simulated_s for run in runs):.0f} to "
-        f"{max(run.simulated_s for run in runs):.0f} s, less a warm-up of "
-        f"{min(run.warm_up_s for run in runs):.0f} to {max(run.warm_up_s for run in runs):.0f} s.{router}",
+        f"{how} until steady: {_span([run.simulated_s for run in runs])}, less a warm-up of "
+        f"{_span([run.warm_up_s for run in runs])}.{router}",
         f"Step times: {STEP_COSTS.get(step_cost, f'a fit to observed steps, {step_cost}')}.",
         *_describe_errors(plans),
     ]
@@ -779,6 +778,11 @@ def _format_answer(plans: Sequence[Plan], target: Target) -> str:
         if plan.point.num_cut
     ]
     return "\n".join(lines)
+
+
+def _span(times_s: Sequence[float]) -> str:
+    """The shortest and the longest time, once if they look alike."""
+    return f"{' to '.join(dict.fromkeys(f'{pick(times_s):.0f}' for pick in (min, max)))} s"
 
 
 def _explain_failure(plans: Sequence[Plan], target: Target) -> Iterator[str]:
