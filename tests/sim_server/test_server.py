@@ -217,20 +217,23 @@ def run_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@pytest.mark.parametrize("policy", ["continuum-fixed", "tenuto"])
 def test_the_decisions_of_a_served_trace_are_made_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of `tenuto` also need what it was told when the engine began."""
     trace = tmp_path / "trace.jsonl"
-    with run_command("--policy=continuum-fixed", "--speed=100", f"--trace={trace}") as (process, url):
+    with run_command(f"--policy={policy}", "--speed=100", f"--trace={trace}") as (process, url):
         for _ in range(2):
-            body = {"prompt": [5] * 100, "max_tokens": 4, "vllm_xargs": {"job_id": "a", "tool": "ls"}}
-            httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+            for extra in ({"vllm_xargs": {"job_id": "a", "tool": "ls"}}, {}):
+                body = {"prompt": [5] * 100, "max_tokens": 4, **extra}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert cli.main(["replay", "--decisions", str(trace), "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["asked"] > 2
-    assert (verdict["differences"], verdict["policies"]) == (0, ["continuum-fixed"])
+    assert (verdict["differences"], verdict["policies"]) == (0, [policy])
 
 
 def test_the_address_that_it_prints_is_one_that_clients_take() -> None:

@@ -239,6 +239,8 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
     # The first look-up in measured tables takes a second. No request should wait for it.
     machine.step_cost.seconds(StepBatch.of(prefills=[(512, 0)], decodes=[512]))
     pacer, served = make_parts(machine, options, trace)
+    if trace is not None:
+        pacer.may_run.clear()
     app = make_app(pacer, served, machine, options)
     wait_s = STOP_LIMIT_S / 2  # aiohttp waits twice as long
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=wait_s)
@@ -252,6 +254,7 @@ async def _serve(machine: Machine, options: ServerOptions, trace: TraceWriter | 
         if trace is not None:
             # Another server may write to the file. One that cannot listen leaves no header in it.
             trace.open()
+            pacer.may_run.set()
         port = runner.addresses[0][1]
         for line in (_describe(machine, pacer, served, options), *machine.notes):
             print(f"[serve] {line}", file=sys.stderr)

@@ -272,6 +272,9 @@ class Pacer:
         self.trace = trace
         self.error: Exception | None = None
         """The error that ended the engine, or None."""
+        self.may_run = asyncio.Event()
+        """Not set while the trace is not open yet: its records begin with the engine's first."""
+        self.may_run.set()
         self._news = asyncio.Event()
         self._warn_lag_s = WARN_LAG_S
 
@@ -291,7 +294,7 @@ class Pacer:
 
     def catch_up(self) -> None:
         """Handle due events, so that the engine's time is the clock's, before a look or a change."""
-        if self.error is not None:
+        if self.error is not None or not self.may_run.is_set():
             return
         self.engine.pass_time(self.clock.get_now_s())
         try:
@@ -306,6 +309,7 @@ class Pacer:
 
     async def run(self) -> None:
         """Run until cancelled, or until the engine fails; then every waiting turn gets the error."""
+        await self.may_run.wait()
         try:
             while self.error is None:
                 await self._advance()
