@@ -186,6 +186,37 @@ def test_the_items_of_a_response_are_recognised_in_the_next_prompt(
     assert count_shared_tokens((*first.prompt, first.output), second.prompt) == 20 + 12
 
 
+@pytest.mark.parametrize("parts", [[], [""], ["{}"]])
+def test_a_call_without_arguments_is_recognised_in_the_next_prompt(recording: Any, parts: list[str]) -> None:
+    """Anthropic's servers stream none, or an empty text; clients send an empty object back."""
+    call = {"type": "tool_use", "id": "t", "name": "ls", "input": {}}
+    task = {"role": "user", "content": "look"}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "ok"}]}
+
+    async def handle(request: web.Request) -> web.Response:
+        num_tokens = 20 if len((await request.json())["messages"]) == 1 else 80
+        delta = {"type": "content_block_delta", "index": 0}
+        events = [
+            {"type": "message_start", "message": {"usage": {"input_tokens": num_tokens, "output_tokens": 1}}},
+            {"type": "content_block_start", "index": 0, "content_block": call},
+            *({**delta, "delta": {"type": "input_json_delta", "partial_json": each}} for each in parts),
+            *MESSAGE_EVENTS[-2:],
+        ]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            for messages in ([task], [task, {"role": "assistant", "content": [call]}, result]):
+                await client.post(f"{record.url}/v1/messages", json={"stream": True, "messages": messages})
+        return record
+
+    record = asyncio.run(run())
+    (job,) = load_workload(record.path).jobs
+    first, second = job.turns
+    assert count_shared_tokens((*first.prompt, first.output), second.prompt) == 20 + 12
+
+
 @pytest.mark.parametrize("prompt", [list(range(100, 200)), "words and more words " * 60])
 @pytest.mark.parametrize("streams", [False, True])
 def test_completions_of_ids_and_of_text(recording: Any, prompt: Any, streams: bool) -> None:

@@ -653,6 +653,25 @@ def test_a_request_for_several_answers_is_no_turn(recording: Any, number: int, n
     assert [row["why"] for row in record.failed] == ["it asks for several answers"] * (1 - num_turns)
 
 
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_a_prompt_that_begins_on_the_server_is_no_turn(recording: Any, field: str) -> None:
+    """Its tokens are counted whole. Two conversations that go on with one word share no more than that."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"output": [], "usage": {"input_tokens": 9000, "output_tokens": 5}})
+
+    async def run() -> Any:
+        async with serving_with(handle) as server, recording(server) as record, make_client() as client:
+            for body in ({"input": "a poem"}, {"input": "continue", field: "r1"}):
+                await client.post(f"{record.url}/v1/responses", json=body)
+        return record
+
+    record = asyncio.run(run())
+    assert len(record.turns) == 1
+    (row,) = record.failed
+    assert "only the server has" in row["why"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

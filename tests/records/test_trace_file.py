@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 
 from tenuto.core.errors import ConfigError
 from tenuto.core.policy import Learns, Policy
+from tenuto.core.types import Job, ToolCall, Turn
+from tenuto.policies.tenuto import Tenuto
 from tenuto.records.trace import Commands, TraceOptions, TraceWriter
 
 
@@ -132,6 +134,27 @@ class Learned(Policy, Learns):
 
     def set_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
+
+
+@pytest.mark.parametrize("tenant", ["acme", "Universität, Institut für Informatik", "\U0001f680" * 128])
+def test_what_a_policy_learned_is_found_again_by_the_names_that_records_have(
+    tenant: str, tmp_path: Path
+) -> None:
+    policy, path, tool = Tenuto(), tmp_path / "trace.jsonl", ToolCall("Prüfung" * 9)
+    turn = Turn("turn-1", Job("job", 0.0, 1, tenant=tenant), 1.0, 100, tool=tool)
+    policy.on_tool_returned(turn, tool, 40.0)
+    with closing(TraceWriter(str(path), policy, "tenuto").open()) as trace:
+        trace.write({"kind": "told", "inputs": [asdict(turn), asdict(tool)]})
+    header, told = (json.loads(line) for line in path.read_text().splitlines())
+    assert header["state"] == policy.get_state()
+    assert told["inputs"][0]["job"]["tenant"] == tenant
+    assert told["inputs"][1]["name"] == "Prüfung" * 9
+
+
+def test_the_name_of_a_policy_s_file_is_whole_in_a_header(tmp_path: Path) -> None:
+    path, name = tmp_path / "trace.jsonl", f"/{'folder/' * 30}file.py:Mine"
+    TraceWriter(str(path), Policy(), name).open().close()
+    assert json.loads(path.read_text())["policy"] == name
 
 
 @pytest.mark.parametrize("state", NO_JSON, ids=["key", "value", "depth"])

@@ -186,6 +186,19 @@ def test_the_schedulers_trace_is_turns_and_samples() -> None:
     assert {(sample.num_blocks, sample.cached_blocks) for sample in samples} == {(10, None)}
 
 
+@pytest.mark.parametrize("name", [[1], {}, None, 7])
+def test_a_trace_with_names_that_are_no_text_is_read(name: Any) -> None:
+    asked = {"kind": "asked", "answer": {"type": "Offload"}}
+    records = [
+        *make_trace(),
+        Fields("trace:10", {**asked, "hook": "load", "inputs": [{"turn_id": name}]}),
+        Fields("trace:11", {**asked, "hook": "retain", "inputs": [{"job": {"job_id": name}}]}),
+    ]
+    data = RunData("t")
+    read_trace(data, records)
+    assert len(data.turns) == 1
+
+
 def make_details() -> list[Detail]:
     overlapping = [make_turn("b", 1, 2), make_turn("b", 2, 3)]
     turns = read([*make_job("a", 0), *overlapping])

@@ -22,7 +22,7 @@ from tenuto.core.control import ADMIN_VARIABLE, UNKNOWN_JOB
 from tenuto.core.errors import ConfigError, TenutoError
 from tenuto.core.requests import get_header_id
 from tenuto.vllm import Middleware, control_http, tenants
-from tests.vllm.asgi import App
+from tests.vllm.asgi import REQUEST, App, get_xargs
 from tests.vllm.test_control import start
 from tests.vllm.workerless import make_request
 
@@ -498,6 +498,25 @@ def test_the_operator_releases_one_tenant_s_job_whose_id_another_has_too() -> No
     assert [lease.turn.job.tenant for lease in engine.scheduler.driver.leases] == [bob]
     with pytest.raises(ConfigError, match="--tenant"):
         run_command(client, "status", tenant=ann)
+
+
+def test_the_query_names_a_tenant_as_a_form_does() -> None:
+    """Many clients write a blank as a plus."""
+    engine = start({"policy": KEEP_ALL})
+    hold(engine, "j", "team a+b")
+    client = make_client(engine, keys=["ann"])
+    for query in ("team+a%2Bb", "team%20a%2Bb"):
+        answer = client.get(f"/tenuto/jobs/j?tenant={query}", headers=ADMIN)
+        assert len(answer.json()["ranks"]) == 1, answer.json()
+
+
+def test_a_job_is_released_by_the_id_that_its_header_had() -> None:
+    """Clients write headers in UTF-8."""
+    engine = start({"policy": KEEP_ALL})
+    xargs = get_xargs(REQUEST, {"X-Conversation-ID": "tâche-1".encode().decode("latin-1")})
+    hold(engine, xargs["job_id"], None)
+    answer = make_client(engine).post("/tenuto/jobs/t%C3%A2che-1/release")
+    assert answer.json() == {"job": "tâche-1", "released": True}
 
 
 def test_the_operator_reads_a_job_s_ledger_also_where_a_client_s_key_is_at_hand() -> None:

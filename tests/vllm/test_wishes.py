@@ -138,6 +138,15 @@ def test_the_answer_follows_an_operators_changes() -> None:
     assert (ask(keep, BODY, client)[0] or "").startswith("refused")
 
 
+def test_the_first_wish_s_answer_follows_an_earlier_change() -> None:
+    middleware = Middleware(lambda *_: asyncio.sleep(0))
+    status = {"mode": "off", "policy": "tenuto", "options": {}, "limits": {}, "canary": None}
+    middleware._wishes.follow(status)
+    wish = Hints(wish=Wish("openai", (Span(86_400.0),)))
+    _, said = middleware._wishes.make_header(make_client(), wish) or ("", "")
+    assert said.startswith("refused")
+
+
 class Letters:
     """A tokenizer: each token is two letters."""
 

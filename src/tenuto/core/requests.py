@@ -172,19 +172,29 @@ def get_header_fields(headers: Mapping[str, str]) -> dict[str, Any]:
     """The hint fields that request headers contain; header names must be in lower case."""
     fields: dict[str, Any] = {}
     for name in JOB_HEADERS:
-        job_id = get_bounded_id(headers.get(name))
+        # vLLM reads its own header as Latin-1 too.
+        value = headers.get(name)
+        job_id = get_bounded_id(value if name == JOB_HEADERS[0] else decode_header(value))
         if job_id is not None:
-            subagent = get_bounded_id(headers.get(SUBAGENT_HEADERS.get(name, "")))
+            subagent = get_bounded_id(decode_header(headers.get(SUBAGENT_HEADERS.get(name, ""))))
             fields["job_id"] = job_id if subagent is None else f"{job_id}/{subagent}"
             break
     given = (_get_bool(headers.get(name)) for name in LAST_TURN_HEADERS)
     is_last = next((each for each in given if each is not None), None)
     if is_last is not None:
         fields["is_last_step"] = is_last
-    group = get_bounded_id(headers.get(GROUP_HEADER))
+    group = get_bounded_id(decode_header(headers.get(GROUP_HEADER)))
     if group is not None:
         fields["tenuto_group"] = group
     return fields
+
+
+def decode_header(value: str | None) -> str | None:
+    """A header's text. ASGI headers are bytes, read as Latin-1; clients and proxies write names in UTF-8."""
+    try:
+        return None if value is None else value.encode("latin-1").decode()
+    except UnicodeError:
+        return value
 
 
 def get_bounded_id(value: Any) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tenuto.core.requests import Hints, read_hints
 from tenuto.core.types import ToolCall
 from tenuto.records.codec import MAX_TOKENS
-from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions
+from tenuto.wire import PATHS, Format, get_format, openai_chat, openai_completions, openai_responses
 from tenuto.wire.request import Message, RequestError
 from tenuto.wire.response import (
     Delta,
@@ -220,6 +220,8 @@ def _read_prompt(
 ) -> tuple[list[str], list[int] | None, dict[str, Any] | None]:
     """The prompt's pieces, its token ids, and the request for them; see `RecordedRequest`."""
     form = get_format(path)
+    if form.PATH == openai_responses.PATH and (body.get("previous_response_id") or body.get("conversation")):
+        raise Unreadable("its prompt begins with an earlier response, which only the server has")
     try:
         prompt = form.read_prompt(body, strict=False)
         messages = [] if isinstance(prompt, str | list) else [write_piece(each) for each in prompt]

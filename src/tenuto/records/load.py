@@ -112,9 +112,10 @@ def identify_object(values: Mapping[str, object]) -> Kind:
     if (found := next(every, None)) is not None:
         # Field that `tenuto record` adds to a session's turn.
         return RECORDING if found is WORKLOAD and {"session", "latency_ms"} <= keys else found
-    events = [each for value in values.values() for each in (value if isinstance(value, list) else [None])]
-    is_prototype = all(isinstance(event, dict) for event in events) and any(ARRIVED in each for each in events)
-    return PROTOTYPE if is_prototype else UNKNOWN
+    lists = [value for value in values.values() if isinstance(value, list)]
+    events = [event for events in lists for event in events if isinstance(event, dict)]
+    is_all = len(lists) == len(values) and len(events) == sum(map(len, lists))
+    return PROTOTYPE if is_all and any(ARRIVED in event for event in events) else UNKNOWN
 
 
 def check_kind(first: Fields, wanted: Kind) -> None:

@@ -57,6 +57,9 @@ MAX_IDS = 1000
 MAX_NAME_CHARS = 128
 """Longer names of turns and jobs are shortened, and a quarter of it if JSON needs escapes for them. (Texts of
 commands are not.)"""
+_LEARNED_BY = ("tenant", "name")
+"""Policies learn by tenant and by the name of the tool. So these are whole up to `MAX_NAME_CHARS`, as in a
+header's state, whatever their letters."""
 
 logger = logging.getLogger("vllm.tenuto")
 
@@ -124,7 +127,11 @@ class TraceWriter:
         if self._file is None:
             return
         try:
-            record = {"step": self._step, **_shorten_names(self._hider.hide(record))}
+            record = self._hider.hide(record)
+            # A header has what the policy has learned, by the names of tenants and tools.
+            if record.get("kind") != "header":
+                record = _shorten_names(record)
+            record = {"step": self._step, **record}
             # JSON escapes all non-ASCII characters, so each character is one byte.
             self._num_bytes += self._file.write(json.dumps(record, separators=(",", ":"), default=str) + "\n")
         except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -281,10 +288,16 @@ def _shorten_names(value: Any) -> Any:
         if not all(map(_is_short, value)):
             value = {_shorten_names(name): each for name, each in value.items()}
         return {
-            name: each if type(each) is int or name == "command" else _shorten_names(each)
+            name: each
+            if type(each) is int or name == "command" or (name in _LEARNED_BY and _is_bounded(each))
+            else _shorten_names(each)
             for name, each in value.items()
         }
     return value
+
+
+def _is_bounded(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= MAX_NAME_CHARS
 
 
 def _is_short(name: str) -> bool:
@@ -571,12 +584,12 @@ class _TraceReader:
         hook, first = record.values.get("hook"), inputs[0] if inputs else None
         if not isinstance(first, dict):
             return
-        if hook == "load" and (turn := self.live.get(first.get("turn_id", ""))) is not None:
+        if hook == "load" and (turn := self.live.get(str(first.get("turn_id")))) is not None:
             # A turn that waits is asked for again; its last answer counts.
             self.data.facts[turn.job, turn.turn].declined_load = not answer
         if hook == "retain" and isinstance(answer, dict) and answer.get("type") == "Offload":
             job = first.get("job")
-            name = self.names.get(job.get("job_id", "")) if isinstance(job, dict) else None
+            name = self.names.get(str(job.get("job_id"))) if isinstance(job, dict) else None
             if name in self.finished:
                 self.data.facts[name, self.finished[name].turn].offloaded = True
 

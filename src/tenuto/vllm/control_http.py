@@ -18,7 +18,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 
 from tenuto.core.control import OPERATOR_HEADER, UNKNOWN_JOB, check_operator, leave_out_hits
 from tenuto.core.requests import get_bounded_id
@@ -143,7 +143,7 @@ class ControlAddresses:
     async def _ask_job(self, scope: Scope, headers: dict[str, str], job_id: str, do: str) -> Answer:
         parts = scope.get("query_string", b"").decode("latin-1").split("&")
         query = dict(part.partition("=")[::2] for part in parts)
-        named = get_bounded_id(unquote(query.get("tenant", "")))
+        named = get_bounded_id(unquote_plus(query.get("tenant", "")))
         is_operator = check_operator(headers.get("authorization", "")) is None
         if is_operator:
             tenant = named if self._tenants.has_tenants else None

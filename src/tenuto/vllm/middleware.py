@@ -436,6 +436,8 @@ class WishAnswers:
         self._settings: Settings | None = None
         """The settings in force; None if nothing is kept here."""
         self._has_tier = False
+        self._status: Mapping[str, Any] | None = None
+        """After the latest change by an operator; None before any."""
 
     def make_header(self, client: Any, hints: Hints) -> tuple[str, str] | None:
         """The header for a request with these hints; None if it has no wish. `client`: the AsyncLLM."""
@@ -454,6 +456,7 @@ class WishAnswers:
 
     def follow(self, status: Mapping[str, Any]) -> None:
         """An operator changed what runs. `status`: as of `Control.get_status`."""
+        self._status = status
         if self._settings is not None:
             self._settings = read_settings({"tenuto": {name: status[name] for name in CHANGEABLE}})
 
@@ -461,6 +464,8 @@ class WishAnswers:
         found = get_own_config(client)
         config, self._has_tier = (None, False) if found is None else found
         self._settings = None if found is None else read_settings(config)
+        if self._status is not None:
+            self.follow(self._status)
 
     def _keeps(self, hints: Hints) -> bool:
         """Whether the settings allow to keep anything for a request with these hints."""

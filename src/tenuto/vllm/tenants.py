@@ -25,7 +25,7 @@ from typing import Any
 
 from tenuto.core.errors import KEY_FLAG, ConfigError, TenutoError, is_flag
 from tenuto.core.jobs import UNVERIFIED
-from tenuto.core.requests import get_bounded_id
+from tenuto.core.requests import decode_header, get_bounded_id
 from tenuto.vllm.compat.process import find_key_check, has_key_check
 from tenuto.vllm.complaints import Complaints
 
@@ -77,7 +77,7 @@ class TenantReader:
         if len({value for name, value in pairs if name.lower() == counting}) > 1:
             return None
         if self._header and self._header != "authorization":
-            name = get_bounded_id(_read_header(headers.get(self._header)))
+            name = get_bounded_id(decode_header(headers.get(self._header)))
             # A header cannot name unverified tenants.
             return None if name == UNVERIFIED else name
         given = headers.get("authorization", "")
@@ -100,14 +100,6 @@ class TenantReader:
             "tenuto.vllm.Middleware before other --middleware, or let these keep what they wrap in an "
             "attribute `app`"
         )
-
-
-def _read_header(value: str | None) -> str | None:
-    """A header's text. ASGI headers are bytes, read as Latin-1; proxies write names in UTF-8."""
-    try:
-        return None if value is None else value.encode("latin-1").decode()
-    except UnicodeError:
-        return value
 
 
 def get_key_name(key: str) -> str:

@@ -338,7 +338,8 @@ def write_call(name: Any, arguments: Any) -> str:
     """A tool call; arguments as an object or as the JSON of one."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            # Streams of calls without arguments have no text for them; clients send them back as {}.
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             return f"{name}\x01{arguments}"
     return f"{name}\x01{json.dumps(arguments, sort_keys=True)}"
