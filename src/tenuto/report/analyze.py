@@ -579,7 +579,7 @@ def _format_changed_prompts(parted: Mapping[str, Any]) -> list[str]:
 
 def _format_causes(report: Mapping[str, Any]) -> list[str]:
     total = sum(row["tokens"] for row in report["causes"].values()) or 1
-    meanings = {cause.value: cause.meaning for cause in Cause}
+    meanings = {cause.value: cause.words for cause in Cause}
     rows = [
         (cause, _n(row["turns"]), _n(row["tokens"]), _p(row["tokens"] / total), meanings[cause])
         for cause, row in report["causes"].items()

@@ -16,11 +16,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 
 from tenuto.core.console import count
 from tenuto.core.reuse import count_missed_tokens
+from tenuto.core.types import Reason
 from tenuto.records.metrics import estimate_reusable_tokens, get_job_times_s
 from tenuto.records.run_data import LeaseRecord, RunData, TurnFacts
 from tenuto.records.schema import RunRecord, TurnRecord
@@ -29,8 +29,8 @@ from tenuto.records.text import format_time_s
 _s = partial(format_time_s, digits=1)
 
 
-class Cause(Enum):
-    """Why tokens were missed. The value is the name in tables and JSON."""
+class Cause(Reason):
+    """Why tokens were missed: the name in tables and JSON, and what the text says beside it."""
 
     NONE = "none", ""
     """No tokens were missed, or less than one block."""
@@ -52,14 +52,6 @@ class Cause(Enum):
     CHANGED = "prompt changed", "the prompt does not extend the turn before"
     """It was compacted, or the chat template dropped reasoning."""
     UNTOLD = "untold", "these records do not tell; a trace of the scheduler does"
-
-    meaning: str
-
-    def __new__(cls, name: str, meaning: str) -> Cause:
-        """The meaning is what the text says beside the name."""
-        cause = object.__new__(cls)
-        cause._value_, cause.meaning = name, meaning
-        return cause
 
 
 @dataclass(frozen=True, slots=True)

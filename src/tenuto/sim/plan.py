@@ -28,7 +28,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
-from tenuto.core.console import count
+from tenuto.core.console import count, format_time
 from tenuto.core.errors import ConfigError
 from tenuto.core.reuse import count_shared_tokens
 from tenuto.records.metrics import group_by
@@ -711,7 +711,7 @@ class SeedRunner:
 
     def _describe_left(self) -> str:
         left_s = self.get_left_s()
-        return "" if left_s is None else f"about {int(left_s) // 60}:{int(left_s) % 60:02} left; "
+        return "" if left_s is None else f"about {format_time(left_s)} left; "
 
 
 # The text: a table, the answer in words, and what it depends on.
