@@ -82,4 +82,7 @@ def _read_seeds(text: str) -> range:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Worker processes find `run_one` by the module's name, which `python -m` does not give it.
+    from experiments.differential.__main__ import main as main_by_name
+
+    sys.exit(main_by_name())

@@ -231,6 +231,26 @@ def test_a_turn_that_waits_behind_urgent_ones_keeps_no_place_among_these() -> No
     assert sorted(served) == ["ann"] * 3 + ["bob"] * 3 + ["sly"] * 3
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_looks_at_the_queue_change_nothing_among_equals(looks: bool) -> None:
+    """An engine looks more often than another. Both must serve tenants in the same order."""
+    queue, served = Queue(), []
+    for number in range(8):
+        for tenant in ("ann", "bob", "eve"):
+            queue.arrive(f"{tenant}{number}", tenant)
+    for number in range(24):
+        for _ in range(number % 3 if looks else 0):
+            queue.order.get_first()
+        served.append(queue.start())
+        if looks:
+            queue.order.get_first()
+        queue.end(served[-1])
+        if number == 7:
+            queue.arrive("ann8", "ann")
+    assert [name[:3] for name in served[:3]] == ["ann", "bob", "eve"]
+    assert [name[:3] for name in served[9:12]] == ["bob", "eve", "ann"]
+
+
 def test_a_turn_that_cannot_start_yet_earns_no_credit() -> None:
     """VLLM takes it off the queue in each step, and puts it back: it waits for a grammar or an adapter."""
     queue = Queue()
@@ -273,7 +293,7 @@ def test_a_turn_that_kept_all_others_waiting_counts_even_if_it_is_aborted() -> N
         queue.end(f"sly{number}")
     queue.arrive("sly2", "sly", 9000, key=-1)
     assert "sly2" not in [queue.serve() for _ in range(17)]
-    assert queue.shares.get_time("sly", 0) >= 18_000
+    assert queue.shares.get_key("sly", 0) >= (18_000, 0)
 
 
 def test_urgent_work_counts_among_the_others_too() -> None:

@@ -4,6 +4,7 @@ A case's name has its kind, its configuration, and how many steps are in flight.
 
     scheduler   stock vLLM
     leases      Tenuto's plugin, with policies that hold KV, delay jobs or bound steps
+    tenants     the same for several tenants, whose clients often leave
     tiers       host memory: Tenuto's, and vLLM's own
     aborts      the same, with clients that leave
 """
@@ -39,10 +40,13 @@ class Traffic:
     names_tools: bool = False
     """Whether turns say which tool follows, and mostly wait for the job's turn before."""
     max_output: int = 30
+    num_tenants: int = 1
+    """With several, clients say whose turns are, in part."""
 
 
 PLAIN = Traffic(num_arrival_steps=150, arrivals=0.3, max_output=100)
 WITH_TOOLS = Traffic(names_tools=True)
+OF_TENANTS = Traffic(names_tools=True, num_tenants=3, arrivals=0.25, aborts=0.15)
 WITH_HOST = Traffic(aborts=0.0, resets=0.02, resets_while_busy=False)
 WITH_HOST_AND_ABORTS = replace(WITH_HOST, aborts=0.05)
 
@@ -117,6 +121,7 @@ LEASES: dict[str, tuple[Setup, str, dict[str, Any]]] = {
     "hold": (Setup(), KEEP_ALL, TTL),
     "hold, priority": (Setup(order="priority", num_blocks=60), KEEP_ALL, TTL),
     "hold, watermark": (Setup(watermark=0.15, num_blocks=60), KEEP_ALL, TTL),
+    "hold, draft model": (Setup(num_draft_tokens=2, has_draft_model=True), KEEP_ALL, TTL),
     "hold, no gate": (Setup(reserve_full_sequence=False, num_blocks=80), KEEP_ALL, TTL),
     "hybrid hold": (Setup(windows=(None, 64), num_blocks=60), KEEP_ALL, TTL),
     "hybrid hold, dense": (Setup(windows=(None, 64), num_blocks=60, retention_interval=None), KEEP_ALL, TTL),
@@ -297,7 +302,8 @@ POLICIES = {
     ),
     "tiers": (STOCK, KEEP_ALL, ALWAYS_LOADS, IN_ORDER, "tests.vllm.policies:LoadsHalf"),
 }
-DRAWN = tuple(f"drawn/{kind}" for kind in ("scheduler", "leases", "tiers"))
+POLICIES["tenants"] = (*POLICIES["leases"], "job-order")
+DRAWN = tuple(f"drawn/{kind}" for kind in ("scheduler", "leases", "tenants", "tiers"))
 """Cases that each seed draws anew."""
 
 
@@ -312,7 +318,8 @@ def draw_case(kind: str, seed: int) -> Case:
     is_native = kind == "tiers" and rng.random() < 0.4
     setup = _draw_setup(rng, may_overlap=kind != "tiers")
     setup = replace(setup, num_host_chunks=num_host_chunks, is_native=is_native)
-    traffic = {"scheduler": PLAIN, "leases": WITH_TOOLS, "tiers": WITH_HOST}[kind]
+    by_kind = {"scheduler": PLAIN, "leases": WITH_TOOLS, "tenants": OF_TENANTS, "tiers": WITH_HOST}
+    traffic = by_kind[kind]
     policy = None if kind == "scheduler" or is_native else rng.choice(POLICIES[kind])
     if kind == "tiers":
         # Only policies with a `tier_key` treat a job's last turn as the plugin does.

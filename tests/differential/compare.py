@@ -65,7 +65,7 @@ def compare(case: Case, seed: int, simulated: Case | None = None) -> Iterator[De
                 turn = _draw_turn(turns, traffic, rng, ours, now_s)
                 names.pair(theirs.add(turn), ours.add(turn))
             if traffic.aborts and rng.random() < traffic.aborts and requests:
-                turn_id = rng.choice(sorted(requests))
+                turn_id = rng.choice(_list_leaving(traffic, ours))
                 theirs.abort(turn_id)
                 ours.abort(turn_id)
             if rng.random() < traffic.resets and (traffic.resets_while_busy or not requests):
@@ -75,6 +75,13 @@ def compare(case: Case, seed: int, simulated: Case | None = None) -> Iterator[De
             num_steps += 1
             _check("steps", num_steps < MAX_STEPS, True)
         check_integrity(ours.scheduler, idle=True)
+
+
+def _list_leaving(traffic: Traffic, ours: SimSide) -> list[str]:
+    """The turns of which one leaves: among several tenants, one that waits, if any does."""
+    requests = ours.scheduler.state.requests
+    waiting = [each.turn_id for each in ours.scheduler.state.waiting] if traffic.num_tenants > 1 else []
+    return sorted(waiting or requests)
 
 
 def step(theirs: VllmSide, ours: SimSide, names: Names) -> Decision:
@@ -112,7 +119,7 @@ def _make_vllm_side(case: Case, clock: Clock) -> VllmSide:
     if case.policy is None:
         scheduler = setup.make_vllm_scheduler(AsyncScheduler if setup.depth > 1 else SyncScheduler)
     else:
-        settings = {"policy": case.policy, "options": case.options, "limits": LIMITS}
+        settings = {"policy": case.policy, "options": case.options, "limits": LIMITS, "tenants": "client"}
         scheduler = setup.make_vllm_scheduler(tenuto.vllm.Scheduler, settings)
     return VllmSide(scheduler, clock, depth=setup.depth, num_host_chunks=setup.num_host_chunks)
 
@@ -138,7 +145,12 @@ def _draw_turn(
     """The next turn; with tools it is mostly of a job whose turns have all finished."""
     if not traffic.names_tools:
         return turns.get_turn(arrival_s)
-    live = {int(request.hints.job_id[3:]) for request in ours.scheduler.state.requests.values()}
+    live = {
+        int(request.hints.job_id.rpartition("job")[2]) for request in ours.scheduler.state.requests.values()
+    }
     turn = turns.get_turn(arrival_s, busy=live if rng.random() < 0.95 else ())
     said = rng.choice([{"tool": "ls"}, {"tool": "ls"}, {"tool": "pytest"}, {}, {"is_last_step": 1}])
+    if traffic.num_tenants > 1 and rng.random() < 0.9:
+        # The first tenant sends half of the turns.
+        said = {**said, "tenant": f"t{max(0, rng.randrange(2 * traffic.num_tenants) - traffic.num_tenants)}"}
     return replace(turn, xargs={**turn.xargs, **said})

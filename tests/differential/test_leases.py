@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tenuto.core.fairness import Shares
+from tenuto.core.jobs import TurnState
 from tenuto.core.types import LeaseEnd
-from tests.differential.cases import CASES, KEEP_ALL
+from tests.differential.cases import CASES, KEEP_ALL, draw_case
 from tests.differential.compare import Differs, compare
 
 
@@ -34,6 +36,21 @@ def test_same_decisions_as_the_plugin(name: str) -> None:
         assert num_ended[LeaseEnd.HIT] and num_ended[LeaseEnd.EXPIRED]
     else:
         assert num_admission_waits > 0
+
+
+def test_the_same_decisions_for_tenants_whose_clients_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_charged = 0
+    leave = Shares.leave
+
+    def count(shares: Shares, turn: TurnState, num_output_tokens: int) -> None:
+        nonlocal num_charged
+        num_charged += not turn.started and shares._charges[turn.turn_id].has_blocked
+        leave(shares, turn, num_output_tokens)
+
+    monkeypatch.setattr(Shares, "leave", count)
+    for seed in range(1, 13):
+        assert list(compare(draw_case("tenants", seed), seed))
+    assert num_charged > 0
 
 
 def test_the_comparison_can_fail() -> None:

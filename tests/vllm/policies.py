@@ -69,12 +69,15 @@ class Watching(Policy):
     needs: ClassVar[Needs] = Needs(reorder_s=5.0)
     steps: list[StepView] = field(init=False, default_factory=list)
     ticks_s: list[float] = field(init=False, default_factory=list)
+    free_blocks: list[int] = field(init=False, default_factory=list)
+    """At each tick."""
 
     def on_step(self, step: StepView) -> None:
         self.steps.append(step)
 
     def on_tick(self, view: EngineView) -> None:
         self.ticks_s.append(view.now_s)
+        self.free_blocks.append(view.num_free_blocks)
 
     def queue_key(self, turn: Turn, now_s: float) -> tuple[float, ...]:
         return (turn.arrival_s if now_s < 1010 else -turn.arrival_s,)

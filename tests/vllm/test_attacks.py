@@ -349,9 +349,12 @@ def test_an_answer_is_searched_for_some_of_a_million_stop_strings() -> None:
     assert len(searched) == 2 * MAX_STOPS
 
 
-def test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again(clock: Clock) -> None:
+@pytest.mark.parametrize("policy", ["tenuto", "continuum-fixed", "job-order", "sglang-lpm"])
+def test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again(
+    clock: Clock, policy: str
+) -> None:
     """One tenant asks for all of the memory, and aborts whenever the others have nearly drained."""
-    settings = {"policy": "tenuto", "tenants": "client"}
+    settings = {"policy": policy, "tenants": "client"}
     scheduler = make_scheduler(tenuto.vllm.Scheduler, make_config(tenuto=settings), num_blocks=61)
     engine = Engine(scheduler)
 

@@ -49,6 +49,28 @@ def count_referenced(engine: Engine) -> int:
     return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_turn_that_was_preempted_while_its_last_token_was_under_way_keeps_its_cache(
+    clock: Clock, window: int | None
+) -> None:
+    engine = start(depth=2, window=window)
+    scheduler = engine.scheduler
+    xargs = {"job_id": "a", "tool": "ls"}
+    scheduler.add_request(make_request("a1", list(range(100, 200)), max_tokens=8, xargs=xargs))
+    engine.step()
+    request = scheduler.requests["a1"]
+    while request.num_output_tokens + request.num_output_placeholders < 8:
+        engine.step()
+    scheduler.running.remove(request)
+    scheduler._preempt_request(request, clock.now_s)
+    scheduler.waiting.prepend_request(request)
+    engine.run()
+    assert len(engine.outputs["a1"]) == 8
+    assert request.num_computed_tokens == 0
+    assert count_referenced(engine) == 6 + (4 if window else 0)
+    check(engine)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("window", [None, 64])
 def test_hold_takes_blocks_and_is_hit_on_return(clock: Clock, depth: int, window: int | None) -> None:

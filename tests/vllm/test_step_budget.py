@@ -188,3 +188,20 @@ def test_drafts_are_no_prefill(clock: Clock, depth: int) -> None:
     # 2 × 40 prompt tokens in the first step, then a token for each.
     assert [(step.num_tokens, step.num_requests) for step in steps] == [(80, 2)] + [(2, 2)] * (len(steps) - 1)
     assert len(steps) > 4
+
+
+def test_a_tick_sees_the_engine_before_the_step_whether_turns_wait_or_not(clock: Clock) -> None:
+    """In the simulator too. A policy may compare the memory in use with a bound."""
+    engine = start(make_config(tenuto={"policy": "tests.vllm.policies:Watching"}))
+    pool, policy = engine.scheduler.kv_cache_manager.block_pool, engine.scheduler.driver.policy
+    engine.scheduler.add_request(make_request("a", [7] * 40, max_tokens=80))
+    engine.step()
+    before = []
+    for _ in range(4):
+        while engine.scheduler.requests["a"].num_computed_tokens % 16:
+            engine.step()
+        clock.now_s += 6.0
+        # The next step takes a block.
+        before.append(pool.get_num_free_blocks())
+        engine.step()
+    assert policy.free_blocks[1:] == before

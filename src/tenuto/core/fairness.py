@@ -121,6 +121,8 @@ class _Share:
     num_waiting: Counter[int] = field(default_factory=Counter)
     """By priority."""
     num_live: int = 0
+    latest: int = 0
+    """The number of its latest arrival, among those of all tenants."""
 
     def get_time(self, priority: int) -> float:
         """Its virtual time among the turns of this priority."""
@@ -178,11 +180,15 @@ class Shares:
         """Mean output tokens of a turn."""
         self._charges: dict[str, _Charge] = {}
         """The charge of each turn in the engine."""
+        self._num_arrived = 0
 
-    def get_time(self, tenant: str, priority: int) -> float:
-        """The tenant's virtual time. It never decreases while such a turn of the tenant waits."""
+    def get_key(self, tenant: str, priority: int) -> tuple[float, int]:
+        """Orders tenants: by virtual time, and of equal ones by which has not sent a turn for longest.
+
+        It never decreases while such a turn of the tenant waits.
+        """
         own = self._tenants.get(tenant)
-        return own.get_time(priority) if own is not None else 0.0
+        return (own.get_time(priority), own.latest) if own is not None else (0.0, 0)
 
     def set_weights(self, weights: Mapping[str, float] | None) -> None:
         """Use these weights from now on; all tenants that are not named have weight 1."""
@@ -200,6 +206,8 @@ class Shares:
             self._idle.discard(name)
         priority = self._get_priority(turn)
         own.enter(priority, self._now.get(priority, self._floor))
+        self._num_arrived += 1
+        own.latest = self._num_arrived
         self._charges[turn.turn_id] = _Charge()
         own.num_live += 1
 
@@ -392,8 +400,8 @@ class FairOrder:
             self._order.push(name, key)
         return None
 
-    def _get_key(self, lane: _Lane) -> tuple[int, float]:
-        return lane.priority, self._shares.get_time(lane.tenant, lane.priority)
+    def _get_key(self, lane: _Lane) -> tuple[int, float, int]:
+        return (lane.priority, *self._shares.get_key(lane.tenant, lane.priority))
 
 
 # Memory.

@@ -122,7 +122,10 @@ class VllmEngine:
         if self.can_truncate:
             num_known = max(num_hit_tokens // self._block_size, self._num_known.get(turn_id, 0))
             self._found = get_own_cached_blocks(self._scheduler, request, num_known)
-            return self._found
+            if self._found or not request.num_preemptions:
+                return self._found
+            # It was preempted while its last token was under way, so it has no blocks of its own.
+            return list(self._find(request.block_hashes, request.num_tokens - 1))
         self._cache_ends(request)
         return self._find(request.block_hashes, request.num_tokens - 1)
 

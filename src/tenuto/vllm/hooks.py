@@ -89,7 +89,10 @@ class Hooks:
         self._asks_policy_budget = self.asks_budget and asked.overrides("step_budget")
         self._has_order = self.asks_admission or asked.overrides("queue_key")
         self._keeps_blocks = asked.overrides("retain")
-        self._retains = self._keeps_blocks or asked.overrides("preempt_key")
+        is_fair = self._has_order and settings.limits.fair_tenants
+        self._handles_pressure = self._keeps_blocks or asked.overrides("preempt_key") or is_fair
+        """Whether failed allocations matter: for leases, for who is preempted, or for what turns that leave
+        cost their tenants."""
         self.order: TurnQueue | None = None
         """The waiting requests in the policy's order."""
         self.steps: StepReporter | None = None
@@ -108,7 +111,7 @@ class Hooks:
         self._next_keys_s = 0.0
         self.is_followed = (
             self._has_order
-            or self._retains
+            or self._handles_pressure
             or self.asks_budget
             or self._is_shadow
             or asked.needs.reorder_s is not None
@@ -154,7 +157,7 @@ class Hooks:
                 scheduler.waiting.add_request(request)
         if self._is_shadow:
             return
-        if self._retains:
+        if self._handles_pressure:
             self._pressure = Pressure(scheduler)
         if self._keeps_blocks:
             self._spares = EndSpares(scheduler)
@@ -218,14 +221,9 @@ class Hooks:
         if self._is_shadow or count_waiting(self._scheduler):
             return False
         deadline_s = self.driver.get_next_deadline_s()
-        if deadline_s is not None and deadline_s <= now_s:
+        if now_s >= self.driver.next_reorder_s or (deadline_s is not None and deadline_s <= now_s):
             return False
         return not (self.asks_budget and (has_partial_prompt or self._asks_policy_budget))
-
-    def tick(self, now_s: float) -> None:
-        """A step was scheduled at `now_s`: do periodic work, unless a waiting turn's order depends on it."""
-        if now_s >= self.driver.next_reorder_s and not count_waiting(self._scheduler):
-            self.driver.tick(now_s)
 
     def begin_step(self, now_s: float) -> None:
         """A step that is not quiet is about to be scheduled."""

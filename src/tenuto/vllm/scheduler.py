@@ -354,7 +354,6 @@ class _DrivenScheduler(PrivateHooks):
             # Turns behind a prompt that a step cuts would get nothing from the next ones, if these are small.
             put_decodes_first(self)
         hooks.look(output)
-        hooks.tick(now_s)
         self.short_hits.found.clear()
         if self._trace is not None:
             record_step(self._trace, self, output, now_s, max_tokens)

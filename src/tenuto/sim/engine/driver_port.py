@@ -83,7 +83,9 @@ class SimEngine:
         """Cached blocks of a finishing request as a row: the first layer group's, then the second's."""
         request = self._state.requests[turn_id]
         if self.can_truncate:
-            return Row(self._kv.get_hit(request).rows[0].ranges)
+            # With a draft model, a look-up drops the last block again, which the next look-up needs.
+            num_full = (request.num_tokens - 1) // self._config.kv.block_size
+            return Row(self._kv.pool.find(request.paths[0], 0, 0, num_full).ranges)
         self._kv.cache_ends(request)
         return _find_row(self._kv, request, request.num_tokens - 1)
 

@@ -392,6 +392,7 @@ class Scheduler:
                 continue
             hit = self.kv.get_hit(request)
             if self._skips_refused and state.running and self._is_refused(request, hit):
+                self.driver.block(request.turn_id)
                 break
             if self.offloader is not None:
                 offered = self._add_offer(request, hit, self.offloader)
@@ -609,9 +610,9 @@ class Scheduler:
         is_busy = bool(self.state.running)
         if self.kv.try_allocate(request, num_new_tokens, hit, is_busy=is_busy):
             return True
-        if not self._has_leases:
-            return False
-        is_allocated = self._allocate_from_leases(request, num_new_tokens, hit)
+        is_allocated = self._has_leases and self._allocate_from_leases(request, num_new_tokens, hit)
+        if not is_allocated and request.status is not Status.RUNNING:
+            self.driver.block(request.turn_id)
         # Ending a lease may change the order of waiting turns; no queue changes inside an allocation.
         self.driver.settle()
         return is_allocated
@@ -1006,7 +1007,10 @@ class Scheduler:
             return True
         hit = self.kv.get_hit(request)
         most = min(budget, config.long_prefill_token_threshold or budget)
-        return not self._is_refused(request, hit, min(most, request.num_tokens - hit.num_tokens))
+        is_refused = self._is_refused(request, hit, min(most, request.num_tokens - hit.num_tokens))
+        if is_refused:
+            self.driver.block(request.turn_id)
+        return not is_refused
 
     def _is_refused(self, request: Request, hit: Hit, num_tokens: int = 0) -> bool:
         """Whether a waiting request surely gets no blocks, now and in each step that only decodes.
