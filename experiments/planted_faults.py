@@ -1059,6 +1059,29 @@ FAULTS = (
         ("vllm/test_leases.py::test_a_turn_that_reads_no_cache_takes_its_own_jobs_lease",),
     ),
     Fault(
+        "tenants: a prompt that never fits is free under policies without leases",
+        "vllm/hooks.py",
+        'asked.overrides("preempt_key") or is_fair',
+        'asked.overrides("preempt_key")',
+        ("vllm/test_attacks.py::test_prompts_that_never_fit_in_time_keep_nobody_waiting_again_and_again",),
+    ),
+    Fault(
+        "tenants: a prompt that never fits is free in the simulator",
+        "sim/engine/scheduler.py",
+        "if not is_allocated and request.status is not Status.RUNNING:",
+        "if request is None:",
+        ("differential/test_leases.py::test_the_same_decisions_for_tenants_whose_clients_leave",),
+    ),
+    Fault(
+        "leases: a turn that was preempted when it ended keeps nothing",
+        "vllm/engine.py",
+        "if self._found or not request.num_preemptions:",
+        "if request is not None:",
+        (
+            "vllm/test_leases.py::test_a_turn_that_was_preempted_while_its_last_token_was_under_way_keeps_its_cache",
+        ),
+    ),
+    Fault(
         "trace: a header has short names",
         "records/trace.py",
         'if record.get("kind") != "header":',
