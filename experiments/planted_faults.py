@@ -1059,6 +1059,13 @@ FAULTS = (
         ("vllm/test_leases.py::test_a_turn_that_reads_no_cache_takes_its_own_jobs_lease",),
     ),
     Fault(
+        "leases: they outlive the weights that computed them",
+        "vllm/scheduler.py",
+        "        else:\n            self.driver.drop_all(time.monotonic())\n\n    def load_adapter",
+        "\n    def load_adapter",
+        ("vllm/test_leases.py::test_no_lease_outlives_the_weights_that_computed_it",),
+    ),
+    Fault(
         "tenants: a prompt that never fits is free under policies without leases",
         "vllm/hooks.py",
         'asked.overrides("preempt_key") or is_fair',

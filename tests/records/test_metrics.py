@@ -258,6 +258,14 @@ def test_jobs_that_finish_more_slowly_than_they_arrive() -> None:
     assert is_overloaded({**record, "slowdown": {"mean": 1.5}})
 
 
+def test_jobs_that_fail_arrived_too_and_those_of_another_job_did_not() -> None:
+    turns = [TurnRecord(job=str(n), turn=1, due_s=n / 4, last_token_s=5.0 + n / 4) for n in range(100)]
+    helpers = [TurnRecord(job=f"{n}/a", turn=1, due_s=n / 4, root=str(n)) for n in range(100)]
+    times_s = {turn.job: 5.0 for turn in turns if int(turn.job) % 2}
+    rates = get_job_rates([*turns, *helpers], times_s)
+    assert rates == {"offered_jps": pytest.approx(4.0), "finished_jps": pytest.approx(2.0)}
+
+
 def test_jobs_that_come_at_once_have_no_rate() -> None:
     """Four clients of a recording began within a millisecond: nobody offered 4,920 jobs per second."""
 

@@ -127,6 +127,17 @@ def test_invalid_figures_make_no_winner(tmp_path: Path) -> None:
     assert "INVALID: the figures of 1 of 12 runs" in render_page(make_report(read_sources([tmp_path])))
 
 
+def test_an_arm_that_lost_many_jobs_does_not_win(tmp_path: Path) -> None:
+    rows = make_ab(0.5, 0.01)
+    for row in rows:
+        row["jobs_planned"] = row["jobs"]
+        if row["policy"] == "b":
+            row["jobs_planned"] = 2 * row["jobs"]
+    _, winner, headline = read(rows, tmp_path)
+    assert winner.is_open
+    assert "b did not finish many jobs, so the others had less traffic beside them" in headline
+
+
 def test_pages_say_what_is_simulated(tmp_path: Path) -> None:
     def draw(**changes: Any) -> str:
         path = write_lines(tmp_path / "results.jsonl", [make_record("stock", **changes)])

@@ -230,6 +230,13 @@ def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:
     assert "20 with stock as it is, 16 with Tenuto" in format_estimate(twice)
 
 
+def test_a_p95_that_hardly_depends_on_the_load_tells_no_number_of_machines() -> None:
+    """Chance would: 10 machines against 7, say, for times that differ by 1 %."""
+    text = format_estimate(ask(lambda name, jps: 10.0 + 0.1 * jps))
+    assert "cannot be told at this load: it hardly depends on them" in text
+    assert "GPUs for 10 times" not in text
+
+
 def test_a_machine_that_is_overloaded_has_no_times() -> None:
     estimate = ask(lambda name, jps: 10.0 if name == "tenuto" else math.inf)
     text = format_estimate(estimate)
@@ -290,7 +297,8 @@ def test_simulated_machines_end_to_end(
     # Nothing can be gained where jobs have one short turn.
     assert told["tenuto_over_tuned"]["mean"] == pytest.approx(1.0, abs=0.02)
     assert told["gains_from_jps_per_machine"] is None
-    assert told["machines"][0]["num"] == 10
+    # Short jobs take as long on fewer machines.
+    assert told["machines"][0]["num"] > 1
     assert told["left_out"] == [] and told["next"]
 
 

@@ -49,6 +49,34 @@ def count_referenced(engine: Engine) -> int:
     return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_lease_outlives_the_weights_that_computed_it(clock: Clock, is_busy: bool) -> None:
+    engine = start()
+    scheduler = engine.scheduler
+
+    def hold() -> None:
+        engine.run()
+        scheduler.add_request(make_request("a", [7] * 100, xargs={"job_id": "a", "tool": "ls"}))
+        engine.run()
+        assert count_referenced(engine) == 6
+        if is_busy:
+            last = {"job_id": "b", "is_last_step": 1}
+            scheduler.add_request(make_request("b", [8] * 100, max_tokens=50, xargs=last))
+            engine.step()
+
+    def load(name: str, path: str) -> int:
+        hold()
+        assert scheduler.load_adapter(name, path, lambda: True) is True
+        return len(scheduler.driver.leases)
+
+    assert [load("x", "/x"), load("y", "/x"), load("x", "/x"), load("z", "/z")] == [1, 1, 0, 1]
+    hold()
+    scheduler.change_weights("update_weights")
+    assert not list(scheduler.driver.leases)
+    engine.run()
+    assert count_referenced(engine) == 0
+
+
 @pytest.mark.parametrize("window", [None, 64])
 def test_a_turn_that_was_preempted_while_its_last_token_was_under_way_keeps_its_cache(
     clock: Clock, window: int | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -23,7 +23,7 @@ from tenuto.records.load import load_folder
 from tenuto.records.metrics import get_geometric_mean, get_ok, summarise
 from tenuto.records.run_data import RunData
 from tenuto.records.schema import TurnRecord
-from tenuto.records.text import MIN_PAIRS, format_table, format_time_s, group_invalid
+from tenuto.records.text import MIN_PAIRS, format_table, format_time_s, group_invalid, loses_jobs
 
 VERDICT = "verdict.json"
 CONFIDENCE = 0.95
@@ -189,6 +189,7 @@ def make_notes(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Notes that a reader of the ratios must know. `results`: the runs' results by arm."""
     return [
         *_describe_simulated(results),
+        *_describe_versions(results),
         *find_invalid(results),
         *describe_errors(results),
         *describe_faults(results),
@@ -204,6 +205,19 @@ def _describe_simulated(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
     ]
     which = "" if len(arms) == len(results) else f" of {', '.join(arms)}"
     return [f"Simulated: the servers{which} computed nothing; their times are a simulator's."] if arms else []
+
+
+def _describe_versions(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """A sentence for each program of which not all runs had the same version."""
+    for program in ("tenuto", "server"):
+        found = {
+            arm: sorted({str(run.get("versions", {}).get(program)) for run in runs})
+            for arm, runs in results.items()
+            if runs
+        }
+        if len({version for versions in found.values() for version in versions}) > 1:
+            where = ", ".join(f"{' and '.join(versions)} on {arm}" for arm, versions in found.items())
+            yield f"Versions differ: {program} {where}."
 
 
 def describe_errors(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -277,6 +291,11 @@ def find_invalid(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
         lines.append(
             f"INVALID: {where}: {why}. To run them again, remove their folders and give the same command."
         )
+    for arm, these in results.items():
+        done, planned = (sum(run.get(name) or 0 for run in these) for name in ("jobs", "jobs_planned"))
+        if loses_jobs(done, planned):
+            words = f"{arm} finished {done} of {count(planned, 'job')}"
+            lines.append(f"INVALID: {words}, so these had less traffic beside them.")
     return lines
 
 

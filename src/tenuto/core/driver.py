@@ -573,8 +573,8 @@ class Driver:
         return self._engine.get_num_leased_blocks()
 
     def get_num_idle_leased_blocks(self) -> int:
-        """Number of leased blocks that no turn uses and that always yield: they are free in effect."""
-        return self._engine.get_num_idle_leased_blocks() if self.limits.always_yield else 0
+        """Number of leased blocks that no turn uses."""
+        return self._engine.get_num_idle_leased_blocks()
 
     def describe_job(self, job_id: str, now_s: float) -> dict[str, Any] | None:
         """What the driver knows of a job, in JSON types; None if the job is not known.

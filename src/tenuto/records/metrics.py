@@ -194,15 +194,16 @@ def get_rate(times_s: Iterable[float]) -> float | None:
 def get_job_rates(
     turns: Sequence[TurnRecord], times_s: Mapping[str, float], *, has_rate: bool = False
 ) -> dict[str, float | None]:
-    """Return how many jobs arrived and how many finished per second, of the jobs in `times_s`.
+    """Return how many jobs arrived and how many finished per second.
 
-    `times_s` is what `get_job_times_s` returns. In an overloaded run jobs arrive faster than they finish, and
-    the second rate is the engine's capacity. None if there are too few jobs, or if they came at once.
-    `has_rate`: jobs had a rate of arrival, so they did not, however long the run took beside their arrivals.
+    `times_s`: of those that finished, what `get_job_times_s` returns. In an overloaded run jobs arrive faster
+    than they finish, and the second rate is the engine's capacity. None if there are too few jobs, or if they
+    came at once. `has_rate`: jobs had a rate of arrival, so they did not, however long the run took beside
+    their arrivals.
     """
-    by_job = group_by((turn for turn in turns if turn.job in times_s), lambda turn: turn.job)
+    by_job = group_by((turn for turn in turns if turn.root in (None, turn.job)), lambda turn: turn.job)
     arrivals_s = {job: min(turn.due_s for turn in its_turns) for job, its_turns in by_job.items()}
-    ends_s = [arrivals_s[job] + times_s[job] for job in arrivals_s]
+    ends_s = [arrivals_s[job] + time_s for job, time_s in times_s.items()]
     begin_s, last_s = min(arrivals_s.values(), default=0.0), max(arrivals_s.values(), default=0.0)
     came_at_once = not has_rate and last_s - begin_s < _AT_ONCE * (max(ends_s, default=0.0) - begin_s)
     offered_jps = None if came_at_once else get_rate(arrivals_s.values())

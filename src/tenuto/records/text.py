@@ -88,7 +88,7 @@ def format_run(record: Mapping[str, Any]) -> str:
     lines.append(f"preemptions  {format_count(record['preemptions'])}")
     if goodput := record.get("goodput"):
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["limits_ms"].items())
-        share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns"
+        share = "" if goodput["share"] is None else f", {goodput['share']:.1%} of the turns that were sent"
         rate = "" if goodput["turns_per_s"] is None else f"{goodput['turns_per_s']:.2f} turns/s"
         lines.append(f"goodput      {rate}{share} within {limits}")
     if record["policy_faults"]:
@@ -130,6 +130,15 @@ def group_invalid(runs: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[tup
     reasons = [(name, why) for name, run in runs for why in run["client"].get("invalid") or ()]
     for alike in group_by(reasons, lambda reason: re.split("[,:]", reason[1])[0]).values():
         yield [name for name, _ in alike], ("" if len(alike) == 1 else "in the first, ") + alike[0][1]
+
+
+MOST_LOST = 0.05
+"""If a larger share of the jobs did not finish, the others had much less traffic beside them."""
+
+
+def loses_jobs(num_finished: int, num_planned: int) -> bool:
+    """Whether so many jobs did not finish that the times of the others are of another load."""
+    return num_finished < (1 - MOST_LOST) * num_planned
 
 
 def comes_from(step_cost: str | None, source: str) -> bool:

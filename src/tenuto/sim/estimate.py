@@ -50,7 +50,8 @@ MAX_JOBS = 600
 ALL_SEEDS = Effort(num_jobs=150)
 ONE_SEED = replace(ALL_SEEDS, num_seeds=1)
 NEAR = 1.05
-"""A step size is run with further seeds only if its first seed is within this factor of the best."""
+"""A step size is run with further seeds only if its first seed is within this factor of the best. A P95 job
+time that misses its target by less may do so by chance."""
 DOWN, UP, NUM_LOADS = 0.7, 1.4, 4
 """Factor from one load to the next, and how many loads are tried beside the traffic's own."""
 NUM_MACHINES = 10
@@ -336,8 +337,7 @@ def _count_machines(
     setups = [setup for place, setup in enumerate(setups) if setup not in setups[:place]]
 
     def count(setup: Setup) -> Plan:
-        if setup == known.setup:
-            return Plan(setup, NUM_MACHINES, known.point)
+        # The one that the target is from, too: by luck, less may be enough for it.
         return find_fewest(
             setup,
             load,
@@ -469,6 +469,15 @@ def _format_loads(estimate: Estimate) -> Iterator[str]:
 def _format_needs(estimate: Estimate) -> Iterator[str]:
     if not estimate.needs or estimate.target_s is None:
         return
+    flat = [need for need in estimate.needs if _is_close(need, estimate.target_s)]
+    if flat:
+        assert flat[0].fewer is not None
+        yield (
+            "How many GPUs a P95 job time needs cannot be told at this load: it hardly depends on them. "
+            f"With {name_setup(flat[0].setup)} and one machine less than enough it is "
+            f"{format_s(flat[0].fewer.p95_s)}, and the target {format_s(estimate.target_s)}."
+        )
+        return
     counts = []
     for need in estimate.needs:
         num = need.num_machines or 2 * NUM_MACHINES
@@ -478,6 +487,12 @@ def _format_needs(estimate: Estimate) -> Iterator[str]:
         f"GPUs for {NUM_MACHINES} times this server's traffic at a P95 job time of "
         f"{format_s(estimate.target_s)}: {', '.join(counts)}."
     )
+
+
+def _is_close(need: Plan, target_s: float) -> bool:
+    """Whether one machine less misses the target by so little that it may be chance."""
+    fewer = need.fewer
+    return fewer is not None and fewer.verdict == "steady" and fewer.p95_s < NEAR * target_s
 
 
 def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:

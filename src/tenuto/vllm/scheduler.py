@@ -92,6 +92,8 @@ class _DrivenScheduler(PrivateHooks):
         self._queued: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Events that the driver has not been told yet, in order."""
         self._has_queued_step = False
+        self._adapters: set[tuple[str, str]] = set()
+        """The adapters that were loaded so far, by name and path, if there is no host memory."""
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         check_attributes(self)
         engine_core = find_engine_core()
@@ -136,8 +138,7 @@ class _DrivenScheduler(PrivateHooks):
         if engine_core is not None:
             offer_call(engine_core, CALL, self.control.answer)
             offer_call(engine_core, INTRODUCE, self.tenants.answer)
-            if self.tier is not None:
-                watch_weights(engine_core, self.tier.change_weights, self.tier.load_adapter)
+            watch_weights(engine_core, self.change_weights, self.load_adapter)
         logger.info("Tenuto runs policy %s on vLLM %s", settings.policy, VERSION)
         if text := self._hooks.describe_pins():
             logger.info("%s", text)
@@ -291,6 +292,23 @@ class _DrivenScheduler(PrivateHooks):
             if self.tier is not None:
                 self.tier.end_reset(is_whole=reset_connector, is_clean=is_clean)
         return is_clean
+
+    def change_weights(self, what: str) -> None:
+        """The weights may have changed. Leases end: stock would have evicted older KV at some time."""
+        if self.tier is not None:
+            self.tier.change_weights(what)
+        else:
+            self.driver.drop_all(time.monotonic())
+
+    def load_adapter(self, name: str, path: str, load: Callable[[], bool]) -> bool:
+        """Let vLLM load an adapter. VLLM's keys have its name and path only, so older KV must not stay."""
+        if self.tier is not None:
+            return bool(self.tier.load_adapter(name, path, load))
+        done = load()
+        if (name, path) in self._adapters:
+            self.reset_prefix_cache()
+        self._adapters.add((name, path))
+        return done
 
     def shutdown(self) -> None:
         """End all leases, save what the policy learned, and complete the trace."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tenuto.client.ab_verdict import (
@@ -14,6 +16,7 @@ from tenuto.client.ab_verdict import (
     describe_span,
     find_invalid,
     format_verdict,
+    make_notes,
 )
 
 
@@ -149,3 +152,28 @@ def test_invalid_runs_are_one_line_for_each_reason() -> None:
         "INVALID: 3 of 4 runs of a, 1 of 3 runs of b: in the first, this client was late: 0 ms. To run "
     )
     assert of_server.startswith("INVALID: 1 of 3 runs of b: the server was late, by 9 ms. To run ")
+
+
+@pytest.mark.parametrize(("jobs", "is_valid"), [(20, True), (19, True), (18, False), (4, False)])
+def test_an_arm_that_loses_jobs_proves_nothing_by_the_others(jobs: int, is_valid: bool) -> None:
+    """The jobs that failed took their traffic with them."""
+    every = {"client": {}, "jobs_planned": 20}
+    lines = find_invalid({"a": [{**every, "jobs": 20}], "b": [{**every, "jobs": jobs}]})
+    assert lines == ([] if is_valid else [f"INVALID: b finished {jobs} of 20 jobs, {LESS_TRAFFIC}"])
+
+
+LESS_TRAFFIC = "so these had less traffic beside them."
+
+
+def test_other_versions_are_named() -> None:
+    turns = dict.fromkeys(("planned", "failed", "cancelled", "not_sent"), 0)
+    client = {"send_lag_s": None, "complaints": {}, "failed_attempts": {}}
+
+    def make(tenuto: str, server: str) -> dict[str, Any]:
+        return {"client": client, "turns": turns, "versions": {"tenuto": tenuto, "server": server}}
+
+    notes = make_notes({"a": [make("1", "0.31")], "b": [make("1", "0.31"), make("2", "0.31")]})
+    assert [note for note in notes if "ersion" in note] == ["Versions differ: tenuto 1 on a, 1 and 2 on b."]
+    notes = make_notes({"a": [make("1", "0.31")], "b": [make("1", "0.32")]})
+    assert notes[0] == "Versions differ: server 0.31 on a, 0.32 on b."
+    assert not any("ersion" in note for note in make_notes({"a": [make("1", "3")], "b": [make("1", "3")]}))

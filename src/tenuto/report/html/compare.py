@@ -17,6 +17,7 @@ from tenuto.client.ab_verdict import Estimate, estimate_ratio
 from tenuto.client.options import THRESHOLD_PERCENT
 from tenuto.records.metrics import get_geometric_mean, get_known_mean, get_mean, get_percentile, group_by
 from tenuto.records.schema import get_stat
+from tenuto.records.text import loses_jobs
 from tenuto.report.html.sources import NO_GPU, Run, Setting
 from tenuto.report.html.spec import BASELINE, format_load, shorten
 from tenuto.sim.compare import Arm, Split, Timed, find_best_stock, split_gains
@@ -62,12 +63,14 @@ class Contrast:
     """Whether both ran with a common seed. Without one, the ratio is of other jobs and shows nothing."""
     is_valid: bool
     """Whether no run says that its figures are INVALID."""
+    lost_by: str | None
+    """One that did not finish so many jobs that the others had less traffic beside them."""
 
     @property
     def is_open(self) -> bool:
         """Whether these runs cannot show anything, for any ratio."""
         is_enough = self.mean.num_pairs > 1 if self.is_simulated else self.mean.is_trusted
-        return not (self.is_valid and self.is_paired and is_enough)
+        return not (self.is_valid and self.lost_by is None and self.is_paired and is_enough)
 
     @property
     def differs(self) -> bool:
@@ -105,6 +108,11 @@ def _get_run_times(run: Run, jobs: frozenset[str]) -> JobTimes | None:
         return None if run.mean_s is None else JobTimes(run.mean_s, get_stat(run.record.job_s, "p95"))
     times_s = [time_s for job, time_s in run.record.job_times_s.items() if job in jobs]
     return JobTimes(fmean(times_s), get_percentile(times_s, 95)) if times_s else None
+
+
+def _loses_jobs(runs: Sequence[Run]) -> bool:
+    done, planned = ([getattr(run.record, name) or 0 for run in runs] for name in ("jobs", "jobs_planned"))
+    return loses_jobs(sum(done), sum(planned))
 
 
 def _average(times: Sequence[JobTimes]) -> JobTimes:
@@ -256,6 +264,7 @@ class Group:
             is_simulated=all(run.setting.is_simulated for run in both),
             is_paired=bool(known),
             is_valid=not any(run.invalid for run in both),
+            lost_by=next((each for each in (policy, other) if _loses_jobs(runs[each])), None),
         )
 
     def try_speed_up(self, policy: str, load: Load) -> Spread | None:

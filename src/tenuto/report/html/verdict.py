@@ -160,6 +160,8 @@ def _describe_one(place: Place) -> str:
 def _describe_reason(each: Contrast) -> str:
     if not each.is_valid:
         return "figures of these runs are INVALID"
+    if each.lost_by is not None:
+        return f"{shorten(each.lost_by)} did not finish many jobs, so the others had less traffic beside them"
     if not each.is_paired:
         return "no two policies ran with the same seed"
     if each.is_simulated:
