@@ -271,6 +271,14 @@ def test_a_server_that_is_too_small_for_the_check_names_its_limit(monkeypatch: p
         check(Server("tenuto", longest=64), monkeypatch)
 
 
+def test_a_model_that_generates_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("tenuto")
+    missing = httpx.Response(404, json={"detail": "Not Found"})
+    monkeypatch.setattr(server, "complete", lambda body, rank: missing)
+    with pytest.raises(DataError, match="no /v1/chat/completions: does this model generate text"):
+        check(server, monkeypatch)
+
+
 def test_a_lease_that_was_granted_and_does_not_hold_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server("continuum", holding="0", news=("ended", "reset"))
     assert not check(server, monkeypatch)[0]

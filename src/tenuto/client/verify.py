@@ -54,6 +54,8 @@ PROBE_WORDS = 50
 POLL_S = 0.1
 LIMIT_S = 120.0
 """Time limit for one answer, in seconds."""
+NO_SUCH_PATH = '{"detail":"Not Found"}'
+"""What vLLM's API server answers, with status 404, on a path that it does not have."""
 
 Gap = Literal["held", "expired", "not granted", "yielded", "not held", "end"]
 """What became of a turn's blocks in its gap. expired: the lease lasted until the deadline that the policy
@@ -319,6 +321,9 @@ class _Check:
         if self.rank is not None:
             headers["X-data-parallel-rank"] = self.rank
         response = self.client.post("/v1/chat/completions", json=body, headers=headers)
+        if response.status_code == 404 and response.text == NO_SUCH_PATH:
+            path = response.request.url.path
+            raise DataError(f"the server has no {path}: does this model generate text?")
         if response.is_error:
             raise DataError(f"the server answered {response.status_code}: {response.text[:500]}")
         try:

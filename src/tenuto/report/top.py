@@ -705,7 +705,7 @@ _PARTS = (("running", "█", "green"), ("leased", "▓", "yellow"), ("free", "�
 
 def _show_bar(cache: Mapping[str, Any]) -> Text:
     if not cache["blocks"]:
-        return Text("the server does not tell its size", style="dim")
+        return Text("the server does not tell its size (is it without --disable-log-stats?)", style="dim")
     text, end, shown = Text(), 0.0, 0
     for name, sign, style in _PARTS:
         end += (cache[name] or 0) / cache["blocks"] * _BAR_WIDTH
