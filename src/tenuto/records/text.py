@@ -30,6 +30,8 @@ _SLOWED = 1.25
 """Jobs waited for each other if their mean slowdown is at least this."""
 _MIN_JOBS = 12
 """Fewer jobs show neither a rate nor a trend."""
+_LONG = 3.0
+"""A run shows whether jobs end as fast as they come if they come for this many times as long as one takes."""
 _MIN_ERRORS = 2.0
 """The mean times of the first and last jobs differ if they do so by this many standard errors."""
 _STATS = ("mean", "min", "p50", "p90", "p95", "p99", "max")
@@ -182,11 +184,26 @@ def is_overloaded(record: Mapping[str, Any]) -> bool:
     return growth_s > max((_GROWTH - 1) * fmean(first_s), _MIN_ERRORS * error_s)
 
 
+def is_too_short(record: Mapping[str, Any]) -> bool:
+    """Whether a run that is not clearly overloaded may be so: jobs waited for each other and ended slowly.
+
+    Then it takes longer to tell than jobs take.
+    """
+    offered, finished, slowdown = map(record.get, ("offered_jps", "finished_jps", "slowdown"))
+    times_s = list(record.get("job_times_s", {}).values())
+    if not (offered and finished and slowdown) or is_overloaded(record):
+        return False
+    is_behind = finished < OVERLOADED * offered and slowdown["mean"] >= _SLOWED
+    return is_behind and len(times_s) / offered < _LONG * fmean(times_s)
+
+
 def _format_rates(record: Mapping[str, Any]) -> list[str]:
     lines = []
     offered, finished, makespan_s = map(record.get, ("offered_jps", "finished_jps", "makespan_s"))
     if finished and record["jobs"] >= _MIN_JOBS:
         verdict = "; overloaded: the longer it runs, the longer jobs take" if is_overloaded(record) else ""
+        if is_too_short(record):
+            verdict = "; it may be overloaded: a longer run (--window) shows it"
         arrived = f"offered {offered:.3g} jobs/s" if offered else "all jobs at once"
         lines.append(f"load         {arrived}, finished {finished:.3g} jobs/s{verdict}")
     if makespan_s:
