@@ -201,7 +201,8 @@ def get_job_rates(
     came at once. `has_rate`: jobs had a rate of arrival, so they did not, however long the run took beside
     their arrivals.
     """
-    by_job = group_by((turn for turn in turns if turn.root in (None, turn.job)), lambda turn: turn.job)
+    of_jobs = (turn for turn in turns if turn.job in times_s or turn.root in (None, turn.job))
+    by_job = group_by(of_jobs, lambda turn: turn.job)
     arrivals_s = {job: min(turn.due_s for turn in its_turns) for job, its_turns in by_job.items()}
     ends_s = [arrivals_s[job] + time_s for job, time_s in times_s.items()]
     begin_s, last_s = min(arrivals_s.values(), default=0.0), max(arrivals_s.values(), default=0.0)
