@@ -230,6 +230,17 @@ def test_tenuto_needs_fewer_machines_for_the_same_p95() -> None:
     assert "20 with stock as it is, 16 with Tenuto" in format_estimate(twice)
 
 
+def test_where_steps_are_the_gain_tenuto_is_shown_with_these_steps_too() -> None:
+    estimate = ask(lambda name, jps: 10.0 if name.endswith(" @512") else 12.0)
+    text = format_estimate(estimate)
+    assert re.search(r"^Tenuto with steps of 512 +10.2 s ", text, re.MULTILINE)
+    assert "With the same steps as that (`--step-tokens`), Tenuto's over it: 1.00" in text
+    commands = suggest_next(estimate, has_recording=True)
+    assert commands[0].endswith("# stock at its best step size, faster than Tenuto here with its own steps")
+    assert commands[1:] == ["tenuto serve MODEL --step-tokens 512   # Tenuto with the same steps"]
+    assert estimate.to_json()["tenuto_with_these_steps"]["step_tokens"] == 512
+
+
 def test_a_p95_that_hardly_depends_on_the_load_tells_no_number_of_machines() -> None:
     """Chance would: 10 machines against 7, say, for times that differ by 1 %."""
     text = format_estimate(ask(lambda name, jps: 10.0 + 0.1 * jps))

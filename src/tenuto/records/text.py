@@ -194,7 +194,7 @@ def is_too_short(record: Mapping[str, Any]) -> bool:
     if not (offered and finished and slowdown) or is_overloaded(record):
         return False
     is_behind = finished < OVERLOADED * offered and slowdown["mean"] >= _SLOWED
-    return is_behind and len(times_s) / offered < _LONG * fmean(times_s)
+    return bool(is_behind and len(times_s) / offered < _LONG * fmean(times_s))
 
 
 def _format_rates(record: Mapping[str, Any]) -> list[str]:

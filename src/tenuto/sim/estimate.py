@@ -144,10 +144,9 @@ class Case:
 
 
 def name_setup(setup: Setup) -> str:
-    """The setup in words; stock with its step size."""
-    if setup.policy != STOCK:
-        return "Tenuto"
-    return "stock as it is" if setup.step_tokens is None else f"stock with steps of {setup.step_tokens}"
+    """The setup in words, with a step size that is not its own."""
+    name, as_it_is = ("stock", "stock as it is") if setup.policy == STOCK else ("Tenuto", "Tenuto")
+    return as_it_is if setup.step_tokens is None else f"{name} with steps of {setup.step_tokens}"
 
 
 @dataclass
@@ -159,6 +158,8 @@ class Estimate:
     load: LoadOptions
     cases: list[Case] = field(default_factory=list)
     """Under the present traffic: stock as it ships, its smaller step sizes, Tenuto."""
+    same_steps: Case | None = None
+    """Tenuto with the best step size of stock, if stock is faster with it than Tenuto with its own."""
     others: list[tuple[Case, Case]] = field(default_factory=list)
     """At other loads: the best of stock, and Tenuto."""
     target_s: float | None = None
@@ -217,6 +218,7 @@ class Estimate:
             "host_gb": self.host_gb,
             "cases": [case.to_json() for case in self.cases],
             "stock_well_set": self.tuned.setup.step_tokens,
+            "tenuto_with_these_steps": self.same_steps and self.same_steps.to_json(),
             **{f"tenuto_over_{name}": ratio and ratio._asdict() for name, ratio in over.items()},
             "gains_from_jps_per_machine": None if OF_LOADS in self.left_out else self.least_jps,
             "other_loads": [
@@ -257,6 +259,9 @@ def fill(
     `cases` is empty.
     """
     _compare(estimate, measure, tell, num_at_once)
+    if estimate.tuned.setup.step_tokens is not None and estimate.tuned.gains_over(estimate.tenuto):
+        setup = replace(estimate.tenuto.setup, step_tokens=estimate.tuned.setup.step_tokens)
+        [estimate.same_steps] = _measure_cases([setup], estimate.load, measure, ALL_SEEDS, num_at_once)
     for what, ask in ((OF_LOADS, _try_loads), (OF_MACHINES, _count_machines)):
         ask(estimate, measure, tell, num_at_once)
         estimate.left_out.remove(what)
@@ -381,6 +386,9 @@ def format_estimate(estimate: Estimate) -> str:
     """The table, the three answers and how far such predictions were off."""
     cases = [estimate.stock, estimate.tuned, estimate.tenuto]
     names = [estimate.stock.name, f"best steps ({estimate.tuned.name})", estimate.tenuto.name]
+    if estimate.same_steps is not None:
+        cases.append(estimate.same_steps)
+        names.append(estimate.same_steps.name)
     wide = max(map(len, names))
     memory = f" and {estimate.host_gb:g} GiB of host memory" if estimate.host_gb else ""
     lines = [
@@ -435,6 +443,9 @@ def _format_gain(estimate: Estimate) -> Iterator[str]:
         ratio = estimate.tenuto.get_ratio(other)
         if ratio is not None:
             yield f"Tenuto's mean job time over that of {words}: {ratio}."
+    same = estimate.same_steps and estimate.same_steps.get_ratio(estimate.tuned)
+    if same is not None:
+        yield f"With the same steps as that (`--step-tokens`), Tenuto's over it: {same}."
     tenuto, tuned = estimate.tenuto.point.p95_ttft_s, estimate.tuned.point.p95_ttft_s
     if estimate.tenuto.is_steady and estimate.tuned.is_steady and tenuto > TIE * tuned:
         later = f"{format_s(tenuto)}, not {format_s(tuned)}"
@@ -510,14 +521,18 @@ def suggest_next(estimate: Estimate, *, has_recording: bool) -> list[str]:
             shlex.join(["tenuto", "estimate", *machine, "--recording", "jobs.jsonl"]),
         ]
     is_behind = estimate.tuned.gains_over(estimate.tenuto)
+    is_level = estimate.same_steps is not None and not estimate.tuned.gains_over(estimate.same_steps)
     is_tuned = steps is not None and estimate.tuned.gains_over(estimate.stock)
     if is_tuned:
         why = "faster than Tenuto here" if is_behind else "without Tenuto"
+        why += " with its own steps" if is_level else ""
         why += " (one seed)" if OF_SEEDS in estimate.left_out else ""
         lines.append(
             f"vllm serve MODEL --max-num-batched-tokens {steps}{stock_memory}   "
             f"# stock at its best step size, {why}"
         )
+    if is_level:
+        lines.append(f"tenuto serve MODEL --step-tokens {steps}{memory}   # Tenuto with the same steps")
     gains = estimate.tenuto.gains_over(estimate.stock)
     if (gains or (estimate.is_overloaded and estimate.least_jps is not None)) and not is_behind:
         lines += [
