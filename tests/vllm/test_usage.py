@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import tenuto.vllm
+from tenuto.core.exported_metrics import count_free_in_effect
 from tenuto.core.types import LeaseRefusal
 from tenuto.vllm.compat import scheduler as compat
 from tests.support.checks import check_integrity
@@ -83,7 +84,7 @@ def test_pins_that_need_not_yield_are_in_use(clock: Clock) -> None:
     send(engine, "a")
     engine.run()
     assert get_reported(engine) == (6, 6)
-    assert engine.scheduler.driver.get_num_idle_leased_blocks() == 0
+    assert count_free_in_effect(engine.scheduler.driver) == 0
 
 
 def test_what_is_noted_while_nobody_counts_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ DRIVER = (
            lambda of: {name: of.num_changes.get(name, 0) for name in CHANGEABLE}, ("what",)),
     Metric("gauge", "idle_retained_blocks",
            "Blocks under lease that no request uses; vllm:kv_cache_usage_perc counts them as free.",
-           lambda of: of.driver.get_num_idle_leased_blocks()),
+           lambda of: count_free_in_effect(of.driver)),
     Metric("gauge", "pinned_blocks",
            "Blocks of pinned prefixes; those that several prefixes share count for each.",
            lambda of: of.driver.pins.num_blocks),
@@ -197,6 +197,11 @@ HISTOGRAMS = (
     HistogramMetric("decision_s", "decision_time_seconds", "Time in Tenuto per turn arrival or finish.",
         DECISION_BUCKETS_S),
 )  # fmt: skip
+
+
+def count_free_in_effect(driver: Driver) -> int:
+    """Leased blocks that no request uses, if leases always yield. The reported usage leaves them out then."""
+    return driver.get_num_idle_leased_blocks() if driver.limits.always_yield else 0
 
 
 def has_label(tenant: str, *, shows_names: bool) -> bool:

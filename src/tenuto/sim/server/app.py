@@ -32,6 +32,7 @@ from tenuto.core.exported_metrics import (
     Leases,
     Metric,
     Value,
+    count_free_in_effect,
 )
 from tenuto.core.stats import Histogram
 from tenuto.records.trace import TraceWriter
@@ -312,7 +313,7 @@ class EngineMetrics(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests that run.", len(state.running))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", state.num_waiting)
         # Leases yield before an allocation fails, so blocks that only they hold are free memory.
-        num_free_blocks = pool.num_free_blocks + scheduler.driver.get_num_idle_leased_blocks()
+        num_free_blocks = pool.num_free_blocks + count_free_in_effect(scheduler.driver)
         usage = 1 - num_free_blocks / pool.num_blocks
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 for all.", usage)
         config = GaugeMetricFamily(
