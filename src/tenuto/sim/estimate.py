@@ -484,8 +484,8 @@ def _format_needs(estimate: Estimate) -> Iterator[str]:
     if flat:
         assert flat[0].fewer is not None
         yield (
-            "How many GPUs a P95 job time needs cannot be told at this load: it hardly depends on them. "
-            f"With {name_setup(flat[0].setup)} and one machine less than enough it is "
+            "How many GPUs a P95 job time needs cannot be told at this load: one more or less hardly "
+            f"changes it. With {name_setup(flat[0].setup)} and one machine less than enough it is "
             f"{format_s(flat[0].fewer.p95_s)}, and the target {format_s(estimate.target_s)}."
         )
         return

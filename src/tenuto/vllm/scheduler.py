@@ -294,7 +294,7 @@ class _DrivenScheduler(PrivateHooks):
         return is_clean
 
     def change_weights(self, what: str) -> None:
-        """The weights may have changed. Leases end: stock would have evicted older KV at some time."""
+        """The weights may have changed. Leases end, so that older KV stays no longer than in stock vLLM."""
         if self.tier is not None:
             self.tier.change_weights(what)
         else:
